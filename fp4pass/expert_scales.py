@@ -11,16 +11,16 @@ from torch import Tensor
 
 from . import ops
 from .config import LinearConfig
-from .linear import PackedWeight, quantize_input
+from .linear import StoredWeight, quantize_input
 
 
-def parts_of(weight: PackedWeight) -> int:
+def parts_of(weight: StoredWeight) -> int:
     """Return R, the parts of an expert's rows that have a global scale each."""
     scale = weight.global_scale
     return 1 if scale is None or scale.ndim == 1 else int(scale.shape[1])
 
 
-def cut_rows(weight: PackedWeight) -> PackedWeight:
+def cut_rows(weight: StoredWeight) -> StoredWeight:
     """Return a stack [E, N, K] as one of E * R matrices [N / R, K], with one global scale each."""
     parts = parts_of(weight)
     if parts == 1:
@@ -29,7 +29,7 @@ def cut_rows(weight: PackedWeight) -> PackedWeight:
     if inputs is not None and len(inputs) > 1:
         inputs = inputs.repeat_interleave(parts)
     codes, bits = (_cut(each, parts) for each in (weight.packed, weight.scale))
-    return PackedWeight(codes, bits, weight.global_scale.flatten(), inputs)
+    return StoredWeight(codes, bits, weight.global_scale.flatten(), inputs)
 
 
 def cut_pairs(
@@ -44,7 +44,7 @@ def cut_pairs(
     return x, places.flatten(1), None if bias is None else _cut(bias, parts)
 
 
-def dequantize_stack(weight: PackedWeight, config: LinearConfig, dtype: torch.dtype) -> Tensor:
+def dequantize_stack(weight: StoredWeight, config: LinearConfig, dtype: torch.dtype) -> Tensor:
     """Return the values of the codes of a stack [E, N, K]."""
     packed, scale, global_scale, _ = cut_rows(weight)
     scales = [None] * len(packed) if global_scale is None else global_scale.split(1)
@@ -54,7 +54,7 @@ def dequantize_stack(weight: PackedWeight, config: LinearConfig, dtype: torch.dt
 
 
 def quantize_pairs(
-    x: Tensor, ids: Tensor, weight: PackedWeight, config: LinearConfig
+    x: Tensor, ids: Tensor, weight: StoredWeight, config: LinearConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes and scale bits of inputs [T, K] or [T, k, K], and their global scale.
 

@@ -28,8 +28,8 @@ KINDS = {
 }
 
 
-class PackedWeight(NamedTuple):
-    """The tensors of a packed weight, as the operators take them."""
+class StoredWeight(NamedTuple):
+    """The tensors of a packed weight and of its input, as a linear layer has them."""
 
     packed: Any  # uint8 [N, P], packed codes
     scale: Any  # uint8 [N, K / block], the bits of the block scales
@@ -45,13 +45,13 @@ def _compute(name: str, compute: Callable[[], Any]) -> Any:
     return compute()
 
 
-def needs_dynamic_scale(weight: PackedWeight, config: LinearConfig) -> bool:
+def needs_dynamic_scale(weight: StoredWeight, config: LinearConfig) -> bool:
     """Return whether each input gets a global scale by its own amax."""
     has_scale = config.weight_only or weight.input_global_scale is not None
     return config.format.has_global_scale and not has_scale
 
 
-def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
+def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
     """Quantize an input [..., K], or a proxy of it in a graph, as a linear layer does.
 
     Return the packed codes [..., P] and scale bits [..., K / block], both uint8, and the global
@@ -71,7 +71,7 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
 
 
 def quantized_linear(
-    x: Any, weight: PackedWeight, bias: Any, config: LinearConfig, share: ShareFn = _compute
+    x: Any, weight: StoredWeight, bias: Any, config: LinearConfig, share: ShareFn = _compute
 ) -> Any:
     """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x.
 
@@ -110,7 +110,7 @@ class PackedBlocks(PackedLinear):
     input_global_scale: Tensor | None
 
     @property
-    def packed_weight(self) -> PackedWeight:
+    def packed_weight(self) -> StoredWeight:
         """The buffers as the operators take them."""
         # Asking the module for each takes as long as a small product.
         known = self._buffers
@@ -120,9 +120,9 @@ class PackedBlocks(PackedLinear):
         scale: Any = known[SCALE]
         packed = packed if packed.dtype == torch.uint8 else code_bits(packed)
         scale = scale if scale.dtype == torch.uint8 else scale_bits(scale)
-        return PackedWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
+        return StoredWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
 
-    def weight_for(self, x: Tensor) -> PackedWeight:
+    def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers to multiply an input by."""
         return self.packed_weight
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass import ops
+from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.errors import OptionError, StateError
 from fp4pass.graph.inductor import compile_report, install_passes
 from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
@@ -37,15 +38,16 @@ def test_a_layer_computes_what_the_reference_does(fmt: str) -> None:
         model = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only, compute="fp8")
         plain = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only)
         layer, stored = model[0], model[0].packed_weight
-        weight = (stored.packed, stored.scale, stored.global_scale, layer.bias, layer.config.format)
+        weight, record = PackedWeight(*stored[:3], layer.bias), layer.config.format
         if weight_only:
-            expected = linear_ref(x, *weight, "fp8")
+            expected = linear_ref(x, weight, record, "fp8")
         else:
             scale = stored.input_global_scale
             if scale is None and fmt == "nvfp4":
                 scale = ops.dynamic_global_scale(x, layer.config.format.key)
             codes = ops.quantize(x, scale, layer.config.format.key)
-            expected = linear_quantized_ref(x, *codes, scale, *weight, compute="fp8")
+            given = PackedInput(*codes, scale)
+            expected = linear_quantized_ref(x, given, weight, record, compute="fp8")
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x[:5]), plain[0](x[:5]))
         if fmt == "mxfp4" and not weight_only:

@@ -14,7 +14,7 @@ import fp4pass
 from fp4pass.errors import ShapeError
 from fp4pass.expert_scales import cut_rows
 from fp4pass.experts import QuantizedExpertStack
-from fp4pass.linear import PackedWeight, quantized_linear
+from fp4pass.linear import StoredWeight, quantized_linear
 
 pytest.importorskip("transformers")
 
@@ -53,7 +53,7 @@ def of_experts(stack: QuantizedExpertStack, x: Tensor, routing: Tensor) -> Tenso
             own = slice(part * rows, (part + 1) * rows)
             of_inputs = None if inputs is None else inputs[expert if len(inputs) > 1 else 0][None]
             number = scale[expert, part][None]
-            weight = PackedWeight(packed[expert, own], bits[expert, own], number, of_inputs)
+            weight = StoredWeight(packed[expert, own], bits[expert, own], number, of_inputs)
             y = quantized_linear(given, weight, None, stack.config)
             out[(*pairs, own)] = y
     return out

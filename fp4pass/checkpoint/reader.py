@@ -13,13 +13,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
-from ..linear import GLOBAL, PACKED, SCALE, PackedWeight
-from ..sources.files import (
-    Stamp,
-    read_json,
-    read_tensors,
-    require_same,
-)
+from ..linear import GLOBAL, PACKED, SCALE, StoredWeight
+from ..sources.files import Stamp, read_json, read_tensors, require_same
 from .checks import packed_problem, sum_problem
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 
@@ -198,7 +193,7 @@ class CheckpointReader:
         bits, config = scale.view(torch.uint8), record.config
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
-        weight = PackedWeight(packed, bits, parts[GLOBAL], None)
+        weight = StoredWeight(packed, bits, parts[GLOBAL], None)
         dense = dequantize_stack(weight, config, torch.float32 if config.is_rotated else dtype)
         if config.is_rotated:
             dense = torch.stack([config.restored(each) for each in dense]).to(dtype)

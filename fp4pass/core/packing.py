@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,23 @@ PACKINGS = {
     6: "4 codes in 3 bytes, the first lowest",
     8: "1 code a byte",
 }
+
+
+class PackedWeight(NamedTuple):
+    """A weight [N, K], or a stack [E, N, K] of them, in blocks along K, as operators take it."""
+
+    packed: Tensor  # uint8 [..., N, P], packed codes; in kernels words of them
+    scale: Tensor  # uint8 [..., N, K / block], the bits of the block scales
+    global_scale: Tensor | None  # float32 [1], or [E], as it is stored
+    bias: Tensor | None = None  # [..., N]
+
+
+class PackedInput(NamedTuple):
+    """Quantized rows [..., K] in blocks along K, as operators take them."""
+
+    packed: Tensor  # uint8 [..., P]
+    scale: Tensor  # uint8 [..., K / block]
+    global_scale: Tensor | None  # float32 [1], or [E] for the rows of each expert
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:

@@ -18,7 +18,7 @@ from ..distributed import ranks
 from ..errors import CalibrationError
 from ..experts import ExpertStack
 from ..kernels.statistics.naive import weight_amax
-from ..linear import PackedWeight, quantize_input
+from ..linear import StoredWeight, quantize_input
 from ..methods import Stats
 from ..observers.expert_calls import feed, new_observer
 from ..observers.observer import OBSERVERS, shared_observer
@@ -254,7 +254,7 @@ def _quantized(x: Tensor, view: _View) -> Tensor:
     fmt = config.format
     rows = x.reshape(-1, x.shape[-1])
     stored = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
-    packed, scale, _ = quantize_input(rows, PackedWeight(None, None, None, stored), config)
+    packed, scale, _ = quantize_input(rows, StoredWeight(None, None, None, stored), config)
     dense = ops.dequantize(packed, scale, stored, fmt.key, torch.float32)
     # The statistics are of inputs as the layer is called with them.
     return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)

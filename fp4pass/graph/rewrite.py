@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..config import LinearConfig
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, quantized_linear
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight, quantized_linear
 from .match import (
     TRANSPOSES,
     LinearNode,
@@ -107,7 +107,7 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
     scale = read(SCALE).view(torch.uint8)
     packed, global_scale = read(PACKED), read(GLOBAL)
     input_global_scale = None if config.weight_only else read(INPUT_GLOBAL)
-    weight = PackedWeight(packed, scale, global_scale, input_global_scale)
+    weight = StoredWeight(packed, scale, global_scale, input_global_scale)
     output: fx.Proxy = quantized_linear(fx.Proxy(linear.source, tracer), weight, bias, config)
     return output.node
 

@@ -1,15 +1,26 @@
-"""What operators require of their arguments: functions of the arguments that they name."""
+"""Check the arguments of operators: functions of the arguments that they name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import Parameter, Signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..core.packing import PackedInput, PackedWeight
+from ..errors import (
+    DtypeError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    expected,
+    unknown_name,
+)
 from ..kernels.fp8.naive import COMPUTES
 from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.naive import ROTATIONS
@@ -49,22 +60,22 @@ def require_quantizable(x: Tensor, fmt: Format, scale_method: str) -> None:
         )
 
 
-def require_compute(compute: str) -> None:
-    """Raise OptionError unless products can be computed so."""
-    if compute not in COMPUTES:
-        raise unknown_name("compute", compute, COMPUTES)
+def _check(names: str, require: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """Return a check of the arguments that `names` lists, behind what is given."""
+    check: Any = partial(require, *given)
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    check.__signature__ = Signature([Parameter(name, kind) for name in names.split()])
+    return check
 
 
-def require_activation(activation: str) -> None:
-    """Raise OptionError unless there is such an activation function."""
-    if activation not in ACTIVATIONS:
-        raise unknown_name("Activation", activation, ACTIVATIONS)
+def _one_of(what: str, known: Iterable[str], value: str) -> None:
+    if value not in known:
+        raise unknown_name(what, value, known)
 
 
-def require_objective(objective: str) -> None:
-    """Raise OptionError unless there is such an objective of a search."""
-    if objective not in OBJECTIVES:
-        raise unknown_name("Objective", objective, OBJECTIVES)
+require_compute = _check("compute", _one_of, "compute", COMPUTES)
+require_activation = _check("activation", _one_of, "Activation", ACTIVATIONS)
+require_objective = _check("objective", _one_of, "Objective", OBJECTIVES)
 
 
 def require_rotation(x: Tensor, rotation: int) -> None:
@@ -79,17 +90,7 @@ def require_rotation(x: Tensor, rotation: int) -> None:
         )
 
 
-def require_norm_weight(x: Tensor, weight: Tensor | None) -> None:
-    """Raise ShapeError unless the weight of a norm is [K] in the dtype of x."""
-    _require_row("weight", weight, x)
-
-
-def require_norm_bias(x: Tensor, bias: Tensor | None) -> None:
-    """Raise ShapeError unless the bias of a norm is [K] in the dtype of x."""
-    _require_row("bias", bias, x)
-
-
-def _require_row(name: str, row: Tensor | None, x: Tensor) -> None:
+def _row_of_norm(name: str, x: Tensor, row: Tensor | None) -> None:
     if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
         raise ShapeError(
             f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
@@ -97,23 +98,18 @@ def _require_row(name: str, row: Tensor | None, x: Tensor) -> None:
         )
 
 
-def require_residual(x: Tensor, residual: Tensor) -> None:
-    """Raise ShapeError unless a residual has the shape and the dtype of x."""
-    _require_like("residual", residual, x)
-
-
-def require_factor(x: Tensor, up: Tensor | None) -> None:
-    """Raise ShapeError unless the factor of an activation has the shape and the dtype of x."""
-    if up is not None:
-        _require_like("factor", up, x)
-
-
-def _require_like(name: str, other: Tensor, x: Tensor) -> None:
-    if other.shape != x.shape or other.dtype != x.dtype:
+def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
+    if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
         raise ShapeError(
             f"The {name}: expected {tuple(x.shape)} {x.dtype} as the input, got "
             f"{tuple(other.shape)} {other.dtype}. Expand or cast it before the call."
         )
+
+
+require_norm_weight = _check("x weight", _row_of_norm, "weight")
+require_norm_bias = _check("x bias", _row_of_norm, "bias")
+require_residual = _check("x residual", _like_input, "residual")
+require_factor = _check("x up", _like_input, "factor")
 
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:
@@ -142,14 +138,29 @@ def require_weight(weight: Tensor, fmt: Format) -> None:
         raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
 
 
-def require_block_hessian(weight: Tensor, hessian: Tensor | None) -> None:
-    """Raise unless a block Hessian, if there is one, is that of a weight, and finite."""
+def _hessian(blocks: bool, owner: str, finite: bool, of: Tensor, hessian: Tensor | None) -> None:
+    """Raise unless a Hessian, whole or of blocks, is that of a weight or an input."""
     if hessian is None:
         return
-    groups = math.ceil(weight.shape[1] / HESSIAN_BLOCK)
-    expected = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
-    _require_shape("block Hessian", hessian, expected, f"a weight of {weight.shape[1]}")
-    _require_finite("block Hessian", hessian)
+    columns = of.shape[-1]
+    expected: tuple[int, ...] = (columns, columns)
+    if blocks:
+        expected = (math.ceil(columns / HESSIAN_BLOCK), HESSIAN_BLOCK, HESSIAN_BLOCK)
+    name = "block Hessian" if blocks else "Hessian"
+    if hessian.shape != expected:
+        raise ShapeError(
+            f"The {name}: expected shape {expected} for {owner} of {columns} columns, got "
+            f"{tuple(hessian.shape)}."
+        )
+    if finite and not hessian.isfinite().all():
+        raise NonFiniteError(
+            f"The {name}: expected finite numbers, got NaN or infinity. Calibrate on finite inputs."
+        )
+
+
+require_block_hessian = _check("weight hessian", _hessian, True, "a weight", True)
+require_hessian = _check("weight hessian", _hessian, False, "a weight", True)
+require_observed_columns = _check("x hessian", _hessian, False, "inputs", False)
 
 
 def require_hessian_of_objective(objective: str, hessian: Tensor | None) -> None:
@@ -166,28 +177,6 @@ def require_searched_stack(weight: Tensor, global_scales: Sequence[float], objec
         raise ShapeError(
             f"weight: expected [{len(global_scales)}, N, K], one for each global scale, got "
             f"{_of(weight)}."
-        )
-
-
-def require_hessian(weight: Tensor, hessian: Tensor) -> None:
-    """Raise unless a Hessian is that of a weight, and finite."""
-    columns = weight.shape[1]
-    _require_shape("Hessian", hessian, (columns, columns), f"a weight of {columns}")
-    _require_finite("Hessian", hessian)
-
-
-def _require_shape(name: str, hessian: Tensor, expected: tuple[int, ...], owner: str) -> None:
-    if hessian.shape != expected:
-        raise ShapeError(
-            f"The {name}: expected shape {expected} for {owner} columns, got "
-            f"{tuple(hessian.shape)}."
-        )
-
-
-def _require_finite(name: str, hessian: Tensor) -> None:
-    if not hessian.isfinite().all():
-        raise NonFiniteError(
-            f"The {name}: expected finite numbers, got NaN or infinity. Calibrate on finite inputs."
         )
 
 
@@ -212,23 +201,9 @@ def require_visible(x: Tensor, visible: Tensor | None) -> None:
         )
 
 
-def require_observed_columns(x: Tensor, hessian: Tensor) -> None:
-    """Raise ShapeError unless a Hessian [K, K] is that of x."""
-    columns = x.shape[-1]
-    _require_shape("Hessian", hessian, (columns, columns), f"inputs of {columns}")
-
-
-def require_pairs(x: Tensor, ids: Tensor) -> None:
-    """Raise ShapeError or DtypeError unless x has a row for each token or pair of `ids` [T, k]."""
-    _require_pairs("x", x, ids)
-
-
-def require_pairs_of_codes(x_packed: Tensor, ids: Tensor) -> None:
-    """Raise ShapeError or DtypeError unless x_packed has a row for each token or pair of `ids`."""
-    _require_pairs("x_packed", x_packed, ids)
-
-
-def _require_pairs(name: str, x: Tensor, ids: Tensor) -> None:
+def _pairs(name: str, x: Tensor | PackedInput, ids: Tensor) -> None:
+    """Raise unless there is a row for each token or pair of `ids` [T, k]."""
+    x = x.packed if isinstance(x, PackedInput) else x
     if ids.dtype != torch.int64:
         raise DtypeError(f"ids: expected int64, the experts of each token, got {ids.dtype}.")
     if ids.ndim != 2:
@@ -241,6 +216,10 @@ def _require_pairs(name: str, x: Tensor, ids: Tensor) -> None:
         )
 
 
+require_pairs = _check("x ids", _pairs, "x")
+require_pairs_of_codes = _check("x_rows ids", _pairs, "x_packed")
+
+
 def require_expert_scales(global_scale: Tensor, fmt: Format) -> None:
     """Raise ShapeError unless these are the global scales of experts, [E]."""
     if global_scale.ndim != 1 or not fmt.has_global_scale:
@@ -250,42 +229,30 @@ def require_expert_scales(global_scale: Tensor, fmt: Format) -> None:
         )
 
 
-def require_scales_of_pairs(x_global_scale: Tensor | None, packed: Tensor) -> None:
+def require_scales_of_pairs(x_rows: PackedInput, weight: PackedWeight) -> None:
     """Raise ShapeError unless inputs have a global scale for all experts, or for each."""
-    if x_global_scale is not None and x_global_scale.shape not in ((1,), packed.shape[:1]):
+    given, experts = x_rows.global_scale, weight.packed.shape[:1]
+    if given is not None and given.shape not in ((1,), experts):
         raise ShapeError(
-            f"x_global_scale: expected [1] or [{packed.shape[0]}], of all experts or of each, got "
-            f"{_of(x_global_scale)}."
+            f"x_global_scale: expected [1] or [{experts[0]}], of all experts or of each, got "
+            f"{_of(given)}."
         )
 
 
-def require_stack(
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-) -> None:
-    """Raise ShapeError unless these are the weights of experts, [E, N, K]."""
+def require_stack(x: Tensor, weight: PackedWeight, fmt: Format) -> None:
+    """Raise ShapeError unless these are the weights of experts, [E, N, K], for x [..., K]."""
+    packed = weight.packed
     if packed.ndim != 3:
         raise ShapeError(f"packed: expected [E, N, P], the codes of E experts, got {_of(packed)}.")
-    experts, rows, columns = packed.shape
-    blocks = fmt.columns(columns) // fmt.block
-    for name, given, wanted in (
-        ("scale", scale, (experts, rows, blocks)),
-        ("global_scale", global_scale, (experts,)),
-        ("bias", bias, (experts, rows)),
-    ):
+    experts, rows, bytes_ = packed.shape
+    columns = fmt.columns(bytes_)
+    shapes = ((experts, rows, columns // fmt.block), (experts,), (experts, rows))
+    for name, given, wanted in zip(weight._fields[1:], weight[1:], shapes, strict=True):
         if given is not None and given.shape != wanted:
             raise ShapeError(
                 f"{name}: expected {list(wanted)} for packed {_of(packed)} in {fmt.key}, got "
                 f"{_of(given)}."
             )
-
-
-def require_columns_of_stack(x: Tensor, packed: Tensor, fmt: Format) -> None:
-    """Raise ShapeError unless x has the columns of packed weights."""
-    columns = fmt.columns(packed.shape[-1])
     if x.shape[-1] != columns:
         raise ShapeError(f"x: expected {columns} columns, those of the weights, got {_of(x)}.")
 

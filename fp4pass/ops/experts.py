@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..core.packing import empty_blocks
+from ..core.packing import PackedWeight, empty_blocks
 from ..kernels.experts.naive import (
     experts_dense_ref,
     experts_linear_quantized_ref,
@@ -21,7 +21,6 @@ from ..kernels.experts.naive import (
 )
 from .activations import ROUNDING
 from .checks import (
-    require_columns_of_stack,
     require_expert_scales,
     require_float,
     require_pairs,
@@ -33,8 +32,8 @@ from .checks import (
 from .registration import Backward, operator
 
 
-def _products(x: Tensor, ids: Tensor, packed: Tensor) -> Tensor:
-    return x.new_empty((*ids.shape, packed.shape[1]))
+def _products(x: Tensor, ids: Tensor, weight: PackedWeight) -> Tensor:
+    return x.new_empty((*ids.shape, weight.packed.shape[1]))
 
 
 def _blocks_of_pairs(x: Tensor, ids: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -57,7 +56,7 @@ def _gradients(ids: int) -> Backward:
         chosen, *stack = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * ctx.arguments
         if ctx.needs_input_grad[0]:
-            back = experts_linear_transposed(grad, chosen, *stack, ctx.fmt)
+            back = experts_linear_transposed(grad, chosen, *stack, None, ctx.fmt)
             grads[0] = back if ctx.dimensions == 3 else back.sum(1)
         if ctx.needs_input_grad[bias]:
             # A product sums in the same order on every run, which index_add on a GPU does not.
@@ -86,8 +85,8 @@ def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (experts.unsqueeze(1) == ids.reshape(-1)).to(dtype)
 
 
-def _rows(grad: Tensor, ids: Tensor, packed: Tensor, fmt: Format) -> Tensor:
-    return grad.new_empty((*ids.shape, fmt.columns(packed.shape[-1])))
+def _rows(grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
+    return grad.new_empty((*ids.shape, fmt.columns(weight.packed.shape[-1])))
 
 
 def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,17 +122,14 @@ experts_linear = operator(
     experts_linear_ref,
     triton="kernels.experts.triton:experts_linear_triton",
     shapes=_products,
-    checks=(require_float, require_pairs, require_stack, require_columns_of_stack),
+    checks=(require_float, require_pairs, require_stack),
     backward=_gradients(ids=1),
 )
 experts_linear_quantized = operator(
     experts_linear_quantized_ref,
     triton="kernels.experts.triton:experts_linear_quantized_triton",
     shapes=_products,
-    checks=(
-        *(require_float, require_pairs_of_codes, require_scales_of_pairs),
-        *(require_stack, require_columns_of_stack),
-    ),
+    checks=(require_float, require_pairs_of_codes, require_scales_of_pairs, require_stack),
     backward=_gradients(ids=4),
 )
 # The inputs of experts that have a global scale each, as some libraries calibrate them.
@@ -150,8 +146,8 @@ experts_quantize = operator(
 experts_mixture = operator(
     experts_mixture_ref,
     triton="kernels.experts.mixture_triton:experts_mixture_triton",
-    shapes=lambda x, down_packed: x.new_empty((x.shape[0], down_packed.shape[1])),
-    checks=(require_float, require_pairs, require_stack, require_columns_of_stack),
+    shapes=lambda x, down_weight: x.new_empty((x.shape[0], down_weight.packed.shape[1])),
+    checks=(require_float, require_pairs, require_stack),
 )
 # The gradient in x of the other two, which has none of its own.
 experts_linear_transposed = operator(experts_linear_transposed_ref, shapes=_rows)

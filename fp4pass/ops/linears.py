@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.packing import PackedWeight
 from ..kernels.linear.naive import (
     linear_group_ref,
     linear_quantized_group_ref,
@@ -20,12 +21,12 @@ from .registration import Backward, operator
 from .weights import dequantize
 
 
-def _product(x: Tensor, packed: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+def _product(x: Tensor, weight: PackedWeight) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.packed.shape[0]))
 
 
-def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
-    return [_product(x, each) for each in packed]
+def _products(x: Tensor, weights: Sequence[PackedWeight]) -> list[Tensor]:
+    return [_product(x, each) for each in weights]
 
 
 def gradients_of(

@@ -7,10 +7,10 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, wraps
+from dataclasses import dataclass, is_dataclass
+from functools import lru_cache, partial, wraps
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _LIBRARY = Library("fp4pass", "DEF")
 
 
-# Records cross an operator as their keys.
+# Formats cross an operator as their keys; fp4pass.parity adds its codebooks.
 READERS: dict[Any, Callable[[str], Any]] = {Format: get_format}
 
 # Held by operators that add to tensors: code that is compiled for several threads takes no lock.
@@ -59,21 +59,24 @@ class Operator:
     ) -> None:
         self.reference, self.triton, self.cpu = reference, triton, cpu
         self.name = reference.__name__.removesuffix("_ref")
-        hints = get_type_hints(reference)
-        parameters = [
-            each.replace(annotation=hints[each.name])
-            for each in inspect.signature(reference).parameters.values()
-            # Keyword-only arguments are between the reference and the kernel.
-            if each.kind is not inspect.Parameter.KEYWORD_ONLY
-        ]
+        parameters = _parameters(reference)
         self._names = [each.name for each in parameters]
-        self._defaults = [each.default for each in parameters]
-        records = [i for i, each in enumerate(parameters) if each.annotation in READERS]
-        self._record_at = records[0] if records else None
-        self._read = READERS[parameters[records[0]].annotation] if records else None
         self._checks = [(check, self._places(check)) for check in checks]
         self._shapes = shapes, self._places(shapes)
-        self.schema = self.name + _schema(parameters, hints["return"], mutates)
+        # Where records stand, of how many of the operator's arguments each is made, and by what.
+        self._records: list[tuple[int, int, Callable[..., Any]]] = []
+        self._record_at: int | None = None
+        crossing: list[inspect.Parameter] = []
+        for place, each in enumerate(parameters):
+            flat, make = _crossing(each)
+            if make is not None:
+                self._records.append((place, len(flat), make))
+            if each.annotation in READERS:
+                self._record_at = place
+            crossing += flat
+        self._defaults = [each.default for each in crossing]
+        returns = get_type_hints(reference)["return"]
+        self.schema = self.name + _schema(crossing, returns, mutates)
 
     def __repr__(self) -> str:
         return f"Operator({self.schema})"
@@ -85,8 +88,8 @@ class Operator:
     def _arguments(self, given: tuple[Any, ...]) -> list[Any]:
         """Return the implementation's arguments; trailing defaults do not cross the dispatcher."""
         args = [*given, *self._defaults[len(given) :]]
-        if self._read is not None and self._record_at is not None:
-            args[self._record_at] = self._read(args[self._record_at])
+        for place, count, make in self._records:
+            args[place : place + count] = (make(*args[place : place + count]),)
         return args
 
     def run(self, *given: Any) -> Any:
@@ -171,7 +174,8 @@ def operator(
 
     Args:
         reference: `<name>_ref` in plain PyTorch. Its signature is the operator's, where a Format
-            crosses as its key; keyword-only arguments do not cross.
+            crosses as its key and another record, as `x_rows`, as its fields, with the prefix
+            `x_`; keyword-only arguments do not cross.
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
             a GPU needs it. Without one, the reference serves GPUs too.
@@ -233,14 +237,48 @@ def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:
     return batched
 
 
+def _parameters(reference: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a reference that are its operator's too."""
+    # Keyword-only arguments are between the reference and the kernel.
+    hints = get_type_hints(reference)
+    return [
+        each.replace(annotation=hints[each.name])
+        for each in inspect.signature(reference).parameters.values()
+        if each.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+
+
+def _crossing(
+    parameter: inspect.Parameter,
+) -> tuple[list[inspect.Parameter], Callable[..., Any] | None]:
+    """Return what crosses the dispatcher for a parameter, and what makes it of that."""
+    given = parameter.annotation
+    if given in READERS:
+        return [parameter.replace(annotation=str)], READERS[given]
+    # Records cross by their fields, and several of them by columns.
+    columns = get_origin(given) is Sequence
+    record = get_args(given)[0] if columns else given
+    if not (hasattr(record, "_fields") or is_dataclass(record)):
+        return [parameter], None
+    prefix = "".join(parameter.name.rpartition("_")[:2])
+    flat = [
+        parameter.replace(name=prefix + name, annotation=Sequence[kind] if columns else kind)
+        for name, kind in get_type_hints(record).items()
+    ]
+    return flat, partial(_rows_of, record) if columns else record
+
+
+def _rows_of(record: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    return [record(*each) for each in zip(*columns, strict=True)]
+
+
 def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:
     """Return the schema of an operator without its name."""
 
     def prototype() -> None: ...
 
-    crossing = [p.replace(annotation=str) if p.annotation in READERS else p for p in parameters]
     returned = None if returns is type(None) else returns
-    signature = inspect.Signature(crossing, return_annotation=returned)
+    signature = inspect.Signature(parameters, return_annotation=returned)
     prototype.__dict__["__signature__"] = signature
     return infer_schema(prototype, mutates_args=mutates)
 

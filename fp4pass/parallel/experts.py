@@ -17,7 +17,7 @@ from ..experts import (
     packed_stacks,
     require_adapter,
 )
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from ..packed_linear import swap_class
 from .split import (
     SplitModule,
@@ -42,7 +42,7 @@ class SplitExpertStack(SplitModule, QuantizedExpertStack):
             "fp4pass.parallelize, or of a model that fp4pass.load returns."
         )
 
-    def weight_for(self, x: Tensor) -> PackedWeight:
+    def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers, with one global scale for the inputs of all processes."""
         # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.
         weight = self.packed_weight

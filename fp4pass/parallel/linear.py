@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..errors import ShapeError
-from ..linear import PACKED, SCALE, PackedWeight, QuantizedLinear
+from ..linear import PACKED, SCALE, QuantizedLinear, StoredWeight
 from .split import (
     SplitModule,
     redistribute_output,
@@ -85,7 +85,7 @@ class RowLinear(SplitLinear):
     product = Partial()
     adds_bias = False
 
-    def weight_for(self, x: Tensor) -> PackedWeight:
+    def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers, with one global scale for the columns of all processes."""
         return with_shared_scale(self.packed_weight, self.config, x, self.mesh)
 

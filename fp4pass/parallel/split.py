@@ -16,7 +16,7 @@ from .. import ops
 from .._compat.transformers import saving_model
 from ..config import LinearConfig
 from ..errors import StateError
-from ..linear import PackedWeight, needs_dynamic_scale
+from ..linear import StoredWeight, needs_dynamic_scale
 from ..packed_linear import swap_class
 
 
@@ -103,8 +103,8 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 def with_shared_scale(
-    weight: PackedWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
-) -> PackedWeight:
+    weight: StoredWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
+) -> StoredWeight:
     """Return buffers with one global scale for the inputs of all processes, where it is dynamic."""
     if not needs_dynamic_scale(weight, config):
         return weight

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from blocks import VARIANTS
 
 from fp4pass.core.formats import Format, get_format
+from fp4pass.ops.registration import OPERATORS
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -22,6 +24,23 @@ def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) 
         *(pytest.param(*case, id=_id(case)) for case in quick),
         *(pytest.param(*case, id=_id(case), marks=pytest.mark.slow) for case in rest),
     ]
+
+
+def flat(name: str, kind: str = "triton") -> Callable[..., Any]:
+    """An operator's "reference", "triton" or "cpu", called as the operator is, or with a Format."""
+    operator = OPERATORS[name]
+    found = operator.reference
+    if kind != "reference":
+        module, _, function = getattr(operator, kind).partition(":")
+        found = getattr(import_module(f"fp4pass.{module}"), function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        schema = getattr(torch.ops.fp4pass, name).default._schema.arguments
+        rest = (options.get(each.name, each.default_value) for each in schema[len(args) :])
+        given = (each.key if isinstance(each, Format) else each for each in args)
+        return found(*operator._arguments((*given, *rest)))
+
+    return call
 
 
 def _id(case: tuple[Any, ...]) -> str:

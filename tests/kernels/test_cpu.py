@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import ALL
+from kernels.cases import flat
 from products import assert_product
 from torch import Tensor
 
@@ -28,8 +29,7 @@ from fp4pass.kernels.cpu.library import function
 from fp4pass.kernels.dequantize.cpu import dequantize_cpu
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import cpu
-from fp4pass.kernels.linear.cpu import FEW_ROWS, linear_cpu
-from fp4pass.kernels.linear.naive import linear_ref
+from fp4pass.kernels.linear.cpu import FEW_ROWS
 from fp4pass.kernels.quantize.cpu import quantize_cpu
 from fp4pass.kernels.quantize.naive import quantize_ref
 
@@ -38,6 +38,8 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("CI") and not any(map(shutil.which, ("g++", "clang++"))),
     reason="there is no compiler: apt-get install g++",
 )
+
+linear_cpu, linear_ref = flat("linear", "cpu"), flat("linear", "reference")
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = [fmt for fmt in ALL if library.serves(torch.float32, fmt)]

@@ -6,11 +6,11 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
+from kernels.cases import flat
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.linear.naive import linear_ref
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) 
     divisor = torch.tensor([4.0]) if fmt.has_global_scale else None
     bias = torch.randn(5, generator=generator)
     x = torch.randn(2, 3, 64, generator=generator, dtype=dtype)
-    y = linear_ref(x, packed, scale, divisor, bias, fmt)
+    y = flat("linear", "reference")(x, packed, scale, divisor, bias, fmt)
     weight = oracle.dequantize(
         packed, scale, 0.25 if divisor is not None else 1, fmt.name, fmt.block
     )

@@ -11,26 +11,24 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases
+from kernels.cases import DTYPES, cases, flat
 from kernels.test_linear_triton import DEVICE, GPU, numbers, weight
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
+from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import triton as module
-from fp4pass.kernels.experts.naive import (
-    experts_linear_quantized_ref,
-    experts_quantize_ref,
-)
+from fp4pass.kernels.experts.naive import experts_quantize_ref
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.tiling import ExpertTiles, config
-from fp4pass.kernels.experts.triton import (
-    experts_linear_quantized_triton,
-    experts_linear_triton,
-)
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
+
+experts_linear_triton = flat("experts_linear")
+experts_linear_quantized_triton = flat("experts_linear_quantized")
+experts_linear_quantized_ref = flat("experts_linear_quantized", "reference")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -112,7 +110,8 @@ def run(
     else:
         y = x.new_empty((*ids.shape, n))
         words = module.as_words(x)
-        module.multiply(words, None, None, ids, *weights, bias, y, not each, dtype, fmt, tiles)
+        stored = PackedWeight(*weights, bias)
+        module.multiply(words, None, None, ids, stored, y, not each, dtype, fmt, tiles)
     assert y.dtype == dtype
     check(y, x, ids, weights, bias, fmt)
     return y
@@ -171,8 +170,8 @@ def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
     eye = torch.eye(fmt.block, dtype=torch.bfloat16, device=DEVICE)[: 16 : (step + 1) // 2]
     ids = torch.zeros(len(eye), 1, dtype=torch.int64, device=DEVICE)
     y = eye.new_empty(len(eye), 1, len(scale))
-    stored = (packed.unsqueeze(0), scale.unsqueeze(0), None, None, y)
-    module.multiply(module.as_words(eye), None, None, ids, *stored, True, eye.dtype, fmt, tiles)
+    stored = PackedWeight(packed.unsqueeze(0), scale.unsqueeze(0), None)
+    module.multiply(module.as_words(eye), None, None, ids, stored, y, True, eye.dtype, fmt, tiles)
     expected = dequantize_ref(packed, scale, None, fmt, torch.bfloat16)[:, : 16 : (step + 1) // 2]
     assert torch.equal(y[:, 0], expected.t())
 
@@ -195,7 +194,10 @@ def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
     assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
     assert not any(each[1, 0].any() for each in codes)
     given = (x, *codes, stored, ids, *stack(fmt, 5, 17, 32), None, fmt)
-    y, exact = experts_linear_quantized_triton(*given), experts_linear_quantized_ref(*given)
+    y, exact = (
+        experts_linear_quantized_triton(*given),
+        experts_linear_quantized_ref(*given),
+    )
     assert torch.allclose(y.float(), exact.float(), rtol=2**-6, atol=1e-3 * exact.abs().max())
 
 
@@ -219,7 +221,10 @@ def test_inputs_of_experts_with_scales_of_their_own(
     wanted = experts_quantize_ref(x, ids, stored, fmt, quantize=lambda *args: rows(*args[:3]))
     assert all(map(torch.equal, searched, wanted))
     given = (x, *codes, stored, ids, packed, scale, weights, None, fmt)
-    y, exact = experts_linear_quantized_triton(*given), experts_linear_quantized_ref(*given)
+    y, exact = (
+        experts_linear_quantized_triton(*given),
+        experts_linear_quantized_ref(*given),
+    )
     assert torch.allclose(y.float(), exact.float(), rtol=2**-6, atol=1e-3 * exact.abs().max())
 
 
@@ -243,15 +248,14 @@ def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_do_not_meet() -> None:
     """What is not finite stays in its token."""
     fmt = get_format("nvfp4")
-    packed, scale, stored = stack(fmt, 3, 20, 64)
+    stored = PackedWeight(*stack(fmt, 3, 20, 64))
     for tiles in (PAIRS, FEW, ROWS):
         ids = torch.tensor([[0, 1], [2, 0], [3, 2], [2, 2]], device=DEVICE)
         x = numbers(4, 64, dtype=torch.bfloat16)
         x[3] = float("inf")
         y = x.new_empty((4, 2, 20))
         module.multiply(
-            module.as_words(x), None, None, ids, packed, scale, stored, None, y, True,
-            torch.bfloat16, fmt, tiles,
+            module.as_words(x), None, None, ids, stored, y, True, torch.bfloat16, fmt, tiles,
         )  # fmt: skip
         assert y[:3].isfinite().all() and not y[3].isfinite().any()
         assert not y[2, 0].any()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import starmap
 
 import pytest
 import torch
+from kernels.cases import flat
 from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
 from kernels.test_linear_triton import DEVICE, GPU, numbers
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
+from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import mixture_triton as module
-from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton, mix
-from fp4pass.kernels.experts.naive import Gate, experts_mixture_ref
+from fp4pass.kernels.experts.mixture_triton import mix
+from fp4pass.kernels.experts.naive import Gate
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch
 from fp4pass.kernels.linear.decode_triton import arranged
+
+experts_mixture_triton = flat("experts_mixture")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -98,7 +103,7 @@ def run(
         options = (gate.activation, gate.interleaved, gate.slope, gate.shift, gate.limit)
         out = experts_mixture_triton(x, ids, routing, *both[0], *both[1], *options, fmt)
     else:
-        mix(x, ids, routing, out, *both, gate, fmt, (tiles, tiles))
+        mix(x, ids, routing, out, *starmap(PackedWeight, both), gate, fmt, (tiles, tiles))
     check(out, x, ids, routing, both, gate, fmt)
     return out
 
@@ -143,7 +148,7 @@ def test_steps_of_two_widths() -> None:
     found = []
     for each in (tiles, tiles[::-1]):
         out = x.new_empty((9, 64))
-        mix(x, ids, routing, out, *both, SILU, fmt, each)
+        mix(x, ids, routing, out, *starmap(PackedWeight, both), SILU, fmt, each)
         check(out, x, ids, routing, both, SILU, fmt)
         found.append(out)
     assert torch.allclose(*found, rtol=0.02, atol=0.02 * found[1].abs().max())
@@ -151,13 +156,12 @@ def test_steps_of_two_widths() -> None:
 
 def test_columns_that_fill_up_are_zero() -> None:
     """Of what the second product reads, whatever its weights are there."""
-    ids, (packed, scale, stored) = routed(9, 2, 5), stack(NVFP4, 5, 352, 64)
+    ids, stored = routed(9, 2, 5), PackedWeight(*stack(NVFP4, 5, 352, 64))
     x = numbers(9, 64, dtype=torch.bfloat16)
     h = x.new_empty((18, 256))
     routing, rows = route_and_arrange(ids, 5, 16, x, 16, NVFP4)
-    operands = (packed, scale, None, stored, None)
     gate = Gate("silu", shift=1.0)
-    launch(rows, operands, h, ids, routing, True, 1, NVFP4, ROWS, gate, 16)
+    launch(rows, None, stored, h, ids, routing, True, 1, NVFP4, ROWS, gate, 16)
     # Codes of a word are 16 apart; of the second group 6 words are there.
     assert h.isfinite().all()
     assert not h[:, 128:].reshape(18, 8, 16)[:, :, 6:].any()
@@ -187,7 +191,7 @@ def test_other_dtypes_are_composed() -> None:
         x = numbers(4, 64, dtype=dtype) * 0.125
         options = (*both, "silu", False, 1.0, 0.0, None, fmt)
         found = experts_mixture_triton(x, ids, routing, *options)
-        expected = experts_mixture_ref(x, ids, routing, *options)
+        expected = flat("experts_mixture", "reference")(x, ids, routing, *options)
         assert found.dtype == dtype
         assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
 

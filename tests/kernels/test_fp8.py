@@ -7,24 +7,25 @@ import itertools
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import cases
+from kernels.cases import cases, flat
 from torch import Tensor
 
 from fp4pass import ops
 from fp4pass.core.formats import NVFP4, Format, get_format
+from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.expand_triton import expanded
-from fp4pass.kernels.fp8.operands_triton import Packed, operands
-from fp4pass.kernels.fp8.triton import _TILES, tiles_of
-from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
-from fp4pass.kernels.linear.triton import (
-    linear_group_triton,
-    linear_quantized_group_triton,
-    linear_quantized_triton,
-    linear_triton,
-)
+from fp4pass.kernels.fp8.operands_triton import operands
+from fp4pass.kernels.fp8.triton import TILES, tiles_of
 from fp4pass.methods import search_scales
+
+linear_ref, linear_quantized_ref = (
+    flat(name, "reference") for name in ("linear", "linear_quantized")
+)
+linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
+linear_group_triton = flat("linear_group")
+linear_quantized_group_triton = flat("linear_quantized_group")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -39,17 +40,21 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def packed(fmt: Format, rows: int, columns: int, seed: int = 0) -> Packed:
+def packed(fmt: Format, rows: int, columns: int, seed: int = 0) -> PackedInput:
     weight = torch.randn(rows, columns, generator=seeded(seed))
     weight /= torch.rand(rows, columns, generator=seeded(seed + 1)) + 0.1
     g = fmt.global_scale_for(weight.abs().max().item())
     state = search_scales(weight.to(DEVICE), fmt, g, "naive").to("cpu")
     divisor = torch.tensor([fmt.global_scale_of(g)]) if fmt.has_global_scale else None
-    return Packed(state.qdata, state.scale, divisor)
+    return PackedInput(state.qdata, state.scale, divisor)
 
 
-def on_device(stored: Packed) -> Packed:
-    return Packed(*(None if each is None else each.to(DEVICE) for each in stored))  # type: ignore[arg-type]
+def on_device(stored: PackedInput) -> PackedInput:
+    return PackedInput(*(None if each is None else each.to(DEVICE) for each in stored))  # type: ignore[arg-type]
+
+
+def as_weight(stored: PackedInput) -> PackedWeight:
+    return PackedWeight(*on_device(stored))
 
 
 def nearest(x: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ def test_rows_of_numbers(dtype: torch.dtype) -> None:
 def test_rows_of_codes(key: str) -> None:
     fmt = get_format(key)
     codes, scale, divisor = packed(fmt, 12, 96)
-    values, factor = fp8.expand_ref(codes, scale, divisor, fmt)
+    values, factor = fp8.expand_ref(PackedInput(codes, scale, divisor), fmt)
     exact = dequantize_ref(codes, scale, None, fmt, torch.float32).double()
     power = torch.exp2(fp8.shift_of(scale, fmt).double())
     assert torch.equal(values.double(), nearest(exact * power[:, None]))
@@ -120,13 +125,13 @@ def test_products(key: str) -> None:
     weight, bias = packed(fmt, 24, 96), torch.randn(24, generator=seeded(7))
     x = torch.randn(4, 64, 96, generator=seeded(3))
     values, factor = fp8.quantize_rows_ref(x.flatten(0, 1))
-    w, w_factor = fp8.expand_ref(*weight, fmt)
+    w, w_factor = fp8.expand_ref(weight, fmt)
     dense = (values.double() * factor[:, None]) @ (w.double() * w_factor[:, None]).t() + bias
     assert fp8.uses_fp8("fp8", 128, 24) and not fp8.uses_fp8("fp8", 127, 24)
     found = linear_ref(x, *weight, bias, fmt, "fp8")
     torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-5)
     rows = packed(fmt, 256, 96, seed=5)
-    r, r_factor = fp8.expand_ref(*rows, fmt)
+    r, r_factor = fp8.expand_ref(rows, fmt)
     dense = (r.double() * r_factor[:, None]) @ (w.double() * w_factor[:, None]).t()
     arguments = [each if each is None or each.ndim < 2 else each.view(4, 64, -1) for each in rows]
     found = linear_quantized_ref(x, *arguments, *weight, None, fmt, compute="fp8")
@@ -174,10 +179,10 @@ def test_operands_have_the_bits_of_the_reference(
 ) -> None:
     fmt, rows = get_format(key), 3
     weight = packed(fmt, 18, columns)
-    x: Tensor | Packed
+    x: Tensor | PackedInput
     if dtype is None:
         x = packed(fmt, rows, columns, seed=9)
-        expected = fp8.expand_ref(*x, fmt)
+        expected = fp8.expand_ref(x, fmt)
         x = on_device(x)
     else:
         x = torch.randn(rows, columns, generator=seeded(4)).mul(30).to(dtype)
@@ -186,9 +191,9 @@ def test_operands_have_the_bits_of_the_reference(
         x[1, 7], x[1, 9] = -float("inf"), -3
         expected = fp8.quantize_rows_ref(x)
         x = x.to(DEVICE)
-    of_weight = fp8.expand_ref(*weight, fmt)
+    of_weight = fp8.expand_ref(weight, fmt)
 
-    found, dense = expanded(x, on_device(weight), fmt)
+    found, dense = expanded(x, as_weight(weight), fmt)
     for given, wanted in ((found, expected), (dense, of_weight)):
         assert torch.equal(bits(given.values), bits(wanted[0]))
         assert torch.equal(given.factors.cpu(), wanted[1])
@@ -199,8 +204,8 @@ def test_operands_have_the_bits_of_the_reference(
         padded[:, :columns] = bits(values)
         return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
 
-    for group in {each.words for each in _TILES}:
-        found, of_codes = operands(x, on_device(weight), fmt, group)
+    for group in {each.words for each in TILES}:
+        found, of_codes = operands(x, as_weight(weight), fmt, group)
         assert torch.equal(bits(found.values), in_groups(expected[0], group))
         assert torch.equal(found.factors.cpu(), expected[1])
         assert torch.equal(of_codes.factors.cpu(), of_weight[1])
@@ -208,7 +213,7 @@ def test_operands_have_the_bits_of_the_reference(
         assert torch.equal(of_codes.powers.cpu(), power)
 
     # The order of words of sixteen, four columns of each at a time.
-    found, _ = operands(x, on_device(weight), fmt, 8, fours=True)
+    found, _ = operands(x, as_weight(weight), fmt, 8, fours=True)
     in_order = in_groups(expected[0], 8).view(rows, -1, 8, 8).mT.reshape(rows, -1, 4, 4, 4)
     assert torch.equal(bits(found.values), in_order.transpose(2, 3).reshape(rows, -1))
 
@@ -217,7 +222,7 @@ def test_rows_that_do_not_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fp4pass.kernels.fp8.expand_triton._COLUMNS", 128)
     x = torch.randn(3, 288, generator=seeded(4)).to(torch.bfloat16)
     x[1, 287] = 9
-    found, _ = expanded(x.to(DEVICE), on_device(packed(NVFP4, 1, 288)), NVFP4)
+    found, _ = expanded(x.to(DEVICE), as_weight(packed(NVFP4, 1, 288)), NVFP4)
     values, factor = fp8.quantize_rows_ref(x)
     assert torch.equal(found.values.view(torch.uint8).cpu(), values.view(torch.uint8))
     assert torch.equal(found.factors.cpu(), factor)
@@ -230,9 +235,9 @@ def test_codes_of_wide_rows(key: str) -> None:
     weight = packed(fmt, 1, 1056 * fmt.block)
     weight.scale[:, -1] = weight.scale.max()
     weight.scale[:, :-1].clamp_(max=int(weight.scale.max()) - 9)
-    expected = fp8.expand_ref(*weight, fmt)
+    expected = fp8.expand_ref(weight, fmt)
     x = torch.ones(1, 1056 * fmt.block, dtype=torch.bfloat16, device=DEVICE)
-    _, found = expanded(x, on_device(weight), fmt)
+    _, found = expanded(x, as_weight(weight), fmt)
     assert torch.equal(found.values.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
     assert torch.equal(found.factors.cpu(), expected[1])
 
@@ -259,10 +264,10 @@ def test_kernels_agree_with_the_reference(
         weight = on_device(packed(fmt, n, k))
         bias = torch.randn(n, generator=seeded(2)).to(DEVICE, dtype)
         x = torch.randn(m, k, generator=seeded(6)).to(DEVICE, dtype)
-        w, w_factor = fp8.expand_ref(*weight, fmt)
+        w, w_factor = fp8.expand_ref(weight, fmt)
         if quantized:
             rows = on_device(packed(fmt, m, k, seed=8))
-            values, factor = fp8.expand_ref(*rows, fmt)
+            values, factor = fp8.expand_ref(rows, fmt)
             found = linear_quantized_triton(x, *rows, *weight, bias, fmt)
             expected = linear_quantized_ref(x.float(), *rows, *weight, bias, fmt)
         else:
@@ -295,4 +300,6 @@ def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) 
 def test_tiles_fit_every_gpu() -> None:
     for m, n in itertools.product((1, 64, 100, 256, 512, 8192), (16, 4096, 14336)):
         for shared_memory in (99, 163, 227):
-            assert tiles_of(m, n, shared_memory * 1024).bytes <= shared_memory * 1024
+            tiles = tiles_of(m, n, shared_memory * 1024)
+            needed = tiles.stages * 8 * tiles.words * tiles.m + 10 * tiles.words * tiles.n
+            assert needed <= shared_memory * 1024

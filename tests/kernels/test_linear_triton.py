@@ -14,22 +14,21 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases, formats_and_dtypes
+from kernels.cases import DTYPES, cases, flat, formats_and_dtypes
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
+from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import tiling
 from fp4pass.kernels.linear import triton as module
 from fp4pass.kernels.linear.tiling import Tiles, config
-from fp4pass.kernels.linear.triton import (
-    linear_group_triton,
-    linear_quantized_group_triton,
-    linear_quantized_triton,
-    linear_triton,
-)
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
+
+linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
+linear_group_triton = flat("linear_group")
+linear_quantized_group_triton = flat("linear_quantized_group")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = [
@@ -87,8 +86,8 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
     else:
         out = x.new_empty(m, n)
         words = module.as_words(x)
-        operands = (words, None, None, packed, scale, divisor, bias, out, dtype, fmt)
-        y = module.multiply(*operands, tiles)
+        stored = PackedWeight(packed, scale, divisor, bias)
+        y = module.multiply(words, None, None, stored, out, dtype, fmt, tiles)
     assert y.dtype == dtype
     check(y, x, packed, scale, [divisor], bias, fmt)
     return y
@@ -395,9 +394,9 @@ def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.Mon
     monkeypatch.setattr(tiling, "_MANY", 20)
     fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
     packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
-    weights = packed, scale, [None] * 2, [None] * 2
-    assert (module._group_tiles(x, x.dtype, *weights, fmt) is None) is (min(sizes) <= 20)
-    found = linear_group_triton(x, *weights, fmt)
+    stored = [PackedWeight(*each, None) for each in zip(packed, scale, strict=True)]
+    assert (module._group_tiles(x, x.dtype, stored, fmt) is None) is (min(sizes) <= 20)
+    found = module.linear_group_triton(x, stored, fmt)
     for y, *one in zip(found, packed, scale, strict=True):
         assert torch.equal(y, linear_triton(x, *one, None, None, fmt))
 
@@ -408,8 +407,7 @@ for name in sys.argv[1:]:
     sys.modules[name] = None
 from fp4pass.kernels.fp8 import triton
 from fp4pass.kernels.linear import gluon, triton
-from fp4pass.kernels.linear import wide
-print(gluon.one_row_kernel is None, wide.wide_kernel is None)
+print(gluon.one_row_kernel is None, gluon.wide_kernel is None)
 """
 
 

@@ -9,12 +9,12 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
+from kernels.cases import flat
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.linear.naive import linear_quantized_ref
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 
 LARGEST = torch.finfo(torch.float32).max
@@ -140,7 +140,9 @@ def test_what_is_not_finite_poisons_its_row_alone(fmt: Format, bad: float) -> No
     rows = torch.arange(5) != 2
     assert torch.equal(packed[rows], clean[0][rows]) and torch.equal(scale[rows], clean[1][rows])
     weight = quantize_ref(torch.randn(7, 64), divisor, fmt)
-    y = linear_quantized_ref(x, packed, scale, divisor, *weight, divisor, None, fmt)
+    y = flat("linear_quantized", "reference")(
+        x, packed, scale, divisor, *weight, divisor, None, fmt
+    )
     assert y[2].isnan().all() and y[rows].isfinite().all()
 
 

@@ -24,7 +24,7 @@ from fp4pass.kernels.search import joint_reference, joint_triton
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.search.tiles import packs_pairs, residual_ptx, top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
-from fp4pass.kernels.statistics import reference as statistics_ref
+from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
 from fp4pass.parity import codebook_reference as codebook_ref
 from fp4pass.parity import codebook_triton

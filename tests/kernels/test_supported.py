@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from kernels.cases import flat
 from torch import Tensor
 
 from fp4pass.core.elements import Element
@@ -13,7 +14,6 @@ from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Fo
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.linear.triton import linear_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
@@ -77,7 +77,7 @@ def test_what_is_served(fmt: Format) -> None:
     dense = dequantize_ref(packed, scale, stored, fmt, torch.bfloat16)
     assert torch.equal(dequantize_triton(packed, scale, stored, fmt, torch.bfloat16), dense)
     eye = torch.eye(96, device=DEVICE)[:8].bfloat16()
-    assert torch.equal(linear_triton(eye, packed, scale, stored, None, fmt), dense.t()[:8])
+    assert torch.equal(flat("linear")(eye, packed, scale, stored, None, fmt), dense.t()[:8])
     errors = []
     for quantize, method in (
         (quantize_ref, "sse"),

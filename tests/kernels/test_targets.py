@@ -23,28 +23,19 @@ from typing import Any
 import pytest
 import torch
 import triton
+from kernels.cases import flat
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
+from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
-from fp4pass.kernels.experts.triton import (
-    experts_linear_quantized_triton,
-    experts_linear_triton,
-)
 from fp4pass.kernels.fp8.expand_triton import expanded
-from fp4pass.kernels.fp8.operands_triton import Packed
-from fp4pass.kernels.linear.triton import (
-    linear_group_triton,
-    linear_quantized_triton,
-    linear_triton,
-)
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
@@ -67,6 +58,11 @@ from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics.triton import observe_triton
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
+
+linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
+linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")
+experts_linear_quantized_triton = flat("experts_linear_quantized")
+experts_mixture_triton = flat("experts_mixture")
 
 ROOT = Path(__file__).parents[2]
 
@@ -313,8 +309,8 @@ def _launch_fp8(every: bool) -> None:
                 linear_triton(x, *weight, _empty(n, dtype=x.dtype), fmt, "fp8")
                 codes = _quantized(m, k, fmt)
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
-            expanded(x, Packed(*weight), fmt)
-            expanded(Packed(*codes), Packed(*weight), fmt)
+            expanded(x, PackedWeight(*weight), fmt)
+            expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:

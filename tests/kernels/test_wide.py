@@ -1,10 +1,10 @@
-"""Products of many rows on Hopper, of every tile: on a GPU alone, for Gluon has no interpreter."""
+"""Products of many rows on Hopper, on a GPU alone (Gluon has no interpreter), and their tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernels.test_fp8 import on_device, packed, seeded
+from kernels.test_fp8 import as_weight, packed, seeded
 
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.common.tiles import as_words
@@ -12,25 +12,27 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.operands_triton import operands
 from fp4pass.kernels.linear.decode_triton import arranged
-from fp4pass.kernels.linear.wide import Wide, multiply_wide, runs_wide
+from fp4pass.kernels.linear.gluon import multiply_wide, runs_wide
+from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
-pytestmark = pytest.mark.skipif(
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or not runs_wide(256, torch.device("cuda")),
     reason="needs the tensor cores of Hopper",
 )
 
 TILES = [
-    Wide(64, 4, 128, 4), Wide(64, 4, 64, 6, 2), Wide(128, 4, 128, 4, 2), Wide(128, 8, 64, 6),
-    Wide(256, 8, 128, 3, 2), Wide(256, 8, 64, 6), Wide(256, 4, 64, 3),
+    (64, 4, 128, 4), (64, 4, 64, 6, 2), (128, 4, 128, 4, 2), (128, 8, 64, 6),
+    (256, 8, 128, 3, 2), (256, 8, 64, 6), (256, 4, 64, 3),
 ]  # fmt: skip
 
 
+@needs_hopper
 @pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("wide", TILES, ids=str)
+@pytest.mark.parametrize("cut", TILES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 128, 512), (70, 200, 768), (300, 72, 2560)])
-def test_products(key: str, wide: Wide, m: int, n: int, k: int) -> None:
-    fmt = get_format(key)
-    weight = on_device(packed(fmt, n, k))
+def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> None:
+    fmt, tiles = get_format(key), wide_tiles(*cut)
+    weight = as_weight(packed(fmt, n, k))
     # Blocks of the smallest and of other scales, where decoding could go wrong.
     weight.scale[0, :3] = torch.tensor([0, 1, 2], device="cuda")
     bias = torch.randn(n, generator=seeded(2)).cuda().bfloat16()
@@ -38,21 +40,17 @@ def test_products(key: str, wide: Wide, m: int, n: int, k: int) -> None:
     out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
 
     rows, of_weight = operands(x, weight, fmt, 8, fours=True)
-    found = multiply_wide(
-        rows.values, rows.factors, weight.codes, weight.scale, *of_weight, None, None, bias,
-        out.clone(), fmt, wide,
-    )  # fmt: skip
+    stored = weight._replace(global_scale=None, bias=bias)
+    found = multiply_wide(*rows, stored, *of_weight, out.clone(), fmt, tiles)
     values, factor = fp8.quantize_rows_ref(x)
-    dense, w_factor = fp8.expand_ref(*weight, fmt)
+    dense, w_factor = fp8.expand_ref(weight, fmt)
     left, right = values.double() * factor[:, None], dense.double() * w_factor[:, None]
     _compare(found, left, right, bias, 2.0**-10)
 
-    x_sorted = arranged(as_words(x), None, m, k, x.dtype, 1, wide.group, fmt, False)[0]
-    found = multiply_wide(
-        x_sorted, None, weight.codes, weight.scale, None, None, None, weight.global_scale, bias,
-        out, fmt, wide,
-    )  # fmt: skip
-    dense = dequantize_ref(*weight, fmt, torch.float32)
+    x_sorted = arranged(as_words(x), None, m, k, x.dtype, 1, tiles.words, fmt, False)[0]
+    stored = weight._replace(bias=bias)
+    found = multiply_wide(x_sorted, None, stored, None, None, out, fmt, tiles)
+    dense = dequantize_ref(*weight[:3], fmt, torch.float32)
     _compare(found, x.double(), dense.double(), bias, 1e-5)
 
 
@@ -63,3 +61,28 @@ def _compare(
     size = x.abs() @ w.abs().t() + bias.double().abs()
     off = (found.double() - expected).abs() - 2.0**-8 * expected.abs()
     assert (off <= sums * size).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "m", "n", "k", "tiles"),
+    [
+        ("nvfp4", 48, 14336, 4096, None),
+        ("nvfp4", 64, 14336, 4096, wide_tiles(64, 4, 128, 4)),
+        ("nvfp4", 64, 4096, 4096, None),
+        ("mxfp4", 64, 4096, 4096, wide_tiles(64, 4, 128, 4, 4)),
+        ("mxfp4", 64, 4096, 14336, wide_tiles(64, 4, 128, 4, 4)),
+        ("mxfp4", 64, 9728, 2560, wide_tiles(64, 4, 128, 4)),
+        ("nvfp4", 128, 4096, 14336, wide_tiles(128, 4, 128, 3, 4)),
+        ("mxfp4", 128, 4096, 4096, wide_tiles(128, 4, 128, 3, 2)),
+        ("mxfp4", 256, 4096, 4096, wide_tiles(128, 4, 128, 3)),
+        ("mxfp4", 256, 9728, 2560, wide_tiles(256, 8, 64, 6)),
+        ("nvfp4", 384, 14336, 4096, None),
+        ("nvfp4", 512, 14336, 4096, wide_tiles(256, 8, 64, 6)),
+        ("nvfp4", 512, 9728, 2560, None),
+        ("nvfp4", 513, 14336, 4096, None),
+    ],
+)
+def test_tiles_are_those_that_times_on_an_h200_chose(
+    key: str, m: int, n: int, k: int, tiles: Tiles | None
+) -> None:
+    assert wide_config(m, n, k, get_format(key)) == tiles

@@ -139,7 +139,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "experts_linear": (x, ids, *stack, biases, "nvfp4"),
         "experts_linear_quantized": (x, *quantized, ids, *stack, biases, "nvfp4"),
         "experts_quantize": (x, ids, torch.tensor([300.0, 2.0, 0.7]), "nvfp4"),
-        "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, "nvfp4"),
+        "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, None, "nvfp4"),
         "experts_mixture": (
             *(x.detach(), ids, routing, *up, None),
             *(*(each.contiguous() for each in down), up[2], None, *gate, "nvfp4"),

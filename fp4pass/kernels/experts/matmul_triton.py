@@ -5,21 +5,91 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import rounded, wait
-from ..linear.matmul_triton import finish, padded_columns
-from ..linear.ptx_triton import offset
-from .gate_triton import gated
-from .sums_triton import exact_few_rows_sums, exact_rows_sums
+from ..common.tiles import PTX, rounded, wait
+from ..linear.matmul_triton import few_rows_sums, finish, padded_columns, rows_sums
+from ..linear.ptx_triton import LARGE, offset, small_scales
+from ..quantize.triton import activate
+
+# Sums are decoded faster where the scales of a tile allow it, which is checked with them.
 
 
 @triton.jit
-def finish_of(
-    y, x_global_scale, global_scales, biases, expert, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr
-):
+def exact_few_rows_sums(
+    x, words, scales, row, x_row, live_rows, M, K: tl.constexpr, FMT: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
+    SHARE: tl.constexpr,
+):  # fmt: skip
+    """Return `few_rows_sums` over K, whose lanes own blocks."""
+    SMALL: tl.constexpr = small_scales(FMT)
+    RUN: tl.constexpr = FMT.block // 8
+    acc, seen = few_rows_sums(
+        x, words, scales, row, x_row, live_rows, M, 0,
+        K, FMT, TERMS, ROWS, BM, TILES, RUN, SHARE, SMALL,
+    )  # fmt: skip
+    if SMALL:
+        most = tl.max(seen.to(tl.int32))
+        if most >= LARGE:
+            zero = unknown_zero(most)
+            acc, _ = few_rows_sums(
+                x + zero, words + zero, scales + zero, row, x_row, live_rows, M, 0,
+                K, FMT, TERMS, ROWS, BM, TILES, RUN, SHARE, False, 1,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def exact_rows_sums(
+    x, words, scales, row, x_row, live_rows, M, K: tl.constexpr, FMT: tl.constexpr,
+    TERMS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """Return `rows_sums` over K, decoded faster only if SMALL."""
+    acc, seen = rows_sums(
+        x, words, scales, row, x_row, live_rows, M, 0, K, FMT, TERMS, BM, TILES, SMALL,
+    )  # fmt: skip
+    if SMALL:
+        most = tl.max(seen.to(tl.int32))
+        if most >= LARGE:
+            zero = unknown_zero(most)
+            acc, _ = rows_sums(
+                x + zero, words + zero, scales + zero, row, x_row, live_rows, M, 0,
+                K, FMT, TERMS, BM, TILES, False, 1,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def unknown_zero(most):
+    """Return 0, of which the compiler knows no more than that it is a multiple of 16."""
+    # Else what both loops compute would be kept in registers through the first one.
+    if PTX:
+        zero = tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, 31;", "=r,r", [most], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        zero = most >> 31
+    return tl.multiple_of(zero, 16)
+
+
+@triton.jit
+def finish_of(y, x_global_scale, weight, expert, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
     """Return the float32 result for sums y [BN, BM] of the weights n of an expert (int64)."""
-    global_scale = None if global_scales is None else global_scales + expert
-    bias = None if biases is None else biases + expert * N
+    global_scale = None if weight.global_scale is None else weight.global_scale + expert
+    bias = None if weight.bias is None else weight.bias + expert * N
     return finish(y, x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+
+
+@triton.jit
+def gated(y, BN: tl.constexpr, BM: tl.constexpr, GATE: tl.constexpr):
+    """Return the gate [BN / 2, BM] of float32 sums, in eights of gates and of their factors."""
+    y = tl.permute(tl.reshape(y, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+    gate, up = tl.split(tl.reshape(y, (BN // 2, BM, 2)))
+    if GATE.limit is not None:
+        gate = tl.minimum(gate, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+    ACTIVATION: tl.constexpr = GATE.activation
+    active = activate((gate * GATE.slope,), ACTIVATION, tl.float32)[0]
+    return active * (1.0 / GATE.slope) * (up + GATE.shift)
 
 
 @triton.jit
@@ -61,206 +131,99 @@ def store_tile(
 
 @triton.jit(do_not_specialize=["M", "E"])
 def pairs_kernel(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scales,
-    biases,
-    out,
-    ids,
-    M,
-    E,
-    N,
-    FAN: tl.constexpr,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """Multiply the row of one pair, FAN of which share one, and BN weights of its expert."""
+    x, x_global_scale, weight, out, ids, M, E, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply the row of one pair, FAN of which share one, and weights of its expert."""
     # M: rows of x. Tensor cores get a row BM times.
     wait(OVERLAP, RELEASES)
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
     tile = tl.program_id(1)
-    n = tile_weights(tile, N, BN, GATE, GROUP)
+    n = tile_weights(tile, N, TILES.n, GATE, GROUP)
     m = tl.arange(0, BM)
     pairs = pair.to(tl.int64) + 0 * m
     if (expert < 0) | (expert >= E):
-        zeros = tl.zeros((BN, BM), tl.float32)
-        store_tile(zeros, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
+        zeros = tl.zeros((TILES.n, BM), tl.float32)
+        store_tile(zeros, out, pairs, m < 1, tile, n, N, TILES.n, BM, GATE, GROUP)
         return
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_row = tl.arange(0, 1)[None, :, None]
     acc = exact_few_rows_sums(
-        x + (pair // FAN).to(tl.int64) * K, words, scales, row, x_row, x_row < 1, M,
-        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, WARPS,
+        x + (pair // FAN).to(tl.int64) * K, weight.packed, weight.scale, row, x_row, x_row < 1, M,
+        K, FMT, TERMS, 1, BM, TILES, TILES.warps,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
-    y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    store_tile(y, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
-
-
-@triton.jit(do_not_specialize=["M", "E"])
-def few_rows_experts_kernel(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scales,
-    biases,
-    out,
-    order,
-    tiles,
-    M,
-    E,
-    N,
-    FAN: tl.constexpr,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """Multiply a tile of up to BM rows and BN weights of their expert; the warps share K."""
-    # order, tiles: what `route_kernel` wrote.
-    wait(OVERLAP, RELEASES)
-    tile = tiles + 3 * tl.program_id(0)
-    start, end = tl.load(tile + 1), tl.load(tile + 2)
-    if start >= end:
-        return
-    expert = tl.load(tile).to(tl.int64)
-    n = tile_weights(tl.program_id(1), N, BN, GATE, GROUP)
-    m = start + tl.arange(0, BM)
-    pair = tl.load(order + m, mask=m < end, other=0)
-    if expert == E:
-        zeros = tl.zeros((BN, BM), tl.float32)
-        store_tile(zeros, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
-        return
-    row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
-    x_m = start + tl.arange(0, BM)[None, :, None]
-    x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
-    acc = exact_few_rows_sums(
-        x, words, scales, row, x_row, x_m < end, M,
-        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, WARPS,
-    )  # fmt: skip
-    y = tl.sum(acc, axis=0)
-    y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    store_tile(y, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
+    y = finish_of(y, x_global_scale, weight, expert, n, N, FMT, offset(FMT))
+    store_tile(y, out, pairs, m < 1, tile, n, N, TILES.n, BM, GATE, GROUP)
 
 
 @triton.jit
 def rows_tile(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scales,
-    biases,
-    out,
-    order,
-    expert,
-    start,
-    end,
-    column,
-    M,
-    E,
-    N,
-    FAN: tl.constexpr,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SMALL: tl.constexpr,
-):
-    """Multiply the rows from start to end, up to BM, and a tile of BN weights of an expert."""
+    x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows from start to end, up to BM, and a tile of weights of an expert."""
     # expert: int64.
-    n = tile_weights(column, N, BN, GATE, GROUP)
-    row = (expert * N + tl.minimum(n, N - 1))[:, None]
-    columns: tl.constexpr = padded_columns(K, WORDS)
+    n = tile_weights(column, N, TILES.n, GATE, GROUP)
+    row = expert * N + tl.minimum(n, N - 1)
     m = start + tl.arange(0, BM)
     pair = tl.load(order + m, mask=m < end, other=0)
-    x_row, live = (pair // FAN)[None, :] * columns, (m < end)[None, :]
-    acc = exact_rows_sums(
-        x, words, scales, row, x_row, live, M, K, FMT, TERMS, BM, BN, WORDS, SMALL,
-    )  # fmt: skip
-    y = finish_of(acc, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    store_tile(y, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
+    if TILES.warps_share:
+        x_m = start + tl.arange(0, BM)[None, :, None]
+        x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
+        acc = exact_few_rows_sums(
+            x, weight.packed, weight.scale, row[None, :, None], x_row, x_m < end, M,
+            K, FMT, TERMS, BM, BM, TILES, TILES.warps,
+        )  # fmt: skip
+        y = tl.sum(acc, axis=0)
+    else:
+        columns: tl.constexpr = padded_columns(K, TILES.words)
+        x_row, live = (pair // FAN)[None, :] * columns, (m < end)[None, :]
+        y = exact_rows_sums(
+            x, weight.packed, weight.scale, row[:, None], x_row, live, M,
+            K, FMT, TERMS, BM, TILES, SMALL,
+        )  # fmt: skip
+    y = finish_of(y, x_global_scale, weight, expert, n, N, FMT, offset(FMT))
+    store_tile(y, out, pair, m < end, column, n, N, TILES.n, BM, GATE, GROUP)
 
 
 @triton.jit(do_not_specialize=["M", "E"])
-def rows_experts_kernel(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scales,
-    biases,
-    out,
-    order,
-    tiles,
-    M,
-    E,
-    N,
-    FAN: tl.constexpr,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    REST: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SMALL: tl.constexpr,
-    ROWS_STAY: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """Multiply a tile of up to BM rows of sorted x, or of REST, and BN weights of their expert."""
+def experts_kernel(
+    x, x_global_scale, weight, out, order, tiles, M, E, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, SMALL: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows and weights of their expert; the warps share K, or x is sorted."""
+    # order, tiles: what `route_kernel` wrote.
     wait(OVERLAP, RELEASES)
-    tile = tiles + 3 * tl.program_id(1 if ROWS_STAY else 0)
+    tile = tiles + 3 * tl.program_id(1 if TILES.rows_stay else 0)
     start, end = tl.load(tile + 1), tl.load(tile + 2)
     if start >= end:
         return
     expert = tl.load(tile).to(tl.int64)
     if expert == E:
-        column = tl.program_id(0 if ROWS_STAY else 1)
-        n = tile_weights(column, N, BN, GATE, GROUP)
-        m = start + tl.arange(0, BM)
+        column = tl.program_id(0 if TILES.rows_stay else 1)
+        n = tile_weights(column, N, TILES.n, GATE, GROUP)
+        m = start + tl.arange(0, TILES.m)
         pair = tl.load(order + m, mask=m < end, other=0)
-        zeros = tl.zeros((BN, BM), tl.float32)
-        store_tile(zeros, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
+        zeros = tl.zeros((TILES.n, TILES.m), tl.float32)
+        store_tile(zeros, out, pair, m < end, column, n, N, TILES.n, TILES.m, GATE, GROUP)
         return
-    column = tl.program_id(0 if ROWS_STAY else 1)
-    # What is left of an expert is often few rows, for which a tile takes as long as for BM.
-    if REST > 0:
-        if end - start <= REST:
+    column = tl.program_id(0 if TILES.rows_stay else 1)
+    # What is left of an expert is often few rows, for which a tile takes as long as for all.
+    if TILES.rest > 0:
+        if end - start <= TILES.rest:
             rows_tile(
-                x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
-                start, end, column, M, E, N, FAN, K, FMT, TERMS, REST, BN, WORDS, GATE, GROUP,
-                SMALL,
+                x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+                FAN, K, FMT, TERMS, TILES.rest, TILES, GATE, GROUP, SMALL,
             )  # fmt: skip
             return
     rows_tile(
-        x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
-        start, end, column, M, E, N, FAN, K, FMT, TERMS, BM, BN, WORDS, GATE, GROUP, SMALL,
+        x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+        FAN, K, FMT, TERMS, TILES.m, TILES, GATE, GROUP, SMALL,
     )  # fmt: skip

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.packing import PackedInput, PackedWeight
 from ..dequantize.naive import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.naive import ACTIVATIONS, Quantize, quantize_ref
 from ..statistics.naive import observe_full_ref, observe_ref
-
-# Where the rows of an expert are among [T, k], and what linear_ref takes of it before the format.
-Expert = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -50,43 +48,24 @@ class Gate:
         return active * (up + self.shift) if self.shift else active * up
 
 
-def experts_linear_ref(
-    x: Tensor,
-    ids: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-) -> Tensor:
+def experts_linear_ref(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
     """Return the rows of x times the packed weights [E, N, K] of their experts, [T, k, N]."""
-    out = x.new_zeros((*ids.shape, packed.shape[1]))
-    for pairs, weight in _chosen(ids, packed, scale, global_scale, bias):
-        out[pairs] = linear_ref(rows_of(x, pairs), *weight, fmt)
+    out = x.new_zeros((*ids.shape, weight.packed.shape[1]))
+    for index, pairs in chosen(ids, len(weight.packed)):
+        out[pairs] = linear_ref(rows_of(x, pairs), weight_of(weight, index), fmt)
     return out
 
 
 def experts_linear_quantized_ref(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    ids: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
+    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format
 ) -> Tensor:
     """Return quantized rows times the packed weights of their experts, [T, k, N]."""
     # Of x only the dtype is read, and only the gradient computed (`linear_quantized_ref`).
-    # x_global_scale: of all rows [1], or of the rows of each expert [E].
-    out = x.new_zeros((*ids.shape, packed.shape[1]))
-    for index, pairs in chosen(ids, len(packed)):
-        codes, scales = rows_of(x_packed, pairs), rows_of(x_scale, pairs)
-        own = of_expert(x_global_scale, index)
-        weight = _weight(index, packed, scale, global_scale, bias)
-        out[pairs] = linear_quantized_ref(x, codes, scales, own, *weight, fmt)
+    out = x.new_zeros((*ids.shape, weight.packed.shape[1]))
+    for index, pairs in chosen(ids, len(weight.packed)):
+        codes, scales = (rows_of(each, pairs) for each in x_rows[:2])
+        rows = PackedInput(codes, scales, of_expert(x_rows.global_scale, index))
+        out[pairs] = linear_quantized_ref(x, rows, weight_of(weight, index), fmt)
     return out
 
 
@@ -114,27 +93,15 @@ def experts_mixture_ref(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    down_packed: Tensor,
-    down_scale: Tensor,
-    down_global_scale: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    slope: float,
-    shift: float,
-    limit: float | None,
+    weight: PackedWeight,
+    down_weight: PackedWeight,
+    gate: Gate,
     fmt: Format,
     *,
     linear: Callable[..., Tensor] = experts_linear_ref,
 ) -> Tensor:
     """Return the sums over k of what experts ids [T, k] make of x [T, H], times weights [T, k]."""
-    gate = Gate(activation, interleaved, slope, shift, limit)
-    h = gate(linear(x, ids, packed, scale, global_scale, bias, fmt))
-    y = linear(h, ids, down_packed, down_scale, down_global_scale, down_bias, fmt)
+    y = linear(gate(linear(x, ids, weight, fmt)), ids, down_weight, fmt)
     return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
 
 
@@ -209,34 +176,21 @@ def _sum_of(rows: Iterable[Tensor], columns: int, device: torch.device) -> Tenso
 
 
 def experts_linear_transposed_ref(
-    grad: Tensor,
-    ids: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    fmt: Format,
+    grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format
 ) -> Tensor:
     """Return rows [T, k, N] times the weights [N, K] of their experts, [T, k, K]: a gradient."""
-    out = grad.new_zeros((*ids.shape, fmt.columns(packed.shape[-1])))
-    for pairs, weight in _chosen(ids, packed, scale, global_scale, None):
-        out[pairs] = grad[pairs] @ dequantize_ref(*weight[:3], fmt, grad.dtype)
+    out = grad.new_zeros((*ids.shape, fmt.columns(weight.packed.shape[-1])))
+    for index, pairs in chosen(ids, len(weight.packed)):
+        own = weight_of(weight, index)
+        out[pairs] = grad[pairs] @ dequantize_ref(*own[:3], fmt, grad.dtype)
     return out
 
 
-def _chosen(
-    ids: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None
-) -> Iterator[Expert]:
-    """Yield the experts that have rows."""
-    for index, pairs in chosen(ids, len(packed)):
-        yield pairs, _weight(index, packed, scale, global_scale, bias)
-
-
-def _weight(
-    index: int, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def weight_of(stack: PackedWeight, index: int) -> PackedWeight:
     """Return the packed weight of one expert."""
+    packed, scale, global_scale, bias = stack
     own_bias = None if bias is None else bias[index]
-    return packed[index], scale[index], of_expert(global_scale, index), own_bias
+    return PackedWeight(packed[index], scale[index], of_expert(global_scale, index), own_bias)
 
 
 def of_expert(global_scale: Tensor | None, index: int) -> Tensor | None:

@@ -68,18 +68,9 @@ def _table(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, dict[s
 
 @triton.jit(do_not_specialize=["S", "E"])
 def route_kernel(
-    ids,
-    order,
-    tiles,
-    S,
-    E,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAYS: tl.constexpr,
-    STEPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    ids, order, tiles, S, E, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
+    STEPS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Write where the pairs of one expert are, and its tiles."""
     wait(OVERLAP, RELEASES)
     route_expert(tl.program_id(0), ids, order, tiles, S, E, ROWS, BLOCK, WAYS, STEPS)
@@ -87,26 +78,11 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["S", "E", "count"])
 def route_and_arrange_kernel(
-    ids,
-    order,
-    tiles,
-    S,
-    E,
-    x,
-    out,
-    count,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAYS: tl.constexpr,
-    STEPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    ids, order, tiles, S, E, x, out, count,
+    K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
+    STEPS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Do as `route_kernel`, or sort the columns of some words of x."""
     wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
@@ -119,17 +95,9 @@ def route_and_arrange_kernel(
 
 @triton.jit
 def route_expert(
-    expert,
-    ids,
-    order,
-    tiles,
-    S,
-    E,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAYS: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    expert, ids, order, tiles, S, E, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WAYS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """Write where the pairs of an expert are, and its tiles. STEPS: 1, or 2 for any more."""
     # Pairs that follow each other are one lane's, so that few numbers are summed up.
     lane = tl.arange(0, BLOCK // WAYS)

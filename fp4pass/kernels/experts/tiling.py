@@ -8,9 +8,11 @@ from ..common.tiles import cdiv
 from ..linear.tiling import Tiles
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExpertTiles(Tiles):
     """Tiles of rows of one expert."""
+
+    __hash__ = Tiles.__hash__
 
     rest: int = 0  # rows up to which a tile takes less time than one of m
     # Whether programs of the same rows follow each other, or those of the same columns of experts.

@@ -8,17 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import LAUNCH, decode_scale, overlapping, wait, wider
 from .decode_triton import decode_sixteen
-from .operands_triton import (
-    Packed,
-    Rows,
-    divided,
-    row_divisor,
-    row_factor,
-    shift_from,
-    two_to_the,
-)
+from .operands_triton import Rows, quantize_row, row_factor, shift_from, two_to_the
 
 # Columns of x that a program keeps in registers, and those that four warps have room for.
 _COLUMNS, _FEW = 16384, 8192
@@ -30,9 +23,10 @@ _LANES = 32
 _AT_ONCE = 1024
 
 
-def expanded(x: Tensor | Packed, weight: Packed, fmt: Format) -> tuple[Rows, Rows]:
+def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tuple[Rows, Rows]:
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
-    return _expand(x, fmt) if isinstance(x, Packed) else _quantize(x), _expand(weight, fmt)
+    rows = _expand(x, fmt) if isinstance(x, PackedInput) else _quantize(x)
+    return rows, _expand(weight, fmt)
 
 
 def _rows(count: int, k: int, device: torch.device) -> Rows:
@@ -52,9 +46,9 @@ def _quantize(x: Tensor) -> Rows:
     return found
 
 
-def _expand(packed: Packed, fmt: Format) -> Rows:
+def _expand(packed: PackedInput | PackedWeight, fmt: Format) -> Rows:
     """Return packed rows [R, K] as operands."""
-    codes = packed.codes
+    codes = packed.packed
     n, k = len(codes), 2 * codes.shape[1]
     found = _rows(n, k, codes.device)
     _expand_rows_kernel[(n,)](
@@ -67,34 +61,13 @@ def _expand(packed: Packed, fmt: Format) -> Rows:
 
 @triton.jit
 def _round_rows_kernel(
-    x,
-    out,
-    factors,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, out, factors, K: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
-):
+):  # fmt: skip
     """Round a row of numbers, read once if TILE columns are all of it."""
     wait(OVERLAP, RELEASES)
     row = tl.program_id(0).to(tl.int64)
-    x += row * K
-    out += row * K
-    factors += row
-    column = tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
-    largest = tl.abs(value)
-    for start in tl.static_range(TILE, K, TILE):
-        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-    factor, divisor, inverse = row_divisor(largest)
-    tl.store(factors, factor)
-    for start in tl.static_range(0, K, TILE):
-        if K > TILE:
-            value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-        bits = divided(value, divisor, inverse)
-        at = start + tl.arange(0, TILE)
-        tl.store(out + at, tl.reshape(bits, (TILE,)), mask=at < K)
+    quantize_row(x + row * K, out + row * K, factors + row, K, K // 8, 1, False, TILE // 8)
 
 
 @triton.jit
@@ -129,18 +102,9 @@ def _store_some(
 
 @triton.jit
 def _expand_rows_kernel(
-    words,
-    scales,
-    global_scale,
-    out,
-    factors,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    words, scales, global_scale, out, factors, K: tl.constexpr, FMT: tl.constexpr,
+    LANES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Round a row of codes, in int64 words of sixteen."""
     wait(OVERLAP, RELEASES)
     share: tl.constexpr = FMT.block // 16

@@ -12,26 +12,15 @@ from .decode_triton import decode_e4m3, operand
 
 @triton.jit(do_not_specialize=["M"])
 def fp8_rows_kernel(
-    x,
-    x_factors,
-    words,
-    scales,
-    powers,
-    factors,
-    bias,
-    out,
-    M,
-    N,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """Multiply BM sorted E4M3 rows (operands_triton.py) and BN packed weights."""
+    x, x_factors, words, scales, powers, factors, bias, out, M, N,
+    K: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply sorted E4M3 rows (operands_triton.py) and packed weights."""
     wait(OVERLAP, RELEASES)
+    BM: tl.constexpr = TILES.m
+    BN: tl.constexpr = TILES.n
+    WORDS: tl.constexpr = TILES.words
     SCALE: tl.constexpr = FMT.scale
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8

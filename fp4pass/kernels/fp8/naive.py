@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.packing import PackedInput, PackedWeight
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.naive import dequantize_ref
 
@@ -53,15 +54,14 @@ def shift_of(scale: Tensor, fmt: Format) -> Tensor:
     return (EXPONENT + 127 - (bits >> 23)).clamp_(-MAX_SHIFT, MAX_SHIFT)
 
 
-def expand_ref(
-    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format
-) -> tuple[Tensor, Tensor]:
+def expand_ref(rows: PackedInput | PackedWeight, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return packed rows as E4M3 [R, K], and the float32 factors [R] of the rows."""
+    packed, scale, global_scale = rows[:3]
     shift = shift_of(scale, fmt)
     out = packed.new_empty((len(packed), fmt.columns(packed.shape[1])), dtype=torch.float8_e4m3fn)
-    for rows, codes, bits, by in in_chunks(out.shape[1], out, packed, scale, power_of_two(shift)):
+    for part, codes, bits, by in in_chunks(out.shape[1], out, packed, scale, power_of_two(shift)):
         dense = dequantize_ref(codes, bits, None, fmt, torch.float32)
-        rows.copy_(dense.mul_(by[:, None]))
+        part.copy_(dense.mul_(by[:, None]))
     factor = power_of_two(-shift)
     return out, factor if global_scale is None else factor * global_multiplier(global_scale, fmt)
 
@@ -69,23 +69,16 @@ def expand_ref(
 def is_exact(packed: Tensor, scale: Tensor, fmt: Format) -> bool:
     """Return whether every packed row [R, K] is exact in E4M3 with one power of two."""
     for codes, bits in in_chunks(fmt.columns(packed.shape[1]), packed, scale):
-        values, factor = expand_ref(codes, bits, None, fmt)
+        values, factor = expand_ref(PackedInput(codes, bits, None), fmt)
         exact = dequantize_ref(codes, bits, None, fmt, torch.float32)
         if not torch.equal(values.float() * factor[:, None], exact):
             return False
     return True
 
 
-def multiply_ref(
-    x: tuple[Tensor, Tensor],
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-) -> Tensor:
+def multiply_ref(x: tuple[Tensor, Tensor], weight: PackedWeight, fmt: Format) -> Tensor:
     """Return the float32 product [M, N] of E4M3 rows with their factors and a packed weight."""
-    values, factor = expand_ref(packed, scale, global_scale, fmt)
+    values, factor = expand_ref(weight, fmt)
     sums = x[0].float() @ values.float().t()
     out = sums.mul_(x[1][:, None]).mul_(factor)
-    return out if bias is None else out.add_(bias.float())
+    return out if weight.bias is None else out.add_(weight.bias.float())

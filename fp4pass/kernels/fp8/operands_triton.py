@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import (
     LAUNCH,
     bits_of,
@@ -36,14 +37,6 @@ _EXPONENT, _MANTISSA = tl.constexpr(EXPONENT + 127), tl.constexpr(BELOW_MAX)
 _WORDS, _FEW, _ROWS = 2048, 1024, 16
 
 
-class Packed(NamedTuple):
-    """Packed rows, of a weight or of x."""
-
-    codes: Tensor  # uint8 [R, K / 2]
-    scale: Tensor  # uint8 [R, K / block]
-    global_scale: Tensor | None  # float32 [1] as it is stored
-
-
 class Rows(NamedTuple):
     """Rows of numbers as E4M3 operands."""
 
@@ -59,8 +52,8 @@ class Powers(NamedTuple):
 
 
 def operands(
-    x: Tensor | Packed,
-    weight: Packed,
+    x: Tensor | PackedInput,
+    weight: PackedWeight,
     fmt: Format,
     group: int,
     fours: bool = False,
@@ -71,9 +64,9 @@ def operands(
     The columns of each `group` words of eight are sorted as decoded codes lie: by their place in a
     word, or, as `fours`, fours of columns by their place in sixteen. Zeros fill the last group.
     """
-    m, k = (len(x.codes) if isinstance(x, Packed) else len(x)), 2 * weight.codes.shape[1]
-    n, words = len(weight.codes), cdiv(k // 8, group) * group
-    device = weight.codes.device
+    m, k = len(x.packed if isinstance(x, PackedInput) else x), 2 * weight.packed.shape[1]
+    n, words = len(weight.packed), cdiv(k // 8, group) * group
+    device = weight.packed.device
     values = torch.empty((m, 8 * words), dtype=torch.float8_e4m3fn, device=device)
     rows = Rows(values, torch.empty(m, dtype=torch.float32, device=device))
     of_weight = Powers(*torch.empty((2, n), dtype=torch.float32, device=device))
@@ -88,9 +81,9 @@ def operands(
     return rows, of_weight
 
 
-def _read(x: Tensor | Packed) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if isinstance(x, Packed):
-        return packed_words(x.codes), x.scale.contiguous(), x.global_scale
+def _read(x: Tensor | PackedInput) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if isinstance(x, PackedInput):
+        return packed_words(x.packed), x.scale.contiguous(), x.global_scale
     return x, None, None
 
 
@@ -149,15 +142,9 @@ def divided(value, divisor, inverse):
 
 @triton.jit
 def quantize_row(
-    x,
-    out,
-    factor_at,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    FOURS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x, out, factor_at, K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    FOURS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Round a row of numbers to E4M3, read once if TILE words are all of it."""
     column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
     value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
@@ -177,19 +164,10 @@ def quantize_row(
 
 @triton.jit
 def expand_row(
-    words,
-    scales,
-    global_scale,
-    out,
-    factor_at,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    FOURS: tl.constexpr,
-    FMT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    words, scales, global_scale, out, factor_at, K: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, FOURS: tl.constexpr, FMT: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Round a row of packed codes to E4M3."""
     SCALE: tl.constexpr = FMT.scale
     share: tl.constexpr = FMT.block // 8
@@ -210,28 +188,11 @@ def expand_row(
 
 @triton.jit(do_not_specialize=["M", "N"])
 def _operands(
-    x,
-    x_scales,
-    x_global_scale,
-    x_out,
-    x_factors,
-    scales,
-    global_scale,
-    powers,
-    factors,
-    M,
-    N,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    FOURS: tl.constexpr,
-    FMT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    x, x_scales, x_global_scale, x_out, x_factors, scales, global_scale, powers, factors, M, N,
+    K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, FOURS: tl.constexpr,
+    FMT: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Make a row of x, or the powers and factors of ROWS rows of the weight."""
     wait(OVERLAP, RELEASES)
     blocks: tl.constexpr = K // FMT.block

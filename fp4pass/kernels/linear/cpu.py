@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.formats import Format
+from ...core.packing import PackedWeight
 from ..cpu.library import function, is_stored, threads_for, weight_at
 from ..dequantize.cpu import dequantize_cpu
 from ..fp8.naive import uses_fp8
@@ -29,16 +30,9 @@ FEW_ROWS = 4
 TILE = 1 << 21
 
 
-def linear_cpu(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    compute: str = "input",
-) -> Tensor:
+def linear_cpu(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
     """Return x [..., K] times a packed weight [N, K], as `linear_ref` but for the order of sums."""
+    packed, scale, global_scale, bias = weight
     n, k = packed.shape[0], x.shape[-1]
     rows = x.numel() // k if k else 0
     call = function("product" if rows <= FEW_ROWS else "dequantize", x.dtype, fmt)
@@ -46,22 +40,22 @@ def linear_cpu(
     fits = (
         call is not None
         and k > 0
-        and (packed.is_cpu and packed.dtype == torch.uint8 and packed.shape == (n, k // 2))
-        and (scale.is_cpu and scale.dtype == torch.uint8 and scale.shape == (n, k // fmt.block))
+        and is_stored(packed, (n, k // 2))
+        and is_stored(scale, (n, k // fmt.block))
         and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
         and (bias is None or (bias.is_cpu and bias.shape == (n,)))
     )
     if not fits or (compute != "input" and uses_fp8(compute, rows, n)):
-        return linear_ref(x, packed, scale, global_scale, bias, fmt, compute)
-    packed, scale = packed.contiguous(), scale.contiguous()
+        return linear_ref(x, weight, fmt, compute)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
-    weight = weight_at(packed, scale, global_scale, n, k, fmt)
+    packed, scale = packed.contiguous(), scale.contiguous()
+    stored = weight_at(packed, scale, global_scale, n, k, fmt)
     if rows > FEW_ROWS:
-        return _multiply_tiles(x, call, weight, n, bias)
+        return _multiply_tiles(x, call, stored, n, bias)
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], n))
     at_bias = None if bias is None else bias.data_ptr()
-    call(x.data_ptr(), rows, weight, at_bias, y.data_ptr(), threads_for(rows * n * k // 4))
+    call(x.data_ptr(), rows, stored, at_bias, y.data_ptr(), threads_for(rows * n * k // 4))
     return y
 
 
@@ -91,6 +85,4 @@ def _multiply_tiles(
 
 linear_quantized_cpu = partial(linear_quantized_ref, dequantize=dequantize_cpu, linear=linear_cpu)
 linear_group_cpu = partial(linear_group_ref, linear=linear_cpu)
-linear_quantized_group_cpu = partial(
-    linear_quantized_group_ref, linear_quantized=linear_quantized_cpu
-)
+linear_quantized_group_cpu = partial(linear_quantized_group_ref, linear=linear_quantized_cpu)

@@ -85,13 +85,9 @@ def step_of(byte, FMT: tl.constexpr, SMALL: tl.constexpr):
 
 @triton.jit
 def decode(
-    word,
-    byte,
-    FMT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SMALL: tl.constexpr,
+    word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr, SMALL: tl.constexpr,
     STEPS: tl.constexpr = False,
-):
+):  # fmt: skip
     """Return the eight codes in int32 words times scales in bytes times 2^offset, all exact."""
     # What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
     # SMALL: the bytes are less than LARGE. STEPS: what `step_of` returned for the bytes is given,
@@ -165,19 +161,10 @@ def joined(v):
 
 @triton.jit
 def _arrange(
-    x,
-    scales,
-    out,
-    count,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TERMS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, scales, out, count, K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
+    TERMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
-):
+):  # fmt: skip
     wait(OVERLAP, RELEASES)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     arrange_words(x, scales, out, i, count, K, FMT, DTYPE, TERMS, GROUP)
@@ -185,17 +172,9 @@ def _arrange(
 
 @triton.jit
 def arrange_words(
-    x,
-    scales,
-    out,
-    i,
-    count,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TERMS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x, scales, out, i, count, K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
+    TERMS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Sort the columns of words i, int64, of `count`."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..common.tiles import chosen, global_multiplier, power, rounded, wait
+from ...core.formats import Format
+from ...core.packing import PackedWeight
+from ..common.tiles import (
+    LAUNCH,
+    cdiv,
+    chosen,
+    global_multiplier,
+    overlapping,
+    power,
+    rounded,
+    wait,
+)
 from .decode_triton import OPERAND, decode, joined, step_of
 from .ptx_triton import offset
+
+# Weights to a thread block of the kernel that adds parts.
+_BLOCK = 512
 
 
 @triton.jit
@@ -25,39 +40,25 @@ def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT
 
 @triton.jit
 def few_rows_sums(
-    x,
-    words,
-    scales,
-    row,
-    x_row,
-    live_rows,
-    M,
-    first,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    RUN: tl.constexpr,
-    SHARE: tl.constexpr,
-    SMALL: tl.constexpr = False,
+    x, words, scales, row, x_row, live_rows, M, first,
+    K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, RUN: tl.constexpr, SHARE: tl.constexpr, SMALL: tl.constexpr = False,
     STAGES: tl.constexpr = None,
-):
+):  # fmt: skip
     """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
     # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
     # of a term of x. SHARE warps share K, and of each there is a sum: [WARPS, BN, BM]. Where these
     # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS. SMALL:
     # scales are taken for less than LARGE; the bits that their bytes have are returned beside the
     # sums, to tell. STAGES: loads that are under way at a time, or None for those of the launch.
+    BN: tl.constexpr = TILES.n
+    WORDS: tl.constexpr = TILES.words
+    WARPS: tl.constexpr = TILES.warps
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
-    span: tl.constexpr = row_words // PARTS
+    span: tl.constexpr = row_words // TILES.parts
     whole: tl.constexpr = span % (SHARE * WORDS) == 0
-    tl.static_assert(whole or PARTS == 1)
+    tl.static_assert(whole or TILES.parts == 1)
     warp = (tl.arange(0, WARPS) % SHARE)[:, None, None]
     column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
@@ -107,49 +108,34 @@ def few_rows_sums(
 
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scales,
-    biases,
-    outs,
-    sizes,
-    starts,
-    M,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    x, x_global_scale, weights, outs, sizes, starts, M,
+    K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
-    # The warps share K. ROWS: BM, of which M are there, or 1, which tensor cores get BM times.
+    # weights: columns of a PackedWeight. The warps share K. ROWS: TILES.m, of which M are there, or
+    # 1, which tensor cores get that often.
     wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
     N = chosen(sizes, starts, program)
-    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    words = chosen(weights.packed, starts, program)
+    scales = chosen(weights.scale, starts, program)
     out = chosen(outs, starts, program)
-    global_scale = None if global_scales is None else chosen(global_scales, starts, program)
-    bias = None if biases is None else chosen(biases, starts, program)
-    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
+    stored = weights.global_scale
+    global_scale = None if stored is None else chosen(stored, starts, program)
+    bias = None if weights.bias is None else chosen(weights.bias, starts, program)
+    n = (program - chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
-    m = tl.arange(0, BM)
+    m = tl.arange(0, TILES.m)
     x_row = tl.arange(0, ROWS)[None, :, None]
     acc, _ = few_rows_sums(
-        x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // PARTS),
-        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1, WARPS,
+        x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // TILES.parts),
+        K, FMT, TERMS, ROWS, TILES.m, TILES, 1, TILES.warps,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
-    if PARTS == 1:
+    if TILES.parts == 1:
         y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
@@ -164,27 +150,16 @@ def padded_columns(K, WORDS):
 
 @triton.jit
 def rows_sums(
-    x,
-    words,
-    scales,
-    row,
-    x_row,
-    live_rows,
-    M,
-    part,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SMALL: tl.constexpr = False,
-    STAGES: tl.constexpr = None,
-):
+    x, words, scales, row, x_row, live_rows, M, part,
+    K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, SMALL: tl.constexpr = False, STAGES: tl.constexpr = None,
+):  # fmt: skip
     """Return the sums [BN, BM] of weights `row` and sorted rows of x over K, or a part of K."""
     # row: [BN, 1]. x_row: [1, BM], where rows of x begin, and live_rows, which are read, or None
     # for all. M: rows of a term of x. SMALL, STAGES: as above.
+    BN: tl.constexpr = TILES.n
+    WORDS: tl.constexpr = TILES.words
+    PARTS: tl.constexpr = TILES.parts
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % WORDS == 0
@@ -239,42 +214,30 @@ def rows_sums(
 
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x,
-    words,
-    scales,
-    x_global_scale,
-    global_scale,
-    bias,
-    out,
-    M,
-    N,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """Multiply BM rows of sorted x (decode_triton.py) and BN weights, or a part of their sums."""
+    x, x_global_scale, weight, out, M, N,
+    K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, TILES: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of sorted x (decode_triton.py) and weights, or make a part of their sums."""
     wait(OVERLAP, RELEASES)
+    BM: tl.constexpr = TILES.m
+    BN: tl.constexpr = TILES.n
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     start_n = (tl.program_id(1) * BN).to(tl.int64)
     n = tl.arange(0, BN)
     row = tl.minimum(start_n + n, N - 1)[:, None]
-    x_row = tl.minimum(m, M - 1)[None, :] * padded_columns(K, WORDS)
+    x_row = tl.minimum(m, M - 1)[None, :] * padded_columns(K, TILES.words)
     acc, _ = rows_sums(
-        x, words, scales, row, x_row, None, M, tl.program_id(2),
-        K, FMT, TERMS, BM, BN, WORDS, PARTS,
+        x, weight.packed, weight.scale, row, x_row, None, M, tl.program_id(2),
+        K, FMT, TERMS, BM, TILES,
     )  # fmt: skip
     # Offsets in 32 bits take half the registers.
     start_m = (tl.program_id(0) * BM).to(tl.int64)
     out += start_m * N + start_n
     at = tl.arange(0, BM)[None, :] * N + n[:, None]
     inside = (n < N - start_n)[:, None] & (m < M)[None, :]
-    if PARTS == 1:
+    if TILES.parts == 1:
+        global_scale, bias = weight.global_scale, weight.bias
         y = finish(acc, x_global_scale, global_scale, bias, start_n + n, N, FMT, offset(FMT))
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
@@ -283,20 +246,10 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
-    sums,
-    x_global_scale,
-    global_scale,
-    bias,
-    out,
-    M,
-    N,
-    FMT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    sums, x_global_scale, global_scale, bias, out, M, N,
+    FMT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Add and finish the sums of PARTS, of BLOCK weights and one row."""
     wait(OVERLAP, RELEASES)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -304,7 +257,18 @@ def add_parts_kernel(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = tl.reshape(
-        finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT), (BLOCK,)
-    )
+    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+    y = tl.reshape(y, (BLOCK,))
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)
+
+
+def add_parts(
+    sums: Tensor, x_global_scale: Tensor | None, weight: PackedWeight, out: Tensor, fmt: Format,
+    shift: int, releases: bool = False,
+) -> None:  # fmt: skip
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
+    parts, m, n = sums.shape
+    add_parts_kernel[(cdiv(n, _BLOCK), m)](
+        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
+        PARTS=parts, BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
+    )  # fmt: skip

@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .ptx_triton import code_lines
+
 # Tensor cores multiply 16 weights by 8 columns. Of one row all columns but one would repeat it.
 # Here column j has the row where it meets block j, and zeros elsewhere: the sums are those of the
 # blocks, and a scale is multiplied once for 16 or 32 codes. Codes are their bits, subnormal numbers
@@ -20,17 +22,8 @@ _DOWN = 126 - _UP
 @triton.constexpr_function
 def _decoding(FMT):
     """Return PTX for a word of codes as four pairs i, i + 4 of bfloat16, times 2^-126."""
-    mantissa_bits, _ = FMT.element.minifloat
-    place = 7 - mantissa_bits
-    lines = ["{.reg .b32 t, u; mov.b32 t, $4;"]
-    for code in range(4):
-        at = code % 2 * 4
-        lines += ["shr.b32 t, t, 8;"] * (code == 2) + [
-            f"and.b32 u, t, {(15 << at) * 0x10001:#x};",
-            f"mul.lo.u32 u, u, {(1 << 12 - at) + (1 << place - at)};",
-            f"and.b32 ${code}, u, {(0x8000 | 7 << place) * 0x10001:#x};",
-        ]
-    return "".join([*lines, "}"])
+    lines = code_lines(FMT, [f"${code}" for code in range(4)])
+    return "".join(["{.reg .b32 t, u; mov.b32 t, $4;", *lines, "}"])
 
 
 @triton.constexpr_function
@@ -183,16 +176,9 @@ def _block_sums(word, x, FMT: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _plain_sums(
-    x,
-    words,
-    scales,
-    first,
-    N,
-    K: gl.constexpr,
-    FMT: gl.constexpr,
-    BN: gl.constexpr,
+    x, words, scales, first, N, K: gl.constexpr, FMT: gl.constexpr, BN: gl.constexpr,
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     """Return the sums over K, of any x, one product at a time: [BN]."""
     # A word a thread, so that the kernel has no registers for this.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
@@ -216,25 +202,15 @@ def _plain_sums(
 
 @gluon.jit
 def one_row_kernel(
-    x,
-    words,
-    scales,
-    global_scales,
-    biases,
-    outs,
-    sizes,
-    starts,
-    K: gl.constexpr,
-    FMT: gl.constexpr,
-    BN: gl.constexpr,
-    WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    RELEASES: gl.constexpr,
-):
-    """Multiply a row of bfloat16 and BN weights, of several tensors maybe; WARPS share K."""
+    x, weights, outs, sizes, starts, K: gl.constexpr, FMT: gl.constexpr, TILES: gl.constexpr,
+    OVERLAP: gl.constexpr, RELEASES: gl.constexpr,
+):  # fmt: skip
+    """Multiply a row of bfloat16 and weights, of several tensors maybe; the warps share K."""
     # AHEAD: steps whose codes are loaded before they are used, the first of them before the kernel
     # in front of this one has ended: only kernels that write no weights let another start early.
+    BN: gl.constexpr = TILES.n
+    WARPS: gl.constexpr = TILES.warps
+    AHEAD: gl.constexpr = TILES.stages
     BLOCK: gl.constexpr = FMT.block
     STEPS: gl.constexpr = (K // (8 * BLOCK) + WARPS - 1) // WARPS
     # Steps in a loop, which load others.
@@ -244,7 +220,8 @@ def one_row_kernel(
     LW: gl.constexpr = gl.BlockedLayout([1, 1, BLOCK // 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     program = gl.program_id(0)
     N = _chosen(sizes, starts, program)
-    words, scales = _chosen(words, starts, program), _chosen(scales, starts, program)
+    words = _chosen(weights.packed, starts, program)
+    scales = _chosen(weights.scale, starts, program)
     out = _chosen(outs, starts, program)
     first = (program - _chosen(starts, starts, program)) * BN
     n = gl.minimum(first + _along(1, BN, LW), N - 1).to(gl.int64)
@@ -289,10 +266,11 @@ def one_row_kernel(
         )
         again = _plain_sums(x + zero, words, scales, first + zero, N, K, FMT, BN, WARPS)
         y = gl.convert_layout(again, y.type.layout) * (_rest(FMT) * 2.0 ** (64 - 126))
-    if global_scales is not None:
-        stored = gl.load(_chosen(global_scales, starts, program))
+    if weights.global_scale is not None:
+        stored = gl.load(_chosen(weights.global_scale, starts, program))
         y *= stored if FMT.multiplies else 1.0 / stored
     n = first + gl.arange(0, BN, y.type.layout)
-    if biases is not None:
-        y += gl.load(_chosen(biases, starts, program) + n, mask=n < N, other=0.0).to(gl.float32)
+    if weights.bias is not None:
+        bias = _chosen(weights.bias, starts, program)
+        y += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     gl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)

@@ -32,16 +32,33 @@ def small_scales(FMT):
 
 
 @triton.constexpr_function
-def decode_assembly(FMT, PAIRS, STEPS, SMALL):
-    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word."""
-    # PAIRS, STEPS, SMALL: as `decode` takes them.
+def code_lines(FMT, results, step=None, rescales=False):
+    """Return PTX for four codes of both halves of t as bfloat16, times the register `step`."""
     # A product copies a code, so that one copy has the sign and the other the low exponent and high
     # mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
     # value, subnormals included. Scales are read likewise.
-    mantissa_bits, min_exponent = FMT.element.minifloat
-    place = 7 - mantissa_bits
+    place = 7 - FMT.element.minifloat[0]
     magnitudes = (1 << FMT.element.bits - 1) - 1
-    scale_place = 7 - FMT.scale.mantissa_bits
+    lines = []
+    for code, result in enumerate(results):
+        at = code % 2 * 4
+        number = result if step is None else "u"
+        lines += ["shr.b32 t, t, 8;"] * (code == 2) + [
+            f"and.b32 u, t, {((1 << FMT.element.bits) - 1 << at) * 0x10001:#x};",
+            f"mul.lo.u32 u, u, {(1 << 12 - at) + (1 << place - at)};",
+            f"and.b32 {number}, u, {(0x8000 | magnitudes << place) * 0x10001:#x};",
+        ]
+        if rescales:
+            lines.append(times("u", "u", "two"))
+        if step is not None:
+            lines.append(times(result, "u", step))
+    return lines
+
+
+@triton.constexpr_function
+def decode_assembly(FMT, PAIRS, STEPS, SMALL):
+    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word."""
+    # PAIRS, STEPS, SMALL: as `decode` takes them.
     rescales = not FMT.scale.subnormal and not SMALL
     lines = ["{.reg .b32 t, s<2>, u, two, zero;", "mov.b32 zero, 0x80008000;"]
     if PAIRS:
@@ -53,7 +70,7 @@ def decode_assembly(FMT, PAIRS, STEPS, SMALL):
             if SMALL:
                 lines.append(small_line(FMT, f"s{i}", f"s{i}", 1))
                 continue
-            lines.append(f"shl.b32 s{i}, s{i}, {scale_place};")
+            lines.append(f"shl.b32 s{i}, s{i}, {7 - FMT.scale.mantissa_bits};")
             if rescales:
                 lines += [f"sub.u32 u, 0x80008000, s{i};", "and.b32 u, u, 0x80008000;"]
                 lines += ["shr.b32 u, u, 9;", f"or.b32 s{i}, s{i}, u;"]
@@ -66,23 +83,40 @@ def decode_assembly(FMT, PAIRS, STEPS, SMALL):
             for half, start in (("0x5410", i), ("0x7632", 8 + i))
         ]
     if rescales:
-        lines.append(two_to(126 + min_exponent))
+        lines.append(two_to(126 + FMT.element.minifloat[1]))
     for load, i, results in halves:
-        lines.append(load)
-        for code, result in enumerate(results):
-            if code == 2:
-                lines.append("shr.b32 t, t, 8;")
-            at = code % 2 * 4
-            copies = (1 << 12 - at) + (1 << place - at)
-            lines += [
-                f"and.b32 u, t, {((1 << FMT.element.bits) - 1 << at) * 0x10001:#x};",
-                f"mul.lo.u32 u, u, {copies};",
-                f"and.b32 u, u, {(0x8000 | magnitudes << place) * 0x10001:#x};",
-            ]
-            if rescales:
-                lines.append(times("u", "u", "two"))
-            lines.append(times(f"${result}", "u", f"s{i}"))
+        lines += [load, *code_lines(FMT, [f"${each}" for each in results], f"s{i}", rescales)]
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def wide_assembly(FMT):
+    """Return PTX for sixteen codes times their scale byte: the codes i and i + 8 as bfloat16."""
+    # As `decode_assembly`, whose numbers these are, of two words side by side.
+    rescales = not FMT.scale.subnormal
+    lines = ["{.reg .b32 t, s0, u, two, zero, w0, w1;", "mov.b32 zero, 0x80008000;"]
+    lines += ["mov.b64 {w0, w1}, $8;", *step_lines(FMT, "s0", "$9", False)]
+    if rescales:
+        lines.append(two_to(126 + FMT.element.minifloat[1]))
+    for half, start in (("0x5410", 0), ("0x7632", 4)):
+        lines.append(f"prmt.b32 t, w0, w1, {half};")
+        lines += code_lines(FMT, [f"${start + i}" for i in range(4)], "s0", rescales)
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def scale_assembly(FMT):
+    """Return PTX for the float32 of a scale byte."""
+    if FMT.scale.mantissa_bits == 0:
+        # Byte 0 is half of byte 1, a subnormal float32, and 255 is NaN.
+        return (
+            "{.reg .b32 s; .reg .pred p; setp.eq.u32 p, $1, 255; shl.b32 s, $1, 23; "
+            "max.u32 s, s, 0x400000; selp.b32 s, 0x7fc00000, s, p; mov.b32 $0, s;}"
+        )
+    return (
+        "{.reg .b16 t, a, b; .reg .b32 u; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 u, t; "
+        "mov.b32 {a, b}, u; cvt.f32.f16 $0, a;}"
+    )
 
 
 @triton.constexpr_function

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from ...core.elements import Record
 from ...core.formats import Format
 from ..common.tiles import cdiv
 
@@ -29,13 +31,15 @@ _FUSED = {
 _MANY = 8192
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a product is cut: programs of `n` weights by `m` rows of x."""
+@dataclass(frozen=True, repr=False)
+class Tiles(Record):
+    """How a product is cut: programs of `n` weights by `m` rows of x. Kernels read it as TILES."""
+
+    __hash__ = Record.__hash__
 
     m: int
     n: int
-    words: int  # of codes of each weight at a time
+    words: int  # of eight codes of each weight at a time
     warps: int  # of a program
     stages: int  # loads that are under way at a time
     parts: int = 1  # programs that share one sum over K
@@ -125,6 +129,38 @@ def _in_gluon(k: int, step: int) -> Tiles:
     else:
         warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
     return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
+
+
+def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:
+    """Return the tiles of `wide_kernel` for x [m, k] in bfloat16, or None if that is slower."""
+    if not 48 < m <= 512:
+        return None
+    if m > 256:
+        # 132 programs run at a time, and a last round that is half empty costs a whole one.
+        rounds = cdiv(m, 256) * cdiv(n, 128) / 132
+        return wide_tiles(256, 8, 64, 6) if m > 448 and rounds > 0.8 * math.ceil(rounds) else None
+    if m <= 64:
+        # Where programs are few, Triton's product decodes scales with a mantissa as fast.
+        if n <= 8192 and fmt.scale.mantissa_bits > 0:
+            return None
+        return wide_tiles(64, 4, 128, 4, split(cdiv(n, 64), 256, k, 2048))
+    if m > 128 and n > 8192:
+        return wide_tiles(256, 8, 64, 6)
+    programs = cdiv(m, 128) * cdiv(n, 64)
+    return wide_tiles(128, 4, 128, 3, split(programs, 256 if k > 8192 else 128, k, 2048))
+
+
+def wide_tiles(m: int, warps: int, columns: int, stages: int, parts: int = 1) -> Tiles:
+    """Return tiles of `wide_kernel`: 16 weights for each warp, `columns` of each row at a time."""
+    return Tiles(m, 16 * warps, columns // 8, warps, stages, parts)
+
+
+def split(programs: int, most: int, k: int, columns: int) -> int:
+    """Return how many programs share a sum: a power of two, up to `most` with enough columns."""
+    parts = 1
+    while 2 * parts * programs <= most and k >= columns * parts:
+        parts *= 2
+    return parts
 
 
 @lru_cache(maxsize=64)

@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..._compat.triton import barrier, load_tile, warpgroup_mma_init
 from ..common.tiles import global_multiplier, power
 from ..fp8.decode_triton import table_assembly
-from .ptx_triton import offset
-from .wide_ptx_triton import pair_assembly, scale_assembly
+from .ptx_triton import offset, scale_assembly, wide_assembly
 
 
 @gluon.constexpr_function
@@ -51,7 +50,7 @@ def decode_words(
         values = gl.reshape(values, (BN, 4 * WORDS))
     else:
         v = gl.inline_asm_elementwise(
-            pair_assembly(FMT), "=r,=r,=r,=r,=r,=r,=r,=r,l,r", [word, byte.to(gl.int32)],
+            wide_assembly(FMT), "=r,=r,=r,=r,=r,=r,=r,=r,l,r", [word, byte.to(gl.int32)],
             dtype=(gl.int32,) * 8, is_pure=False, pack=1,
         )  # fmt: skip
         even = gl.join(gl.join(v[0], v[4]), gl.join(v[2], v[6]))
@@ -116,33 +115,20 @@ def multiply(
 
 @gluon.jit(do_not_specialize=["M"])
 def wide_kernel(
-    x,
-    x_factors,
-    words,
-    scales,
-    powers,
-    factors,
-    x_global_scale,
-    global_scale,
-    bias,
-    out,
-    M,
-    N,
-    K: gl.constexpr,
-    FMT: gl.constexpr,
-    FP8: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-    WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    RELEASES: gl.constexpr,
-):
-    """Multiply BM sorted rows x, a tensor descriptor, and BN packed weights, or a part of K."""
+    x, x_factors, weight, powers, factors, out, M, N,
+    K: gl.constexpr, FMT: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr,
+    OVERLAP: gl.constexpr, RELEASES: gl.constexpr,
+):  # fmt: skip
+    """Multiply sorted rows x, a tensor descriptor, and packed weights, or a part of K."""
     # FP8: x and weights are E4M3 with `powers` and factors of rows, else bfloat16.
-    WORDS: gl.constexpr = COLUMNS // 16
+    BM: gl.constexpr = TILES.m
+    BN: gl.constexpr = TILES.n
+    COLUMNS: gl.constexpr = 8 * TILES.words
+    WORDS: gl.constexpr = TILES.words // 2
+    WARPS: gl.constexpr = TILES.warps
+    STAGES: gl.constexpr = TILES.stages
+    PARTS: gl.constexpr = TILES.parts
+    words, scales = weight.packed, weight.scale
     LAYOUT: gl.constexpr = word_layout(WARPS, WORDS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 32 if FP8 else 16])
     pairs: gl.constexpr = K // (2 * COLUMNS)
@@ -206,12 +192,10 @@ def wide_kernel(
         y *= gl.load(factors + n, mask=n < N, other=0.0)[:, None]
     elif PARTS == 1:
         y *= power(-offset(FMT))
-        if x_global_scale is not None:
-            y *= global_multiplier(x_global_scale, FMT)
-        if global_scale is not None:
-            y *= global_multiplier(global_scale, FMT)
-    if bias is not None and PARTS == 1:
-        y += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if weight.global_scale is not None:
+            y *= global_multiplier(weight.global_scale, FMT)
+    if weight.bias is not None and PARTS == 1:
+        y += gl.load(weight.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     across: gl.constexpr = BN // 64
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [across, WARPS // across], [0, 1])
     y = gl.convert_layout(y.to(out.dtype.element_ty), STORE)
