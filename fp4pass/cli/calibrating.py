@@ -26,7 +26,7 @@ from . import sources
 def read_examples(
     spec: str, processor: Any, config: Any, *, samples: int, seq_len: int, seed: int | None = None
 ) -> list[Example]:
-    """What a model of a config is calibrated on: windows of tokens, or rows with images."""
+    """Return the calibration data of a model: windows of tokens, or rows with images."""
     target, tokens = Target.of_config(config), Tokens(processor)
     source = open_source(spec)
     return examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
@@ -43,7 +43,7 @@ def require_context(config: Any, tokens: int, option: str) -> None:
 
 
 def require_writer(config: Any) -> None:
-    """Refuse models that cannot write the text that there is none of."""
+    """Refuse models that cannot write text, where none is given."""
     kind = float_models.model_class(config)
     if not getattr(kind, "can_generate", bool)() or getattr(config, "is_encoder_decoder", False):
         raise OptionError(
@@ -55,13 +55,13 @@ def require_writer(config: Any) -> None:
 def one_call(
     model: Any, recipe: Recipe, *, by_layers: bool = False, device: str | None = None
 ) -> OneCall:
-    """What is to be done with a model in floating point, once all that is wrong has raised.
+    """Return the plan of one call for a float model; all that is wrong raises before.
 
     Args:
         model: in floating point.
-        recipe: what is to be done.
+        recipe: of the call.
         by_layers: calibrate one layer after the other, which a quality may ask for, too.
-        device: where that is done.
+        device: on which layers are calibrated.
     """
     given = recipe.arguments()
     rules, kv_cache = given.pop("rules"), given.pop(KV_CACHE, None)
@@ -95,8 +95,8 @@ def calibrated(
             return call.arguments
         prepare(model, sequential=call.sequential, **call.arguments)
         calibrate(model, batches)
-    # Those given to prepare hold, and are not to be recorded twice. Who asks for layers one after
-    # the other says what becomes of those that data does not reach.
+    # Those given to prepare hold, and are not to be recorded twice. With layers one
+    # after the other the user decides about layers that no data reaches.
     if call.sequential and call.quality is None:
         return {"rules": []}
     is_text = all(isinstance(each, Tensor) for each in found or ())

@@ -1,4 +1,4 @@
-"""fp4pass doctor: what runs packed weights on this machine, what falls back, and why."""
+"""fp4pass doctor: the kernels that run on this machine, the fallbacks, and their reasons."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..kernels.cpu.library import load, serves
 from ..ops.registration import unserved
 from . import screen
 
-# What fp4pass works with beside torch; of those that are not installed the page says so.
+# Libraries that fp4pass works with beside torch.
 LIBRARIES = ("triton", "transformers", "accelerate", "compressed-tensors", "peft", "lm-eval")
 
 # Compute capability from which GPUs have tensor cores for it.
 FP8 = (8, 9)
 
-# Who needs a compiler: the variable that names it, where it is looked for, and for what.
+# The variable that names a compiler, its usual programs, and its uses.
 COMPILERS = {
     "C++": ("CXX", ("g++", "clang++"), "products on the CPU, and torch.compile there"),
     "C": ("CC", ("gcc", "clang"), "Triton, which compiles what launches its kernels"),

@@ -107,7 +107,7 @@ def evaluate(
 def read_texts(
     names: Sequence[str], windows: int | None, length: int, tokenizer: Any
 ) -> dict[str, str]:
-    """The texts of names; of a dataset as much as so many windows need."""
+    """Return the texts of names; of a dataset as much as so many windows need."""
     tokens = None if windows is None else windows * length
     return {name: read_text(name, tokens, tokenizer) for name in names}
 
@@ -115,7 +115,7 @@ def read_texts(
 def measure_texts(
     model: Any, original: Any, tokenizer: Any, texts: Mapping[str, str], **options: Any
 ) -> list[tuple[str, Evaluation, Evaluation | None]]:
-    """The evaluations of the model, and of the original if there is one, on each text."""
+    """Return the evaluations of the model, and of the original if there is one, on each text."""
     note_dtype("measures", model, original)
     rows = []
     for name, text in texts.items():

@@ -40,9 +40,9 @@ def inspect(
 ) -> None:
     """Show the layers, sizes, block scales and recipe of a checkpoint.
 
-    The folder may be of any layout that fp4pass reads, whoever wrote it. What is wrong with scales,
-    dense tensors or names is named, and the exit code is 1; checksums are for verify. What --json
-    prints is a recipe, too: quantize --rules reads it. With OTHER, compare the weights of both,
+    The folder may be of any layout that fp4pass reads, whoever wrote it. Scales, dense tensors and
+    names are checked, and the exit code is 1 if one is wrong; checksums are for verify. The JSON
+    is a recipe, too: quantize --rules reads it. With OTHER, compare the weights of both,
     each packed or float: |A - B| / |A| of every layer, formats and sizes.
     """
     if other is not None:
@@ -132,9 +132,12 @@ def _compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
     found = compare_folders(a, b)
     failed: list[str] = []
     if fail_above is not None:
-        measured = [*found["layers"], *found["other"]]
-        far = [each["name"] for each in measured if not each["difference"] <= fail_above]
-        failed = found["failed"] = [*far, *found["only_in_first"], *found["only_in_second"]]
+        layers, others = (
+            [each["name"] for each in found[key] if not each["difference"] <= fail_above]
+            for key in ("layers", "other")
+        )
+        failed = [*layers, *found["only_in_first"], *found["only_in_second"], *others]
+        found["failed"] = failed
     if as_json:
         screen.print_json(found)
     else:

@@ -47,7 +47,7 @@ EachWindows = Annotated[
 # Fields whose option has another name: its values are names of schemes.
 _FLAGS = {"fmt": "scheme"}
 
-# Beside --weight-only and its like: what says no.
+# The negative form of a flag, by its field.
 _OFF = {"weight_only": "quantize-inputs"}
 
 
@@ -93,7 +93,7 @@ def read_recipe(path: Path | None, quality: str | None, options: Mapping[str, An
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:
-    """The parameter of a command for a field; None if it is not given."""
+    """Return the parameter of a command for a field; None if it is not given."""
     text, choices = field.metadata["help"], field.metadata["choices"]
     name, kind, metavar = flag(field.name), _TYPES[field.name], None
     names = [name]
@@ -113,7 +113,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 
 
 def _base_type(hint: Any) -> Any:
-    """The type of a field without None; a string for what may be anything."""
+    """Return the type of a field without None; a string for any type."""
     if isinstance(hint, types.UnionType):
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
     return str if hint is Any else hint

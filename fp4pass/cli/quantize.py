@@ -114,8 +114,8 @@ def quantize(
 ) -> None:
     """Quantize a model and write a checkpoint that serving engines load.
 
-    torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. What is
-    interrupted goes on where it was when the same command runs again.
+    torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. An
+    interrupted command goes on where it was when it runs again.
     """
     group = processes.join()
     recipe = read_recipe(rules, quality, config_options)
@@ -199,7 +199,7 @@ def quantize(
             loaded = float_models.load_float(
                 model, kept, "cpu" if by_layers else chosen, trust_remote_code
             )
-            # All that rules can have wrong comes to light before it is calibrated.
+            # Wrong rules raise before the calibration.
             place = chosen if by_layers else None
             call = one_call(loaded, recipe, by_layers=sequential, device=place)
             current().foresee(later_costs(call.plan))
@@ -224,7 +224,7 @@ def quantize(
 
 
 def _needs_text(recipe: Recipe) -> bool:
-    """Whether a model has to write its own text where there is none."""
+    """Return whether a model has to write its own text where none is given."""
     needs = (
         config.needs or (config.format.has_global_scale and not config.weight_only)
         for config in recipe.configs()
@@ -233,7 +233,7 @@ def _needs_text(recipe: Recipe) -> bool:
 
 
 def _require_possible(recipe: Recipe, export: str, stream: bool) -> None:
-    """Refuse what cannot end well before hours of work: by the settings that linears can have."""
+    """Refuse recipes that the layout cannot hold, before hours of work."""
     layout = get_layout(export)
     layout.cache_config(recipe.kv_cache)
     if recipe.kv_cache is not None and stream:
@@ -252,7 +252,7 @@ def _count(finished: Path) -> int:
 
 
 def _dense_bytes(stored: CheckpointReader) -> int:
-    """Of the float model that was packed, each tensor of the folder counted once."""
+    """Return the bytes of the float model that was packed, each tensor counted once."""
     packed = (
         math.prod(layer.dense_shape) * getattr(torch, layer.weight_dtype).itemsize
         for layer in stored.layers.values()
@@ -299,7 +299,7 @@ def _print_result(
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
-    """A group in one line: errors are means over its layers."""
+    """Summarize a group in one line: errors are means over its layers."""
     sizes = [math.prod(row.shape) for row in rows]
     config = rows[0].config or LinearConfig()
     return {

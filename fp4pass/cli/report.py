@@ -134,7 +134,7 @@ def report(
 
 
 def _read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """The texts of what `fp4pass eval --json` printed."""
+    """Read the texts of what `fp4pass eval --json` printed."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -158,7 +158,7 @@ def _convert(
     device: str,
     trust: bool,
 ) -> Any:
-    """A float model, converted in memory by a recipe."""
+    """Convert a float model in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
     model_config = float_models.load_config(source, trust)
     for config in recipe.configs():

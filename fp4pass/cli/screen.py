@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, as tables or as JSON, and all else on stderr."""
+"""Print results on stdout, as tables or as JSON, and all else on stderr."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Json = Annotated[bool, Option("--json", help="Print JSON on stdout, and all else
 
 
 def note(text: str) -> None:
-    """A line of news on stderr, whatever the width of the terminal: of all processes, once."""
+    """Print a line of news on stderr, of all processes once."""
     if os.environ.get("RANK", "0") == "0":
         complain(text)
 
 
 def complain(text: str) -> None:
-    """A line on stderr, of every process."""
+    """Print a line on stderr, of every process."""
     with above_bar():
         print(" ".join(text.split()), file=sys.stderr)
 
@@ -75,12 +75,12 @@ def news() -> Iterator[None]:
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """The whole result on stdout; numbers that JSON does not have are null."""
+    """Print the whole result on stdout; numbers that JSON does not have are null."""
     print(json.dumps(finite(data), indent=2))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout; the first column gives way where a terminal is too narrow for all."""
+    """Print a table on stdout; in a narrow terminal the first column is shortened."""
     cut = "COLUMNS" in os.environ or sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if cut else _PIPE_WIDTH
     others = zip(*(row[1:] for row in (header, *rows)), strict=True)
@@ -103,19 +103,19 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _common_path(names: Sequence[str]) -> str:
-    """The modules that all names begin with, "" if there is nothing to leave out."""
+    """Return the modules that all names begin with, "" if there are none."""
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     common = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
     return "".join(f"{level[0]}." for level in common)
 
 
 def is_terminal() -> bool:
-    """Whether somebody sees what libraries draw on stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 def print_reasons(reasons: Mapping[str, str]) -> None:
-    """Why layers were skipped on stdout, a line for each reason."""
+    """Print why layers were skipped, a line for each reason."""
     if reasons:
         print("\nskipped:")
     by_reason: dict[str, list[str]] = {}
@@ -135,5 +135,5 @@ def print_mismatches(folder: Path, mismatches: Mapping[str, str]) -> None:
 
 
 def percent(value: float | None) -> str:
-    """A share with two digits, `-` where there is none."""
+    """Format a share in per cent, `-` for None."""
     return "-" if value is None else f"{100 * value:.2f} %"

@@ -15,7 +15,7 @@ from .screen import note
 
 
 def choose_device(name: str | None) -> str:
-    """A device that is there: "auto" spreads a model over all, None is a GPU if there is one."""
+    """Return a device that is there: "auto" spreads a model over all, None is a GPU if any."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "auto":
@@ -24,7 +24,7 @@ def choose_device(name: str | None) -> str:
 
 
 def choose_dtype(name: str) -> torch.dtype | str:
-    """A float dtype by its name, or "auto"."""
+    """Return a float dtype by its name, or "auto"."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto" and name not in known:
         raise OptionError(f"--dtype {name} does not exist. Known: auto, {', '.join(known)}.")
@@ -42,7 +42,7 @@ def quiet() -> None:
 
 
 def load_any(source: str, device: str, trust: bool = False) -> nn.Module:
-    """The model of a folder with packed weights, or a float model."""
+    """Load the model of a folder with packed weights, or a float model."""
     if is_packed(source):
         quiet()
         with reading(source, "the model"):

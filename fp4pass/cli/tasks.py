@@ -79,7 +79,7 @@ def _digits(value: float | None, sign: str = "") -> str:
 def _find(
     names: Sequence[str], include_path: Path | None, metadata: dict[str, str]
 ) -> tuple[list[Any], Any]:
-    """The tasks and groups of names, with their data, and the manager that loaded them."""
+    """Load the tasks and groups of names; return them and the manager that loaded them."""
     from .._compat.lm_eval import TaskManager
 
     options: dict[str, Any] = {"include_path": include_path, "metadata": metadata}
@@ -118,7 +118,7 @@ def _run(
     options: Mapping[str, Any],
     trust: bool,
 ) -> list[dict[str, Any]]:
-    """The rows of one model, with options of lm-eval."""
+    """Return the rows of one model, with options of lm-eval."""
     with _quiet():
         from lm_eval.models.huggingface import HFLM
 

@@ -13,7 +13,7 @@ import yaml
 from ..errors import expected
 from ..methods import METHODS
 
-# What parameters of Python are called by commands, where it is not the same name.
+# The options of commands for parameters of Python with another name.
 _OPTIONS = {
     "batches": ("calib",),
     "data": ("calib",),
@@ -23,7 +23,7 @@ _OPTIONS = {
     "window": ("seq_len", "length"),
 }
 
-# What commands do by themselves.
+# Phrases about arguments that commands pass by themselves.
 _PHRASES = {
     ", with resume= to keep what was searched": "",
     "Give batches as data=": "Give --calib FILE",
@@ -97,7 +97,7 @@ class Words:
         return f"{flag} {re.sub(_QUOTES, '', value)}"
 
     def _rules(self, match: re.Match[str]) -> str:
-        """The rules as lines of a recipe."""
+        """Return the rules as lines of a recipe."""
         try:
             rules = ast.literal_eval(match[1])
         except (SyntaxError, ValueError):
@@ -128,7 +128,7 @@ def parsing_problem(error: Any) -> str:
 
 
 def _method(match: re.Match[str]) -> str:
-    """The options of a method, as a recipe has them."""
+    """Return the options of a method, as a recipe has them."""
     for name, method in METHODS.items():
         if method.options.__name__ == match[1] and dataclasses.is_dataclass(method.options):
             key, _, value = match[2].partition("=")

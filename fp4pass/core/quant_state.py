@@ -62,7 +62,7 @@ class TensorRecord(ABC):
     @property
     @abstractmethod
     def packing(self) -> str:
-        """How the codes lie in the bytes of `qdata`."""
+        """The order of the codes in the bytes of `qdata`."""
 
     @property
     @abstractmethod

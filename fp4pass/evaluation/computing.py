@@ -14,7 +14,7 @@ from ..state import unwrap
 
 _log = logging.getLogger(__name__)
 
-# How, where it is not the dtype of the weights.
+# The note for another dtype than that of the weights.
 IN_FLOAT32 = "in float32: this CPU has no instructions for products in bfloat16"
 
 
@@ -50,8 +50,8 @@ def is_slow(model: nn.Module) -> bool:
     """Return whether `fast_dtype` has a model compute in float32.
 
     It has weights in bfloat16 or float16, all of them on a CPU without instructions for products in
-    bfloat16, and is a model of transformers, which computes in the dtype of its weights. What is
-    compiled or exported is of one dtype.
+    bfloat16, and is a model of transformers, which computes in the dtype of its weights. Compiled
+    and exported models keep their dtype.
     """
     root = unwrap(model)
     if not isinstance(getattr(root, "dtype", None), torch.dtype) or is_compiled(model):
@@ -62,7 +62,7 @@ def is_slow(model: nn.Module) -> bool:
 
 
 def _halves(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a model that are in bfloat16 or float16."""
+    """Yield the parameters and buffers of a model that are in bfloat16 or float16."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in (torch.bfloat16, torch.float16):
             yield tensor

@@ -15,7 +15,7 @@ from ..errors import OptionError, expected, require_type
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# What is summed over the tokens of each unit, a document or a window.
+# The sums over the tokens of each unit, a document or a window.
 SUMS = ("tokens", "bytes", "nll", "kl", "top_p_kl", "top1", "delta_p", "delta_p2")
 
 # Units from which on an interval gives a verdict. Those of 95 % hold the truth in 91 to 94 % of
@@ -92,7 +92,7 @@ def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]
 
 
 def _measures(sums: Array) -> dict[str, Array]:
-    """The measures [...] of sums [..., SUMS], nan where a sum is."""
+    """Return the measures [...] of sums [..., SUMS], nan where a sum is."""
     tokens, size, nll, kl, top_p_kl, top1, delta_p, delta_p2 = np.moveaxis(sums, -1, 0)
     return {
         "perplexity": np.exp(nll / tokens),
@@ -106,7 +106,7 @@ def _measures(sums: Array) -> dict[str, Array]:
 
 
 def _compare(tables: Array) -> dict[str, Array]:
-    """The differences [...] of two tables of sums [2, ..., SUMS], and the ratio of perplexities."""
+    """Return the differences [...] of sums [2, ..., SUMS], and the ratio of perplexities."""
     ours, theirs = map(_measures, tables)
     found = {name: ours[name] - theirs[name] for name in ours}
     return found | {"perplexity_ratio": ours["perplexity"] / theirs["perplexity"]}
@@ -115,7 +115,7 @@ def _compare(tables: Array) -> dict[str, Array]:
 def _bca(
     measures: Callable[[Array], Mapping[str, Array]], tables: Array, options: Bootstrap
 ) -> dict[str, tuple[float, float]]:
-    """BCa intervals of finite measures of sums [k, units, SUMS], resampled for all k together."""
+    """Return BCa intervals of measures of sums [k, units, SUMS], resampled for all k together."""
     units = tables.shape[1]
     if units < 2:
         return {}
@@ -160,7 +160,7 @@ def _bca(
 
 
 def _widened(confidence: float, units: int) -> float:
-    """The confidence whose normal interval is as wide as Student's interval over few units.
+    """Return the confidence whose normal interval is as wide as Student's over few units.
 
     Student's quantile, expanded in 1 / degrees of freedom, is divided by the standard deviation of
     the resampled units, which is too small by sqrt(1 - 1 / units).

@@ -48,8 +48,8 @@ def output_errors(
     Args:
         model: a converted model.
         reference: the float model that was converted.
-        batches: as for `calibrate`; best held out from the calibration. What `attention_mask`
-            hides does not count.
+        batches: as for `calibrate`; best held out from the calibration. Tokens that
+            `attention_mask` hides do not count.
         activations: whether the converted layers see x, and not only their weights.
         progress: as for `convert`.
 
@@ -183,12 +183,12 @@ def _measure(
 
 
 def _matrix(weight: Tensor, module: QuantizedLinear) -> Tensor:
-    """A weight of the layer as float32 [N, K]."""
+    """Return a weight of the layer as float32 [N, K]."""
     return (weight.t() if module.transposed else weight).float()
 
 
 def _output(module: QuantizedLinear, x: Tensor) -> Tensor:
-    """The output [T, N] of a converted layer without bias, for inputs [T, K] of the original."""
+    """Return the output [T, N] of a converted layer without bias, for inputs [T, K]."""
     config = module.config
     # A layer with folded rotations reads and writes what its neighbours rotate.
     if config.folded:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import ShapeError
 
-# What `score_tokens` measures: negative log-likelihood, KL, agreement of the likeliest token, KL in
-# the nucleus, and what the model gives the right token more than the reference, and its square.
+# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token, KL in
+# the nucleus, the change of the probability of the right token, and its square.
 MEASURED = ("nll", "kl", "top1", "top_p_kl", "delta_p", "delta_p2")
 
 # Tokens of a nucleus to look for first; rows with a larger nucleus are searched again.
@@ -66,7 +66,7 @@ def quantile(values: Tensor, share: float) -> float:
 
 
 def _least_likely(log_p: Tensor, top_p: float) -> Tensor:
-    """The log probability of the last token in the nucleus: [T, vocabulary] to [T]."""
+    """Return the log probability of the last token in the nucleus: [T, vocabulary] to [T]."""
     tokens, vocabulary = log_p.shape
     found = log_p.new_full((tokens,), -math.inf)
     left = torch.arange(tokens, device=log_p.device)

@@ -59,7 +59,7 @@ class CodebookState(OtherRecord):
 
     @property
     def packing(self) -> str:
-        """How the codes lie in the bytes of `qdata`."""
+        """The order of the codes in the bytes of `qdata`."""
         return "2 codes a byte, the first high" if self.codebook.bits == 4 else "1 code a byte"
 
     @property

@@ -79,7 +79,7 @@ def linear_int8_ref(
     # dtype. Sums are float32 (float64 for such x), rounded once. The gradient of x is that of the
     # dense product, as if rounding were the identity (straight-through).
 
-    # What runs in here has the dtypes that it is to have.
+    # Autocast would change the dtypes.
     with torch.autocast(x.device.type, enabled=False):
         rows = x.reshape(-1, x.shape[-1])
         outliers = (rows.abs() >= threshold).any(0) if threshold else None

@@ -91,7 +91,7 @@ def codebook_quantize(
 
 
 def _sample(blocks: Tensor) -> Tensor:
-    """Some of the blocks that are not zero, always the same ones."""
+    """Return some of the blocks that are not zero, always the same ones."""
     counted = blocks.any(1).nonzero().flatten()
     order = torch.randperm(len(counted), generator=torch.Generator().manual_seed(0))
     return blocks[counted[order[: _SAMPLE // blocks.shape[1]].to(blocks.device)]]
@@ -120,7 +120,7 @@ def _alternate(best: _Found, levels: int, tolerance: float) -> _Found:
 
 
 def _search(blocks: Tensor, fmt: Format, global_scale: float) -> _Found:
-    """Blocks with the best scales for the elements of a format, registered or not."""
+    """Search the best scales of blocks for the elements of a format, registered or not."""
     packed, scale = search_ref(blocks, None, global_scale, fmt, "sse")
     quantized = QuantizedBlocks(packed, scale.flatten(), global_scale, fmt, -1)
     off = torch.addcmul(blocks, quantized.values(), quantized.steps().unsqueeze(1), value=-1)

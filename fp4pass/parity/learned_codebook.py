@@ -97,14 +97,14 @@ class _Sums(NamedTuple):
     second: _Array
 
     def at(self, starts: _Indices) -> _Sums:
-        """The sums at some of the starts [m + 1], with the values that begin there."""
+        """Return the sums at some of the starts [m + 1], with the values that begin there."""
         return _Sums(
             self.value[starts[:-1]], self.weight[starts], self.first[starts], self.second[starts]
         )
 
 
 def _distinct(x: Tensor, weights: Tensor | None) -> _Sums:
-    """The sums of the distinct |x| above 0 that have a weight."""
+    """Sum up the distinct |x| above 0 that have a weight."""
     require_float("learn_codebook", "x", x)
     magnitude = x.detach().flatten().double().abs().cpu().numpy()
     if weights is None:
@@ -133,7 +133,7 @@ def _distinct(x: Tensor, weights: Tensor | None) -> _Sums:
 
 
 def _groups(sums: _Sums, points: int) -> _Indices:
-    """The starts of groups of neighboring values, at most points + 1 of them, and their end.
+    """Return the starts of groups of neighboring values, at most points + 1, and their end.
 
     Each value is a group of its own if there are no more than `points`. Else a group is no wider
     than 2 / points of the largest value and, if it has several values, no heavier than 4 / points
@@ -151,7 +151,7 @@ def _groups(sums: _Sums, points: int) -> _Indices:
 
 
 def _partition(sums: _Sums, levels: int) -> _Indices:
-    """The starts of the `levels` clusters of least error above the cluster of 0, and their end."""
+    """Return the starts of the `levels` best clusters above the cluster of 0, and their end."""
     # The error of the first j values when all of them are rounded to 0.
     error = sums.second
     choices = []
@@ -165,7 +165,7 @@ def _partition(sums: _Sums, levels: int) -> _Indices:
 
 
 def _one_more_cluster(error: _Array, sums: _Sums) -> tuple[_Array, _Indices]:
-    """The least errors of the first j values with one more cluster, and where that one starts.
+    """Return the least errors of the first j values with one more cluster, and its start.
 
     `error` is without it. The best start never falls as j grows, as the error of a cluster is a
     Monge array (Wu 1991), so it is searched between those of two neighbors, which are known for
@@ -189,7 +189,7 @@ def _one_more_cluster(error: _Array, sums: _Sums) -> tuple[_Array, _Indices]:
 
 
 def _cluster_error(sums: _Sums, start: _Indices, stop: _Indices) -> _Array:
-    """The errors of the clusters [start, stop) about their means; 0 for empty ones."""
+    """Return the errors of the clusters [start, stop) about their means; 0 for empty ones."""
     weight = sums.weight[stop] - sums.weight[start]
     first = sums.first[stop] - sums.first[start]
     spread = sums.second[stop] - sums.second[start] - first**2 / np.where(weight > 0, weight, 1.0)
@@ -197,7 +197,7 @@ def _cluster_error(sums: _Sums, start: _Indices, stop: _Indices) -> _Array:
 
 
 def _descend(sums: _Sums, edges: _Indices) -> _Array:
-    """The ascending means of clusters, once every value is in the nearest one (Lloyd 1982).
+    """Return the ascending means of clusters, once every value is in the nearest (Lloyd 1982).
 
     It leaves the best partition of values as it is, and improves the best partition of groups.
     """

@@ -185,7 +185,7 @@ class Linear4bit(QuantizableLinear):
         return y.to(x.dtype)
 
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, bits of the scales and the stored global scale, as operators take them."""
+        """Return codes, bits of the scales and the stored global scale, as operators take them."""
         return self.weight_packed, scale_bits(self.weight_scale), getattr(self, GLOBAL, None)
 
     def extra_repr(self) -> str:
@@ -202,7 +202,7 @@ def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
 
 
 def _fitting_scheme(quant_type: str, block_size: int | None, in_features: int) -> Format | Codebook:
-    """The format or codebook of a quant_type, if rows of this width fit it."""
+    """Return the format or codebook of a quant_type. Raises ShapeError for other rows."""
     scheme = scheme_of(quant_type, block_size)
     if isinstance(scheme, Format) and in_features % scheme.block:
         raise ShapeError(

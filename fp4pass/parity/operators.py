@@ -89,6 +89,6 @@ linear_int8 = operator(
     backward=gradients_of(
         3,
         lambda ctx, inputs: inputs[1:3],
-        lambda ctx, stored, dtype: dequantize_rows_ref(*stored, dtype),
+        lambda ctx, stored, dtype: dequantize_rows_ref(stored[0], stored[1], dtype),
     ),
 )

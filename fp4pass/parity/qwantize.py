@@ -48,7 +48,7 @@ def _quantize(
     global_scale: float | Tensor | str | None = None,
     packed: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Scales and quants of W, and their product if it is asked for."""
+    """Return the scales and quants of W, and their product with `return_dequant`."""
     if global_scale is None:
         found = get_format(fmt)
         eight_bits = found.has_global_scale and found.element.bits == 8
@@ -61,7 +61,7 @@ def _quantize(
 
 
 def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tensor:
-    """The product of scales and quants, which are packed codes if they are uint8."""
+    """Multiply scales and quants, which are packed codes if they are uint8."""
     for name, given in (("scales", scales), ("quants", quants)):
         require_type(f"{fmt}_dequantize: {name}", "a torch.Tensor", given, Tensor)
     if not -quants.ndim <= dim < quants.ndim:
@@ -121,7 +121,7 @@ def fp4_unpack(input_data: Tensor) -> Tensor:
 
 
 def _scale_values(scale: Scale, device: torch.device | str = "cpu") -> Tensor:
-    """The positive values of a scale that are written, ascending: float32 [n], bytes 1 to n."""
+    """Return the positive values of a scale, ascending: float32 [n], bytes 1 to n."""
     return moved(torch.tensor(scale.values, dtype=torch.float32), device)
 
 

@@ -46,7 +46,7 @@ def relative_error(original: Tensor, other: Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """What of a packed model was compared, and how.
+    """The comparison of a packed model with the float model that it was made of.
 
     Attributes:
         requantized: layers that were quantized again, and compared to the bit.

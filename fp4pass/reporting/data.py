@@ -21,7 +21,7 @@ from .layers import Facts, layer_maps
 from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
 
-# What the page shows of every evaluation.
+# The fields of an evaluation that the page needs.
 _SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
 _ROW = "what Evaluation.row returns"
 
@@ -54,7 +54,7 @@ def gather(
     scales, offsets = _read_weights(model, original, progress)
     layers = list(model.facts.values())
     packed = [model.facts[name] for name in model.packed]
-    # Who reads the page may sit at another one.
+    # A page may be read on another machine.
     configs = [layer.config for layer in model.packed.values()]
     note = tensor_core_note(configs, machine="the machine of this report")
     data = {
@@ -133,7 +133,7 @@ def _read_weights(
 def _scales(key: str, counts: Mapping[float, int]) -> Facts:
     scale = get_format(key).scale
     blocks, used = sum(counts.values()), sorted(value for value in counts if value > 0)
-    # What other libraries write for blocks that are all zero, and what no library should.
+    # Other libraries write zero for blocks that are all zero; other bytes are invalid.
     zero = counts.get(0.0, 0)
     return {
         "format": key,
@@ -167,7 +167,7 @@ def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
 
 
 def _groups(packed: Sequence[Facts]) -> list[Facts]:
-    """What layers of one scheme and method have in common."""
+    """Summarize the layers of each scheme and method."""
     labels = sorted({layer["label"] for layer in packed})
     return [_group([layer for layer in packed if layer["label"] == label]) for label in labels]
 
@@ -207,7 +207,7 @@ def _summary(model: PackedModel, packed: Sequence[Facts], original: FloatModel |
 
 
 def _sizes(model: PackedModel) -> list[Facts]:
-    """Of each kind of tensor; bits of packed weights are in three kinds, so they have none here."""
+    """Return the size of each kind of tensor; packed weights, in three kinds, have no bits."""
     total = sum(part.bytes for part in model.parts)
     return [
         {
@@ -222,7 +222,7 @@ def _sizes(model: PackedModel) -> list[Facts]:
 
 
 def _range(layers: Sequence[Facts], measure: str) -> list[float] | None:
-    """The smallest and the largest of a measure, None where no layer has it."""
+    """Return the smallest and the largest of a measure, None where no layer has it."""
     found = [layer[measure] for layer in layers if layer[measure] is not None]
     return [min(found), max(found)] if found else None
 
@@ -233,7 +233,7 @@ def _unknown(
     packed: Sequence[Facts],
     evaluations: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """What a reader would look for and not find, and what to do about it."""
+    """Return a line for each number that is missing, with the way to get it."""
     lines = []
     if model.recipe is None:
         lines.append(

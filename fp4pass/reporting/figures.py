@@ -54,7 +54,7 @@ def _layer_map(found: Data, error: str, ends: Sequence[float], stack: str) -> Pa
 
 
 def _cell_value(cell: Data | None, error: str) -> float | None:
-    """Per cent; nan where nothing is known, None for a cell of which no layer is quantized."""
+    """Return an error in per cent; nan if it is unknown, None for a cell of skipped layers."""
     if cell is not None and not cell["converted"]:
         return None
     return math.nan if cell is None or cell[error] is None else 100 * cell[error]
@@ -161,7 +161,7 @@ def _measures(row: Data, name: str) -> list[Panel]:
 def _whiskers(
     title: str, values: Sequence[tuple[str, Sequence[float | None]]], zero: bool = False
 ) -> Panel | None:
-    """Values with (low, high) one below the other, None if none of them is known."""
+    """Draw values and their intervals one below the other; None if no value is known."""
     series: list[Points] = []
     names: list[str] = []
     for label, (value, low, high) in values:

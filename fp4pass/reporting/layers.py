@@ -89,7 +89,7 @@ def _place(name: str) -> Facts:
 
 
 def _in_order(layers: Iterable[Facts]) -> list[str]:
-    """Projections in the order of the first depth that has all of them."""
+    """Return projections in the order of the first depth that has all of them."""
     by_depth: dict[int, dict[str, None]] = {}
     for layer in layers:
         by_depth.setdefault(layer["depth"], {})[layer["projection"]] = None
@@ -100,7 +100,7 @@ def _in_order(layers: Iterable[Facts]) -> list[str]:
 
 
 def _cell(layers: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Facts | None:
-    """Means over the quantized layers of a cell; None for a cell without layers."""
+    """Return means over the quantized layers of a cell; None for a cell without layers."""
     if not indices:
         return None
     converted = [layers[index] for index in indices if not layers[index]["skip_reason"]]

@@ -25,13 +25,13 @@ from ..kernels.experts.naive import chosen
 from ..linear import QuantizedLinear, quantize_input
 from .compare import relative_error
 
-# What was read in place of a text; its perplexity says nothing of a model.
+# Read in place of a text; their perplexity says nothing of a model.
 RANDOM = "random tokens"
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """How far a packed model is from the dense one."""
+    """The distance of the outputs of a packed model from those of a dense one."""
 
     text: str
     tokens: int

@@ -61,7 +61,7 @@ class PackedModel:
     recipe: Mapping[str, Any] | None  # as `quantize --rules` reads it; None if it is not known
     calibration: Mapping[str, Any] | None  # None if there was none, or it is not known
     versions: Mapping[str, str]  # of the libraries that made it
-    # What folders of the float model call weights and stacks, where it is another name.
+    # Names of weights and stacks in folders of the float model, where they differ.
     on_disk: Mapping[str, str]
 
     @property
@@ -170,7 +170,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
 
 
 def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
-    """Of every row of the report, then of packed layers that it does not have."""
+    """Return the facts of every row of the report, then of packed layers that it lacks."""
     rows = {row.name: row for row in report.rows}
     for name, layer in layers.items():
         rows.setdefault(name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight))
@@ -183,7 +183,7 @@ def _states(
     layer: PackedLayer,
     pieces: Sequence[Piece] = (),
 ) -> Iterator[tuple[QuantState, Piece | None]]:
-    """The packed weight of a layer, or those of a stack: by its pieces, else expert by expert."""
+    """Yield the packed weight of a layer, or those of a stack: by its pieces, else by experts."""
     packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
     scale, fmt = scale.view(torch.uint8), layer.config.format
@@ -209,7 +209,7 @@ _Tensor = tuple[str, str | None, tuple[int, ...], int]
 
 
 def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterator[_Tensor]:
-    """The tensors of a model, each once."""
+    """Yield the tensors of a model, each once."""
     seen = set()
     for name, tensor in root.state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -293,7 +293,7 @@ def open_float(
         if tensor is None:
             return None
         found = read_tensor(files, tensor)
-        # What lies in pieces needs no cut.
+        # A piece needs no cut.
         return found if tensor == own else _weight(found, packed, layer, piece)
 
     size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())

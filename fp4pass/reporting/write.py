@@ -46,7 +46,7 @@ def write_report(
         progress: as for `convert`.
 
     Returns:
-        What is in the JSON.
+        The content of the JSON.
 
     Raises:
         OptionError: a file is in the way, matplotlib is missing, or an argument is of another type.
@@ -75,7 +75,7 @@ def write_report(
 
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
-    """Raise OptionError for what would stop `write_page` after hours of work."""
+    """Raise OptionError for all that would stop `write_page` after hours of work."""
     require_flags(pictures=pictures, overwrite=overwrite)
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
@@ -95,7 +95,7 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
 def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path]:
     """Write the page and the files beside it, named after it, and return their paths.
 
-    What a disk raises becomes a CheckpointError.
+    Errors of the disk become a CheckpointError.
     """
     text = json.dumps(data, indent=2) + "\n"
     makers: dict[Path, Callable[[Path], object]] = {
@@ -129,7 +129,7 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
 
 
 def _files(page: Path, pictures: bool) -> list[Path]:
-    """The files that a page has, or could have."""
+    """Return the files that a page can have."""
     drawn = [_picture(page, name) for name in figures.FIGURES if pictures]
     return [page, page.with_suffix(".json"), *drawn]
 

@@ -48,7 +48,7 @@ class QuantizedBlocks:
     dim: int
 
     def steps(self) -> Tensor:
-        """Return what the values are multiplied by: scale times global scale, as float32.
+        """Return the factors of the values: scale times global scale, as float32.
 
         Example:
             >>> fp4pass.functional.quantize_blocks(torch.randn(8, 4, 16)).steps().shape
@@ -174,7 +174,7 @@ def block_hessians(
 
 def _require_sums_of_squares(caller: str, hessian: Tensor, largest: Tensor) -> None:
     """Raise OptionError for Hessians [J, block, block] that are no sums of a a^T."""
-    # What sums in float32, or in bfloat16, are off by.
+    # The error of sums in float32 or bfloat16.
     off = largest.squeeze((1, 2)) * hessian.shape[-1] * 1e-2
     skewed = (hessian - hessian.mT).abs().amax((1, 2)) > off
     if skewed.any() or (torch.linalg.eigvalsh(hessian)[:, 0] < -off).any():
@@ -184,7 +184,7 @@ def _require_sums_of_squares(caller: str, hessian: Tensor, largest: Tensor) -> N
 
 
 def _observed_hessians(caller: str, fmt: Format, inputs: Tensor, device: torch.device) -> Tensor:
-    """The sum of a a^T over the tokens a, for each block of a token."""
+    """Sum a a^T over the tokens a, for each block of a token."""
     require_float(caller, "inputs", inputs)
     if inputs.ndim < 2 or not inputs.numel() or inputs.shape[-1] % fmt.block:
         raise ShapeError(
@@ -229,7 +229,7 @@ def search_blocks(
 
 
 def _as_statistics(hessian: Tensor) -> Tensor:
-    """Block Hessians [J, n, n] as calibration keeps them: float32 [ceil(J * n / 32), 32, 32]."""
+    """Return block Hessians [J, n, n] in blocks of 32: float32 [ceil(J * n / 32), 32, 32]."""
     n = hessian.shape[-1]
     side = HESSIAN_BLOCK // n
     groups = math.ceil(len(hessian) / side)

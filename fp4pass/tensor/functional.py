@@ -24,7 +24,7 @@ from .blocks import (
 
 __all__ = ["OBJECTIVES", "QuantizedBlocks", "error_metrics", "global_scale_for", "quantize_blocks"]
 
-# What the scale of a block can be chosen for.
+# The objectives of block scales.
 OBJECTIVES = ("naive", "sse", "hessian")
 
 # Elements of a tile of inputs or outputs in error_metrics.
@@ -185,7 +185,7 @@ def error_metrics(
 
 
 def _square(x: Tensor) -> float:
-    """The sum of squares, in float64."""
+    """Return the sum of squares, in float64."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
