@@ -85,7 +85,7 @@ def test_all_but_weights_is_copied_to_the_byte_and_the_rest_is_named(
     source = tmp_path / "m"
     model = model_of(source)
     filled(source)
-    with caplog.at_level(logging.INFO, "fp4pass.checkpoint"):
+    with caplog.at_level(logging.INFO, "fp4pass"):
         fp4pass.save(model, tmp_path / "q", source=source)
     for name, text in COPIED.items():
         assert (tmp_path / "q" / name).read_text() == text

@@ -105,7 +105,7 @@ def test_the_card_replaces_that_of_the_source_and_says_so(
 ) -> None:
     fp4pass.save(model, tmp_path / "copied", source=source)
     assert (tmp_path / "copied" / "README.md").read_text() == HEADER
-    with caplog.at_level("INFO", "fp4pass.checkpoint"):
+    with caplog.at_level("INFO", "fp4pass"):
         text = card_of(model, tmp_path / "q", source=source).text
     assert "# Old" not in text
     assert f"README.md: the model card replaces that of {source}" in caplog.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from fp4pass.checkpoint import (
     register_layout,
     transcode,
 )
-from fp4pass.checkpoint.layouts import layout_of
+from fp4pass.checkpoint.layouts import expected_shapes, layout_of, read_layers
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CheckpointError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
@@ -180,23 +181,85 @@ def test_a_new_layout_is_a_class(
         fp4pass.save(packed("mxfp4"), tmp_path / "m", layout=toy)
 
 
+SCHEMES = [
+    (fmt, block, weight_only, experts)
+    for fmt, block in (("nvfp4", 16), ("nvfp4", 32), ("mxfp4", 32), ("mxfp4", 16))
+    for weight_only in (True, False)
+    for experts in (0, 3)
+]
+
+
+def packed_state(layer: PackedLayer) -> dict[str, torch.Tensor]:
+    """Return the buffers of a layer "a", with numbers of no meaning."""
+    fmt, (*rows, columns) = layer.fmt, layer.shape
+    scale = torch.randint(1, 100, (*rows, columns // fmt.block), dtype=torch.uint8)
+    state = {
+        PACKED: torch.randint(0, 255, (*rows, columns // 2), dtype=torch.uint8),
+        SCALE: scale.view(fmt.scale.storage),
+    }
+    if fmt.has_global_scale:
+        state[GLOBAL] = 2.0 ** torch.arange(max(layer.shape[0] * layer.is_stacked, 1))
+        state |= {} if layer.config.weight_only else {INPUT_GLOBAL: torch.tensor([0.25])}
+    return {f"a.{part}": tensor for part, tensor in state.items()}
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_a_layout_knows_its_own_declaration(name: str) -> None:
+@pytest.mark.parametrize(("fmt", "block", "weight_only", "experts"), SCHEMES)
+def test_a_layout_stores_and_declares_what_it_holds(
+    name: str, fmt: str, block: int, weight_only: bool, experts: int
+) -> None:
+    layout, config = LAYOUTS[name], LinearConfig(fmt, "sse", weight_only, block)
+    shape = (experts, 32, 64) if experts else (32, 64)
+    layer = PackedLayer(config, "bfloat16", bool(experts and layout.stacks), shape)
+    if layout.problem(layer):
+        with pytest.raises(CheckpointError, match=f"a: {name} has no place for"):
+            layout.require({"a": layer})
+        return
+    # Both functions, exact; what is stored has the shapes that a folder is checked for.
+    state = packed_state(layer)
+    stored = layout.to_stored(state | {"b.weight": torch.ones(2)}, {"a": layer})
+    assert torch.equal(stored.pop("b.weight"), torch.ones(2))
+    again = layout.from_stored(stored, {"a": layer})
+    assert again.keys() == state.keys()
+    assert all(torch.equal(bits(again[each]), bits(state[each])) for each in state)
+    kinds = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    shapes = {each: (tuple(x.shape), kinds[x.dtype]) for each, x in stored.items()}
+    for part, (allowed, kind) in expected_shapes(layout, layer).items():
+        if f"a.{part}" in state:
+            found, dtype = shapes[layout.tensor_name("a", part)]
+            assert found in allowed and dtype == kind
+    # What others see, and what is read of it.
+    declared = layout.config({"a": layer}, ["lm_head"])
+    if not layout.engines:
+        with pytest.raises(CheckpointError, match=r"fp4pass.json.* is missing"):
+            read_layers(layout, declared, shapes, "bfloat16")
+        return
+    # A transform_config is written where something is rotated.
+    wanted = "compressed-tensors" if name == "compressed-tensors-hadamard" else name
+    assert layout_of(declared, Path("q")).name == wanted
+    for data in (declared, *layout.files({"a": layer}, ["lm_head"]).values()):
+        assert layout_of(data, Path("q")).name == wanted
+        assert layout.ignored(data) == ["lm_head"]
+        (read,) = read_layers(layout, data, shapes, "bfloat16").values()
+        assert read.config.scheme == config.scheme and read.config.block == block
+        assert (read.shape, read.transposed) == (layer.shape, layer.transposed)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_global_scales_keep_their_direction(name: str, multiplies: bool) -> None:
     layout = LAYOUTS[name]
-    config = LinearConfig("nvfp4", "sse", weight_only=True)
+    config = dataclasses.replace(LinearConfig("nvfp4", "sse", True), multiplies=multiplies)
     layers = {"a": PackedLayer(config, "bfloat16", False, (32, 64))}
-    if layout.holds(layers):
-        declared = layout.config(layers, ["lm_head"])
-        # A transform_config is written where something is rotated.
-        expected = "compressed-tensors" if name == "compressed-tensors-hadamard" else name
-        assert layout_of(declared, Path("q")).name == expected
-        for data in layout.files(layers, ["lm_head"]).values():
-            assert layout_of(data, Path("q")).name == name and layout.ignored(data) == ["lm_head"]
-    assert set(layout.parts) >= {PACKED, SCALE}
-    for multiplies in (False, True) if GLOBAL in layout.parts else ():
-        scale = torch.tensor([0.25])
-        encoded = layout.encode(GLOBAL, scale, multiplies)
-        assert torch.equal(layout.decode(GLOBAL, encoded, multiplies).view(1), scale)
+    if GLOBAL in layout.parts:
+        state = {"a.weight_global_scale": torch.tensor([0.25])}
+        stored = layout.to_stored(state, layers)
+        is_kept = not layout.engines or layout.multiplies == multiplies
+        assert [each.item() for each in stored.values()] == [0.25 if is_kept else 4.0]
+        again = layout.from_stored(stored, layers)
+        assert torch.equal(again["a.weight_global_scale"], torch.tensor([0.25]))
 
 
 PROBLEMS = [

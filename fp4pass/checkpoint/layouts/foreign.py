@@ -44,9 +44,8 @@ def read_layers(
             continue
         scale = layout.tensor_name(layer, SCALE)
         if scale not in shapes:
-            raise CheckpointError(
-                f"{name} has no {layout.parts[SCALE]} beside it. Copy the folder again."
-            )
+            beside = scale if layout.stacks else layout.parts[SCALE]
+            raise CheckpointError(f"{name} has no {beside} beside it. Copy the folder again.")
         if layout.stacks and len(shape) != 4:
             raise CheckpointError(
                 f"{name}: expected shape [experts, N, K / 32, 16], got {list(shape)}."
