@@ -16,7 +16,7 @@ from ..observers.reached import unmapped_layers, warn_of_unmapped
 from ..quantization.checks import require_statistics
 from ..quantization.plan import Plan, with_folded_rotations
 from ..quantization.quantize import quantize_layers, with_shared_scales
-from ..quantization.searches import search_cost, search_costs, search_kind
+from ..quantization.search_costs import search_cost, search_costs, search_kind
 from ..rows import Row
 from .conversion import Conversion
 from .layer_device import LayerDevice

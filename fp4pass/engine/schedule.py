@@ -10,10 +10,11 @@ from torch import nn
 
 from ..core.time_left import Kind
 from ..errors import StateError
-from ..experts import ExpertStack, add_stack
+from ..experts import add_stacks
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.scan import SkippedLayer
-from ..quantization.searches import search_costs
+from ..quantization.search_costs import search_costs
+from ..stacks import caller_of
 from .layer_stack import Stack
 
 # The runs of the batches through a layer that is calibrated by itself.
@@ -62,9 +63,7 @@ def schedule(plan: Plan, stacks: Sequence[Stack]) -> list[Work]:
 
 def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     """Return the stacks of layers that linears to quantize are in. Raises StateError."""
-    for layer in chosen:
-        if isinstance(layer.module, ExpertStack):
-            add_stack(layer.module)
+    add_stacks(layer.module for layer in chosen)
     stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
@@ -87,7 +86,7 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
 
 def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
     """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
-    return list(_stacks_of(root, set(map(holder_of, plan.layers))))
+    return list(_stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
 
 
 def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
@@ -105,11 +104,6 @@ def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
             continue
         inside.update(m for layer in layers for m in layer.modules())
         yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
-
-
-def holder_of(layer: LayerPlan) -> nn.Module:
-    """Return the module of a model that a layer is in, or is."""
-    return layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
 
 
 def run_kinds(layer: nn.Module) -> tuple[dict[str, Kind], float]:

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from ..core.clock import Clock
 from ..errors import Fp4PassError
-from ..experts import ExpertStack, add_stack
+from ..experts import add_stacks
 from ..observers.batches import call_arguments, device_of
 from ..observers.observer import Observer
 from ..quantization.plan import LayerPlan, Plan, with_statistics
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.replace import attach_observers
 from ..quantization.scan import module_layers
+from ..stacks import caller_of
 from .layer_device import held_layer
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
 from .recording import FAULTS
-from .schedule import holder_of, planned_stacks
+from .schedule import planned_stacks
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class _Try:
     def _weights(self, modules: Iterable[nn.Module]) -> int:
         """Return how many weights of the plan are in some modules."""
         inside = {each for module in modules for each in module.modules()}
-        layers = [each for each in self.plan.layers if holder_of(each) in inside]
+        layers = [each for each in self.plan.layers if caller_of(each.module) in inside]
         return sum({each.weight_key: math.prod(each.shape) for each in layers}.values())
 
     def _planned(self) -> list[LayerPlan]:
@@ -168,9 +169,7 @@ class _Try:
             name = f"{self.name}.{layer.name}" if layer.name else self.name
             if name in planned:
                 found.append(LayerPlan(**vars(layer), config=planned[name].config))
-        for layer in found:
-            if isinstance(layer.module, ExpertStack):
-                add_stack(layer.module)
+        add_stacks(layer.module for layer in found)
         return found
 
     def _warm_up(self) -> None:

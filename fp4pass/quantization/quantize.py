@@ -27,7 +27,7 @@ from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
 from .search import Found, gather_parts, joined_rows, search_parts, stored_amax
-from .searches import SearchStore, layer_places, search_cost, search_kind
+from .search_costs import SearchStore, layer_places, search_cost, search_kind
 
 # The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]

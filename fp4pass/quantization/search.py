@@ -22,7 +22,7 @@ from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from ..stacks import dense_stack
 from .plan import LayerPlan
-from .searches import SearchStore
+from .search_costs import SearchStore
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
 Found = tuple[MethodResult, list[list[float]]]
