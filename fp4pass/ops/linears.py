@@ -19,7 +19,7 @@ from ..kernels.linear.naive import (
 )
 from .activations import rotate
 from .checks import require_compute, require_float, require_packed_weight
-from .registration import Backward, operator
+from .registration import Backward, operator, save_product
 from .weights import dequantize, dequantize_codebook
 
 
@@ -38,12 +38,8 @@ def _gradients(
     # save: (ctx, inputs) to the weight's tensors; dense: (ctx, tensors, dtype) to the weight.
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        stored = save(ctx, inputs)
-        ctx.save_for_backward(*stored)
-        ctx.save_for_forward(*stored)
-        ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
-        ctx.rotation = 0 if rotation is None else inputs[rotation]
-        ctx.arguments, ctx.shape = len(inputs), output.shape
+        save_product(ctx, inputs, save(ctx, inputs), bias)
+        ctx.rotation, ctx.shape = 0 if rotation is None else inputs[rotation], output.shape
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * ctx.arguments

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.packing import PackedInput, PackedWeight
+from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..dequantize.reference import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.reference import ACTIVATIONS, Quantize, quantize_ref
@@ -80,9 +80,7 @@ def experts_quantize_ref(
 ) -> tuple[Tensor, Tensor]:
     """Quantize the rows of each expert by its own global scale [E]: [T, k, P], [T, k, K / b]."""
     # Of pairs that no expert here has, codes and scales are 0.
-    columns = x.shape[-1]
-    packed = x.new_zeros((*ids.shape, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = x.new_zeros((*ids.shape, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = (each.zero_() for each in empty_rows(x, ids.shape, fmt))
     for index, pairs in chosen(ids, len(global_scale)):
         own = global_scale[index : index + 1]
         packed[pairs], scale[pairs] = quantize(rows_of(x, pairs), own, fmt, scale_method)
