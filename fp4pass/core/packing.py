@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,12 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
 
 def empty_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
-    leading, columns = x.shape[:-1], x.shape[-1]
+    return empty_rows(x, x.shape[:-1], fmt)
+
+
+def empty_rows(x: Tensor, leading: Sequence[int], fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return the same for rows [*leading, K] in place of x."""
+    columns = x.shape[-1]
     packed = x.new_empty((*leading, fmt.packed_columns(columns)), dtype=torch.uint8)
     return packed, x.new_empty((*leading, columns // fmt.block), dtype=torch.uint8)
 

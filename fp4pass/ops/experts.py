@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..core.packing import PackedWeight, empty_blocks
+from ..core.packing import PackedWeight, empty_rows
 from ..kernels.experts.naive import (
     experts_dense_ref,
     experts_linear_quantized_ref,
@@ -29,15 +29,11 @@ from .checks import (
     require_scales_of_pairs,
     require_stack,
 )
-from .registration import Backward, operator
+from .registration import Backward, operator, save_product
 
 
 def _products(x: Tensor, ids: Tensor, weight: PackedWeight) -> Tensor:
     return x.new_empty((*ids.shape, weight.packed.shape[1]))
-
-
-def _blocks_of_pairs(x: Tensor, ids: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x.new_empty((*ids.shape, x.shape[-1])), fmt)
 
 
 def _gradients(ids: int) -> Backward:
@@ -46,11 +42,8 @@ def _gradients(ids: int) -> Backward:
     bias = ids + 4
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        stored = inputs[ids:bias]
-        ctx.save_for_backward(*stored)
-        ctx.save_for_forward(*stored)
-        ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
-        ctx.fmt, ctx.dimensions, ctx.arguments = inputs[bias + 1], inputs[0].ndim, len(inputs)
+        save_product(ctx, inputs, inputs[ids:bias], bias)
+        ctx.fmt, ctx.dimensions = inputs[bias + 1], inputs[0].ndim
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         chosen, *stack = ctx.saved_tensors
@@ -59,9 +52,7 @@ def _gradients(ids: int) -> Backward:
             back = experts_linear_transposed(grad, chosen, *stack, None, ctx.fmt)
             grads[0] = back if ctx.dimensions == 3 else back.sum(1)
         if ctx.needs_input_grad[bias]:
-            # A product sums in the same order on every run, which index_add on a GPU does not.
-            pairs = grad.reshape(-1, grad.shape[-1])
-            grads[bias] = (_one_hot(chosen, stack[0], grad.dtype) @ pairs).to(ctx.bias_dtype)
+            grads[bias] = _of_bias(ctx, grad, chosen, stack[0])
         return tuple(grads)
 
     def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
@@ -85,14 +76,20 @@ def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (experts.unsqueeze(1) == ids.reshape(-1)).to(dtype)
 
 
+def _of_bias(ctx: Any, grad: Tensor, ids: Tensor, stack: Tensor) -> Tensor:
+    """Return the gradient [E, N] in the biases."""
+    # A product sums in the same order on every run, which index_add on a GPU does not.
+    pairs = grad.reshape(-1, grad.shape[-1])
+    found: Tensor = (_one_hot(ids, stack, grad.dtype) @ pairs).to(ctx.bias_dtype)
+    return found
+
+
 def _rows(grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
     return grad.new_empty((*ids.shape, fmt.columns(weight.packed.shape[-1])))
 
 
 def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.save_for_forward(*inputs[:3])
-    ctx.bias_dtype = None if inputs[3] is None else inputs[3].dtype
+    save_product(ctx, inputs, inputs[:3], 3)
 
 
 def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,8 +101,7 @@ def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[2]:
         grads[2] = experts_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
     if ctx.needs_input_grad[3]:
-        pairs = grad.reshape(-1, grad.shape[-1])
-        grads[3] = (_one_hot(ids, weight, grad.dtype) @ pairs).to(ctx.bias_dtype)
+        grads[3] = _of_bias(ctx, grad, ids, weight)
     return tuple(grads)
 
 
@@ -137,7 +133,7 @@ experts_quantize = operator(
     experts_quantize_ref,
     triton="kernels.experts.quantize_triton:experts_quantize_triton",
     cpu="kernels.quantize.cpu:experts_quantize_cpu",
-    shapes=_blocks_of_pairs,
+    shapes=lambda x, ids, fmt: empty_rows(x, ids.shape, fmt),
     checks=(require_quantizable, require_pairs, require_expert_scales),
     backward=ROUNDING,
 )

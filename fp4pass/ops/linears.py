@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
 from ..core.packing import PackedWeight
-from ..kernels.linear.naive import (
-    linear_group_ref,
-    linear_quantized_group_ref,
-    linear_quantized_ref,
-    linear_ref,
-)
+from ..kernels.linear.naive import linear_group_ref, linear_quantized_group_ref, linear_quantized_ref, linear_ref
 from .activations import rotate
 from .checks import require_compute, require_float
-from .registration import Backward, operator
+from .registration import Backward, operator, save_product
 from .weights import dequantize
+from collections.abc import Callable, Sequence
+from torch import Tensor
+from typing import Any
 
 
 def _product(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -36,12 +29,8 @@ def gradients_of(
     # save: (ctx, inputs) to the weight's tensors; dense: (ctx, tensors, dtype) to the weight.
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        stored = save(ctx, inputs)
-        ctx.save_for_backward(*stored)
-        ctx.save_for_forward(*stored)
-        ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
-        ctx.rotation = 0 if rotation is None else inputs[rotation]
-        ctx.arguments, ctx.shape = len(inputs), output.shape
+        save_product(ctx, inputs, save(ctx, inputs), bias)
+        ctx.rotation, ctx.shape = 0 if rotation is None else inputs[rotation], output.shape
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * ctx.arguments

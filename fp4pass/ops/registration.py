@@ -45,6 +45,14 @@ class Backward:
     tangent: Callable[..., Any]  # (ctx, *tangents), None for arguments without: that of the output
 
 
+def save_product(ctx: Any, inputs: Sequence[Any], tensors: Sequence[Any], bias: int) -> None:
+    """Save what the derivatives of a product need: tensors, and the dtype of its bias."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
+    ctx.arguments = len(inputs)
+
+
 class Operator:
     """What runs when `torch.ops.fp4pass.<name>` is called."""
 

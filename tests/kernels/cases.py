@@ -37,8 +37,13 @@ def flat(name: str, kind: str = "triton") -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         schema = getattr(torch.ops.fp4pass, name).default._schema.arguments
         rest = (options.get(each.name, each.default_value) for each in schema[len(args) :])
-        given = (each.key if isinstance(each, Format) else each for each in args)
-        return found(*operator._arguments((*given, *rest)))
+        # Formats that are in no table have no key.
+        given = ("nvfp4" if isinstance(each, Format) else each for each in args)
+        crossed = operator._arguments((*given, *rest))
+        for each in args:
+            if isinstance(each, Format):
+                crossed[operator._record_at] = each
+        return found(*crossed)
 
     return call
 

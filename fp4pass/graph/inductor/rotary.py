@@ -7,7 +7,7 @@ values into a static cache. It follows `fuse_attention`, whose calls it starts f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import MutatingCall, meta_of, statically_equal
-from .fusions import on_gpu, rms_norm
-from .pattern import dtype_of, match
+from .fusions import X, on_gpu, rms_norm
+from .pattern import Var, add, call, dtype_of, match, mul
 
 aten = torch.ops.aten
 
 _WRITE: Any = ops.rotary_write
+_ROTARY = add(mul(X, Var("cos")), mul(Var("turned"), Var("sin")))
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
     outputs: tuple[Any, ...] = node.args[:3]
     caches = inputs.pop("keys"), inputs.pop("values")
     with graph.inserting_before(node):
-        call = MutatingCall(_WRITE, inputs, caches).insert(graph)
-        results = [graph.call_function(operator.getitem, (call, i)) for i in range(3)]
+        written = MutatingCall(_WRITE, inputs, caches).insert(graph)
+        results = [graph.call_function(operator.getitem, (written, i)) for i in range(3)]
     for old, new in zip(outputs, results, strict=True):
         new.meta = meta_of(old)
         old.replace_all_uses_with(new)
     q: Any = inputs["q"].meta["val"]
     results[0].meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
-    call.meta["val"] = tuple(each.meta["val"] for each in results)
+    written.meta["val"] = tuple(each.meta["val"] for each in results)
 
 
 def _written(node: Any) -> _Write | None:
@@ -122,15 +123,16 @@ def _written(node: Any) -> _Write | None:
 
 def _before_turn(node: Any) -> fx.Node | None:
     """Return heads as [B, T, heads, D] before their transposition."""
-    if node.target is not aten.permute.default or list(node.args[1]) != [0, 2, 1, 3]:
-        return None
-    found: fx.Node = node.args[0]
-    return found
+    found = next(match(call(aten.permute.default, X, [0, 2, 1, 3]), node), None)
+    return None if found is None else found["x"]
 
 
 def _rotated(node: Any) -> _Rotated | None:
     """Return x of x * cos + (-second half, first half) * sin, which a node is."""
-    for x, cos, turned, sin in _two_products(node):
+    for found in match(_ROTARY, node):
+        x, cos, turned, sin = (found[name] for name in ("x", "cos", "turned", "sin"))
+        if not all(isinstance(each, fx.Node) for each in (x, cos, turned, sin)):
+            continue
         heads = _before_turn(x) if _is_turned(turned, x) else None
         tables = [_table(each, x) for each in (cos, sin)]
         if heads is None or tables[0] is None or tables[1] is None:
@@ -141,18 +143,6 @@ def _rotated(node: Any) -> _Rotated | None:
                 return _Rotated(before, tables[0], tables[1], weight, bound["eps"])
         return _Rotated(heads, tables[0], tables[1], None, None)
     return None
-
-
-def _two_products(node: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield a, b, c and d in all orders where a node is a * b + c * d."""
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return
-    for terms in (node.args, node.args[::-1]):
-        if all(isinstance(each, fx.Node) and each.target is aten.mul.Tensor for each in terms):
-            for first in (terms[0].args, terms[0].args[::-1]):
-                for second in (terms[1].args, terms[1].args[::-1]):
-                    if all(isinstance(each, fx.Node) for each in (*first, *second)):
-                        yield *first, *second
 
 
 def _is_turned(node: fx.Node, x: fx.Node) -> bool:

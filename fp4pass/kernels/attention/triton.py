@@ -30,12 +30,9 @@ def attention_span_triton(mask: Tensor) -> Tensor:
     batch, heads, queries, size = mask.shape
     span = mask.new_empty((batch, 2), dtype=torch.int32)
     attention_span_kernel[(batch,)](
-        *(_plain(mask), span, *mask.stride(), heads, queries, size),
-        LINE=_LINE,
-        **overlapping(mask.device, False),
-        num_warps=8,
-        **LAUNCH,
-    )
+        _plain(mask), span, *mask.stride(), heads, queries, size, LINE=_LINE, num_warps=8,
+        **overlapping(mask.device, False), **LAUNCH,
+    )  # fmt: skip
     return span
 
 
@@ -58,39 +55,20 @@ def attention_triton(
     sizes = (groups, queries, count, splits)
     columns = triton.next_power_of_2(out_width)
     attention_kernel[(splits, pairs)](
-        *(q, k, v, _plain(mask), span, sums, tops, out),
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *(*strides, mask.stride(3), 2 if len(span) > 1 else 0),
-        *(scale, *sizes),
-        WIDTH=width,
-        OUT_WIDTH=out_width,
-        D=max(16, triton.next_power_of_2(width)),
-        E=max(16, columns),
-        ROWS=max(16, rows),
-        KEPT=rows,
-        KEYS=keys,
-        STAGES=_STAGES[rows > 16],
+        q, k, v, _plain(mask), span, sums, tops, out, *q.stride(), *k.stride(), *v.stride(),
+        *strides, mask.stride(3), 2 if len(span) > 1 else 0, scale, *sizes,
+        WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)),
+        E=max(16, columns), ROWS=max(16, rows), KEPT=rows, KEYS=keys, STAGES=_STAGES[rows > 16],
         # The second launch waits for this one.
-        **overlapping(q.device, releases=splits > 1),
-        num_warps=4,
-        **LAUNCH,
-    )
+        num_warps=4, **overlapping(q.device, releases=splits > 1), **LAUNCH,
+    )  # fmt: skip
     if splits > 1:
         parts = triton.next_power_of_2(splits)
         chunk = max(1, min(rows, _HELD // (parts * columns)))
         add_splits_kernel[(pairs, rows // chunk)](
-            *(sums, tops, out, *sizes),
-            OUT_WIDTH=out_width,
-            E=columns,
-            KEPT=rows,
-            CHUNK=chunk,
-            SPLITS=parts,
-            **overlapping(q.device, False),
-            num_warps=4,
-            **LAUNCH,
-        )
+            sums, tops, out, *sizes, OUT_WIDTH=out_width, E=columns, KEPT=rows, CHUNK=chunk,
+            SPLITS=parts, num_warps=4, **overlapping(q.device, False), **LAUNCH,
+        )  # fmt: skip
     return out
 
 
@@ -112,19 +90,9 @@ def _plain(mask: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["m_b", "m_h", "m_t", "heads", "queries", "size"])
 def attention_span_kernel(
-    mask,
-    span,
-    m_b,
-    m_h,
-    m_t,
-    m_s,
-    heads,
-    queries,
-    size,
-    LINE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    mask, span, m_b, m_h, m_t, m_s, heads, queries, size,
+    LINE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Find the first key that a text reads, and the one behind the last."""
     text = tl.program_id(0)
     wait(OVERLAP, RELEASES)
@@ -159,47 +127,13 @@ _LOOSE = ["m_b", "m_h", "m_t", "span_stride", "groups", "queries", "count", "spl
 
 @triton.jit(do_not_specialize=_LOOSE)
 def attention_kernel(
-    q,
-    k,
-    v,
-    mask,
-    span,
-    sums,
-    tops,
-    out,
-    q_b,
-    q_h,
-    q_t,
-    q_d,
-    k_b,
-    k_h,
-    k_s,
-    k_d,
-    v_b,
-    v_h,
-    v_s,
-    v_d,
-    m_b,
-    m_h,
-    m_t,
-    m_s,
-    span_stride,
-    scale,
-    groups,
-    queries,
-    count,
-    splits,
-    WIDTH: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    q, k, v, mask, span, sums, tops, out,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s, span_stride,
+    scale, groups, queries, count, splits,
+    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Attend with all heads that read one head of keys, to a part of these."""
     # sums: [pairs, splits, KEPT, OUT_WIDTH], not divided; tops: [2, pairs, splits, KEPT], the
     # largest logit times log2(e) and the sum of weights.
@@ -256,21 +190,10 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["groups", "queries", "count", "splits"])
 def add_splits_kernel(
-    sums,
-    tops,
-    out,
-    groups,
-    queries,
-    count,
-    splits,
-    OUT_WIDTH: tl.constexpr,
-    E: tl.constexpr,
-    KEPT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    sums, tops, out, groups, queries, count, splits,
+    OUT_WIDTH: tl.constexpr, E: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Add the parts of CHUNK rows of attention, and divide by the sum of their weights."""
     pair = tl.program_id(0)
     row = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

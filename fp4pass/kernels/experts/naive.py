@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from ...core.formats import Format
-from ...core.packing import PackedInput, PackedWeight
+from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..dequantize.naive import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.naive import ACTIVATIONS, Quantize, quantize_ref
 from ..statistics.naive import observe_full_ref, observe_ref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,7 @@ def experts_quantize_ref(
 ) -> tuple[Tensor, Tensor]:
     """Quantize the rows of each expert by its own global scale [E]: [T, k, P], [T, k, K / b]."""
     # Of pairs that no expert here has, codes and scales are 0.
-    columns = x.shape[-1]
-    packed = x.new_zeros((*ids.shape, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = x.new_zeros((*ids.shape, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = (each.zero_() for each in empty_rows(x, ids.shape, fmt))
     for index, pairs in chosen(ids, len(global_scale)):
         own = global_scale[index : index + 1]
         packed[pairs], scale[pairs] = quantize(rows_of(x, pairs), own, fmt, scale_method)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.packing import empty_rows
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block
 from ..quantize.block_tiles import load_global_scale, quantize_block, store_block, word_count
 
@@ -18,41 +19,24 @@ def experts_quantize_triton(
     x: Tensor, ids: Tensor, global_scale: Tensor, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize the rows of pairs by the scales of their experts (`experts_quantize_ref`)."""
-    columns = x.shape[-1]
-    packed = x.new_empty((*ids.shape, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = x.new_empty((*ids.shape, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_rows(x, ids.shape, fmt)
     if scale.numel():
         blocks = scale.shape[-1]
         _experts_quantize_kernel[(ids.numel(), cdiv(blocks, _LANES))](
-            *(as_words(x), ids.contiguous(), global_scale, packed.view(torch.int64), scale),
-            *(blocks, len(global_scale)),
-            FAN=ids.shape[1] if x.ndim == 2 else 1,
-            DTYPE=DTYPES.get(x.dtype, tl.float32),
-            FMT=fmt,
-            SEARCHES=scale_method == "sse",
-            LANES=_LANES,
-            num_warps=_WARPS,
-            **LAUNCH,
-        )
+            as_words(x), ids.contiguous(), global_scale, packed.view(torch.int64), scale, blocks,
+            len(global_scale), FAN=ids.shape[1] if x.ndim == 2 else 1,
+            DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, num_warps=_WARPS, **LAUNCH,
+        )  # fmt: skip
     return packed, scale
 
 
 @triton.jit(do_not_specialize=["blocks", "E"])
 def _experts_quantize_kernel(
-    words,
-    ids,
-    stored,
-    packed,
-    scale,
-    blocks,
-    E,
-    FAN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FMT: tl.constexpr,
-    SEARCHES: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """FAN: pairs that read one row of x. A program takes blocks of one pair."""
+    words, ids, stored, packed, scale, blocks, E, FAN: tl.constexpr, DTYPE: tl.constexpr,
+    FMT: tl.constexpr, SEARCHES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Quantize blocks of one pair; FAN pairs read one row of x."""
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair)
     live = (expert >= 0) & (expert < E)

@@ -36,22 +36,16 @@ def rotary_write_triton(
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
     weights = (None if each is None else each.contiguous() for each in (q_weight, k_weight))
     rotary_write_kernel[(blocks[0] + 2 * blocks[1], batch * tokens)](
-        *(q, k, v, *weights, eps, cos, sin, places.contiguous(), keys, values, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        q, k, v, *weights, eps, cos, sin, places.contiguous(), keys, values, out,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         # One text's tables are those of all.
         *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
         *(sin.stride(0) if len(sin) > 1 else 0, sin.stride(1)),
-        *(*keys.stride()[:3], *values.stride()[:3]),
-        *(tokens, heads, groups, *blocks),
-        WIDTH=width,
-        VALUE_WIDTH=value_width,
-        HALF=triton.next_power_of_2(width // 2),
-        VALUES=triton.next_power_of_2(value_width),
-        HEADS=_HEADS,
-        **overlapping(q.device, False),
-        num_warps=4,
-        **LAUNCH,
-    )
+        *keys.stride()[:3], *values.stride()[:3], tokens, heads, groups, *blocks,
+        WIDTH=width, VALUE_WIDTH=value_width, HALF=triton.next_power_of_2(width // 2),
+        VALUES=triton.next_power_of_2(value_width), HEADS=_HEADS,
+        num_warps=4, **overlapping(q.device, False), **LAUNCH,
+    )  # fmt: skip
     return out
 
 
@@ -60,50 +54,13 @@ _LOOSE = ["tokens", "heads", "groups", "query_blocks", "key_blocks", "c_b", "s_b
 
 @triton.jit(do_not_specialize=_LOOSE)
 def rotary_write_kernel(
-    q,
-    k,
-    v,
-    q_weight,
-    k_weight,
-    eps,
-    cos,
-    sin,
-    places,
-    keys,
-    values,
-    out,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    c_b,
-    c_t,
-    s_b,
-    s_t,
-    keys_b,
-    keys_h,
-    keys_s,
-    values_b,
-    values_h,
-    values_s,
-    tokens,
-    heads,
-    groups,
-    query_blocks,
-    key_blocks,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    VALUES: tl.constexpr,
-    HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    q, k, v, q_weight, k_weight, eps, cos, sin, places, keys, values, out,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, c_b, c_t, s_b, s_t,
+    keys_b, keys_h, keys_s, values_b, values_h, values_s,
+    tokens, heads, groups, query_blocks, key_blocks,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Take HEADS heads of a token: first the programs of queries, then of keys, then of values."""
     block, row = tl.program_id(0), tl.program_id(1)
     text, token = (row // tokens).to(tl.int64), row % tokens
