@@ -7,7 +7,7 @@ from collections.abc import Container
 from torch import fx, nn
 
 from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
-from .._compat.transformers_names import names_in_model
+from .._compat.transformers_loading import names_in_model
 from ..core.source_files import source_folder, tensor_files
 from ..experts import ExpertStack
 from ..graph.match import weight_readers
