@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from ._compat.accelerate import make_later
 from ._compat.transformers import config_faults
-from ._compat.transformers_merging import Later, made_later
+from ._compat.transformers_loading import Later, made_later
 from .checkpoint.layouts import LAYOUTS
 from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import WEIGHT_ENDS, pipeline_folders

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import require_version
-from .transformers_merging import Later
+from .transformers_loading import Later
 
 # The versions that the tests have run with.
 _VERSIONS = ">=1.10,<1.16"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-from .after_import import after_import
 
 # By this attribute of a model `peft.prepare_model_for_kbit_training` knows that its weights are
 # quantized. Others that it looks at say "bitsandbytes" to transformers.
@@ -36,3 +37,46 @@ def around_adapters(around: Around) -> None:
         tuner.inject_adapter = inject_adapter
 
     after_import("peft.tuners.tuners_utils", wrap)
+
+
+def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module when that is imported, at once if it is already."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Finder(name, call))
+    else:
+        call(module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the other finders do; its loader calls a function at the end, once."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module that is waited for, None for others."""
+        if name != self.name:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: object) -> None:
+        """Have a loader call the function behind the module's own code, the first time."""
+        run = loader.exec_module  # type: ignore[attr-defined]
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if module.__name__ == self.name and self in sys.meta_path:
+                # Nothing of this stays in the process.
+                sys.meta_path.remove(self)
+                vars(loader).pop("exec_module", None)
+                self.call(module)
+
+        vars(loader)["exec_module"] = exec_module

@@ -1,15 +1,17 @@
-"""Private APIs of transformers: caches of keys and values. Tested with 5.17 and 5.23."""
+"""Private APIs of transformers (5.17, 5.23): caches of keys and values, in floats or in bytes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import OptionError
 from .transformers import require_transformers
 
 # The child of a decoder's graph that holds the keys and values.
@@ -139,3 +141,217 @@ def _first_token(model: Any) -> dict[str, Tensor]:
 
 def _arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
+
+
+# What `generate` calls to make a cache.
+_PREPARE = "_prepare_cache_for_generation"
+
+_PAST = "past_key_values"
+
+# What makes the cache of a call: the model, and for how many tokens, None for one that grows.
+MakeCache = Callable[[nn.Module, int | None], Any]
+
+
+def cached_attention(model: Any) -> dict[str, nn.Module]:
+    """Return the attention modules of a decoder by their names, in the order of its cache.
+
+    Raises OptionError for a model whose cache is not one of keys and values of all tokens.
+    """
+    if not is_decoder(model):
+        raise OptionError(
+            f"kv_cache: expected a decoder of transformers that generates, got "
+            f"{type(model).__name__}. Convert it without kv_cache=."
+        )
+    require_transformers()
+    from transformers import cache_utils
+
+    layers = cache_utils.DynamicCache(config=model.config).layers
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    other = [each for each in layers if type(each) is not cache_utils.DynamicLayer]
+    if other or len(layers) != count:
+        kind = type(other[0]).__name__ if other else f"{len(layers)} caches for {count} layers"
+        raise OptionError(
+            f"kv_cache: expected layers that keep the keys and values of all tokens, got {kind} "
+            f"(sliding windows, linear attention or shared keys) in {type(model).__name__}. "
+            "Convert it without kv_cache=."
+        )
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        # The innermost of what is called with the cache.
+        if isinstance(index, int) and _PAST in inspect.signature(module.forward).parameters:
+            found[index] = (name, module)
+    if sorted(found) != list(range(count)):
+        raise OptionError(
+            f"kv_cache: expected {count} attention modules with a layer_idx, one for each layer, "
+            f"got those of {sorted(found)} in {type(model).__name__}. Convert it without kv_cache=."
+        )
+    return dict(found[i] for i in range(count))
+
+
+class Watched:
+    """What an attention module is given as its cache, so that `seen` gets keys and values."""
+
+    def __init__(self, cache: Any, seen: Callable[[Tensor, Tensor], None]) -> None:
+        self.cache, self.seen = cache, seen
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do what the cache does; without one return what is given."""
+        self.seen(keys, values)
+        if self.cache is None:
+            return keys, values
+        return self.cache.update(keys, values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def watch(kwargs: Mapping[str, Any], seen: Callable[[Tensor, Tensor], None]) -> dict[str, Any]:
+    """Return the arguments of an attention module with a cache that is watched."""
+    return {**kwargs, _PAST: Watched(kwargs.get(_PAST), seen)}
+
+
+def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
+    """Return a cache whose layers hold bytes.
+
+    Args:
+        codecs: of the keys and of the values of each layer.
+        length: tokens that it has memory for; None for one that grows.
+    """
+    require_transformers()
+    from transformers.cache_utils import Cache
+
+    grown, fixed = _layer_classes()
+    if length is None:
+        return Cache(layers=[grown(*pair) for pair in codecs])
+    return Cache(layers=[fixed(length, *pair) for pair in codecs])
+
+
+def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what the bytes of a layer's keys and values stand for."""
+    of_keys, of_values = layer.codecs
+    return of_keys.decode(layer.keys, dtype), of_values.decode(layer.values, dtype)
+
+
+@functools.cache
+def _layer_classes() -> tuple[Any, Any]:
+    """The classes of a layer's cache that grows, and of one of a fixed length."""
+    from transformers import cache_utils
+
+    dynamic: Any = cache_utils.DynamicLayer
+    static: Any = cache_utils.StaticLayer
+
+    class DynamicBytes(dynamic):
+        """Keys and values as bytes [B, H, T, W]; a call reads them as numbers."""
+
+        def __init__(self, keys: Any, values: Any) -> None:
+            super().__init__()
+            self.codecs = keys, values
+
+        def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.keys = self.codecs[0].empty(keys, 0)
+            self.values = self.codecs[1].empty(values, 0)
+            self.is_initialized = True
+
+        def update(
+            self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+            of_keys, of_values = self.codecs
+            self.keys = torch.cat([self.keys, of_keys.encode(keys)], dim=2)
+            self.values = torch.cat([self.values, of_values.encode(values)], dim=2)
+            return _numbers(self, keys.dtype)
+
+    class StaticBytes(static):
+        """The same in memory of a fixed length, which compiled code writes to."""
+
+        cumulative_length: Tensor
+
+        def __init__(self, length: int, keys: Any, values: Any) -> None:
+            super().__init__(max_cache_len=length)
+            self.codecs = keys, values
+
+        def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.batch_size, self.num_heads = keys.shape[:2]
+            self.k_head_dim, self.v_head_dim = keys.shape[-1], values.shape[-1]
+            self.keys = self.codecs[0].empty(keys, self.max_cache_len)
+            self.values = self.codecs[1].empty(values, self.max_cache_len)
+            self.cumulative_length = self.cumulative_length.to(self.device)
+            # As StaticLayer does, so that CUDA graphs may write to them.
+            if not torch.compiler.is_compiling():
+                for tensor in (self.keys, self.values, self.cumulative_length):
+                    torch._dynamo.mark_static_address(tensor)
+            self.is_initialized = True
+
+        def update(
+            self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+            count = keys.shape[2]
+            places = torch.arange(count, device=self.device) + self.cumulative_length
+            self.cumulative_length.add_(count)
+            of_keys, of_values = self.codecs
+            self.keys.index_copy_(2, places, of_keys.encode(keys))
+            self.values.index_copy_(2, places, of_values.encode(values))
+            return _numbers(self, keys.dtype)
+
+    return DynamicBytes, StaticBytes
+
+
+def generate_with(model: Any, make: MakeCache) -> None:
+    """Have `generate` of a model use the caches of `make`, unless it is given one."""
+    require_transformers()
+    model.__dict__[_PREPARE] = _PrepareCache(model, make)
+
+
+def generate_as_before(model: Any) -> None:
+    """Undo `generate_with`."""
+    model.__dict__.pop(_PREPARE, None)
+
+
+class _PrepareCache:
+    """Makes the cache of `generate` for one model.
+
+    It is no method, for pickle would look that up in a model that has no attributes yet. A copy of
+    the model has a copy of it.
+    """
+
+    def __init__(self, model: Any, make: MakeCache) -> None:
+        self.model, self.make = model, make
+
+    def __call__(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Put a cache among the arguments of the model."""
+        model = self.model
+        own = model_kwargs.get(_PAST) is None and generation_config.use_cache is not False
+        if own:
+            kind = generation_config.cache_implementation
+            if kind not in (None, "dynamic", "static"):
+                raise OptionError(
+                    f"cache_implementation: expected None, 'dynamic' or 'static' for a model that "
+                    f"was converted with kv_cache, got {kind!r}."
+                )
+            length = None
+            if kind == "static":
+                # As transformers does: a longer cache of before is not compiled for again.
+                before = getattr(model, "_previous_max_cache_length", -1)
+                wanted = getattr(generation_config, "max_cache_len", None) or 0
+                length = max(max_cache_length, before, wanted)
+                model._previous_max_cache_length = length
+            model_kwargs[_PAST] = self.make(model, length)
+            if generation_config.is_assistant:
+                model_kwargs[_PAST].activate_past_recording()
+            return
+        getattr(type(model), _PREPARE)(
+            model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_heads import is_pretrained
-from .._compat.transformers_names import names_on_disk, tensors_on_disk
+from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QuantizedExperts, QuantizedExpertStack, packed_stacks, stacks_of, weight_name

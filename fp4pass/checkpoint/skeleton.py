@@ -21,7 +21,7 @@ from .._compat.transformers import (
     stays_float32,
     tied_weights,
 )
-from .._compat.transformers_names import names_in_model
+from .._compat.transformers_loading import names_in_model
 from ..config import Rule
 from ..errors import CheckpointError, Fp4PassError, expected, some
 from ..experts import weight_name

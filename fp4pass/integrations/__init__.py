@@ -8,9 +8,14 @@ packed folders. PEFT's own configs put adapters on converted models.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .peft_layers import register
+from torch import nn
+
+from .._compat.peft_hooks import around_adapters
+from ..experts import QUANTIZED
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
@@ -35,4 +40,17 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-register()
+@contextmanager
+def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
+    """Put plain adapters of PEFT on converted layers; other models are left to it."""
+    if not any(isinstance(module, QUANTIZED) for module in model.modules()):
+        yield
+        return
+    # It imports PEFT, and refuses versions that were not tested.
+    from .peft import fitted
+
+    with fitted(tuner, model, adapter):
+        yield
+
+
+around_adapters(_around)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers_quantized_cache import (
+from .._compat.transformers_cache import (
     cached_attention,
     generate_as_before,
     generate_with,

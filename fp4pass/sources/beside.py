@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import config_faults, model_from_config
-from .._compat.transformers_names import names_in_model
+from .._compat.transformers_loading import names_in_model
 from ..core.paths import path_of
 from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
 from ..errors import OptionError, expected
