@@ -10,10 +10,9 @@ from typing import Any
 
 from . import charts
 from .charts import GRAY, Bars, Cells, Panel, Points, Scale
+from .layers import ERRORS
 
 Data = Mapping[str, Any]
-
-ERRORS = {"weight_error": "weight error", "output_error": "output error"}
 
 # Layers of one format have the same bits: their dots are spread over so many.
 _SPREAD = 0.12
@@ -67,12 +66,12 @@ def bits(data: Data) -> list[Panel]:
     for error in _known(data):
         series = []
         for color, group in enumerate(data["groups"]):
-            mine = [each for each in data["layers"] if each["label"] == group["label"]]
+            mine = [each for each in data["layers"] if each["legend"] == group["legend"]]
             mine = [each for each in mine if each[error] is not None]
             spread = [((i * 0.618034) % 1 - 0.5) * _SPREAD for i in range(len(mine))]
             at = [layer["bits"] + aside for layer, aside in zip(mine, spread, strict=True)]
             errors = [100 * layer[error] for layer in mine]
-            series.append(Points(at, errors, label=group["label"], color=color))
+            series.append(Points(at, errors, label=group["legend"], color=color))
         ticks = {each: f"{each:g}" for each in used}
         x = Scale("bits per weight", used[0] - 0.2, used[-1] + 0.2, ticks=ticks)
         panels.append(Panel(series, x=x, y=Scale(f"{ERRORS[error]}, %", grid=True)))
