@@ -28,7 +28,7 @@ PACKAGE = Path(fp4pass.__file__).parent
 PRIVATE = {"distributed"}
 
 # Classes that others extend or read: their methods are shown by the example of the class.
-BY_CLASS = ("checkpoint", "methods", "nn", "parallel")
+BY_CLASS = ("checkpoint", "methods", "parallel", "parity")
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

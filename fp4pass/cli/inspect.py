@@ -81,7 +81,7 @@ def _print(found: Mapping[str, Any]) -> None:
     print()
     rows = [
         (
-            *(row["name"], " x ".join(map(str, row["shape"])), row["how"], row["method"]),
+            *(row["name"], " x ".join(map(str, row["shape"])), row["label"], row["method"]),
             f"{row['bits']:.2f}",
             *(screen.percent(row[error]) for error in ("weight_error", "output_error")),
         )

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
-from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-from typer import Argument, Option
-
+from . import processes, screen, sources
 from .. import float_models
 from ..api import convert
 from ..calibration.packing import collate
@@ -20,7 +14,6 @@ from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.saving import save
 from ..checkpoint.writer import bytes_of, foresee_save
-from ..config import LinearConfig
 from ..core.atomic import require_free
 from ..core.progress import current
 from ..engine.schedule import later_costs, packed_size
@@ -31,12 +24,16 @@ from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
-from ..reporting.numbers import mean, size
+from ..reporting.layers import ERRORS, layer_facts, summarize
+from ..reporting.numbers import size
+from ..reporting.source import open_packed
 from ..rows import Report, Row, groups
 from ..sources.files import MANIFEST
-from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
+from pathlib import Path
+from typer import Argument, Option
+from typing import Annotated, Any
 
 
 @with_config_options
@@ -251,24 +248,11 @@ def _count(finished: Path) -> int:
     return len(list(finished.glob("*.safetensors")))
 
 
-def _dense_bytes(stored: CheckpointReader) -> int:
-    """Return the bytes of the float model that was packed, each tensor counted once."""
-    packed = (
-        math.prod(layer.dense_shape) * getattr(torch, layer.weight_dtype).itemsize
-        for layer in stored.layers.values()
-    )
-    tensors = (stored.own or {})["tensors"]
-    plain = (
-        math.prod(tensors[name]["shape"]) * getattr(torch, tensors[name]["dtype"]).itemsize
-        for name in stored.plain()
-    )
-    return sum(packed) + sum(plain)
-
-
 def _print_result(
     stored: CheckpointReader, result: Report, counts: tuple[int, int], as_json: bool
 ) -> None:
-    before = _dense_bytes(stored)
+    before = open_packed(stored).dense_bytes
+    summary = summarize([layer_facts(row) for row in result.converted])
     after = sum(path.stat().st_size for path in set(stored.files.values()))
     if as_json:
         screen.print_json(
@@ -280,35 +264,20 @@ def _print_result(
                 "bytes_after": after,
                 "resumed": counts[0],
                 "searched": counts[1],
-                "summary": [_summary(rows) for rows in groups(result.converted)],
+                "summary": summary,
                 **result.to_dict(),
             }
         )
         return
     header = ("scheme ", "method ", "layers", "bits", "weight err", "output err")
-    lines = []
-    for rows in groups(result.converted):
-        line = _summary(rows)
-        cells = (line["label"], line["method"], str(line["layers"]))
-        errors = (screen.percent(line["weight_error"]), screen.percent(line["output_error"]))
-        lines.append((*cells, f"{line['bits']:.2f}", *errors))
+    lines = [
+        (
+            *(line["label"], line["method"], str(line["layers"]), f"{line['bits']:.2f}"),
+            *(screen.percent(line[error]) for error in ERRORS),
+        )
+        for line in summary
+    ]
     screen.print_table(header, lines)
     screen.print_reasons({row.name: row.skip_reason for row in result.skipped})
     share = f"{size(after)} of weights, {after / before:.0%} of {size(before)} before"
     print(f"\n{stored.folder} ({stored.layout.name}): {share}")
-
-
-def _summary(rows: list[Row]) -> dict[str, Any]:
-    """Summarize a group in one line: errors are means over its layers."""
-    sizes = [math.prod(row.shape) for row in rows]
-    config = rows[0].config or LinearConfig()
-    return {
-        "scheme": config.scheme,
-        "label": config.label,
-        "method": config.method_name,
-        "layers": len(rows),
-        "weights": sum(sizes),
-        "bits": sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes),
-        "weight_error": sum(row.weight_error or 0.0 for row in rows) / len(rows),
-        "output_error": mean([row.output_error for row in rows]),
-    }

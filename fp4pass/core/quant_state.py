@@ -71,7 +71,9 @@ class TensorRecord(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls: type[_Record], qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> _Record:
+    def _read(
+        cls: type[_Record], qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]
+    ) -> _Record:
         """Return the record of tensors of a file, and of the facts beside them."""
 
     def to(self: _Record, device: torch.device | str) -> _Record:
@@ -188,7 +190,7 @@ class QuantState(TensorRecord):
         return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
     @classmethod
-    def read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> QuantState:
+    def _read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> QuantState:
         """Return the record of tensors of a file, and of the facts beside them."""
         fmt, global_scale = get_format(facts["scheme"]), float(facts["global_scale"])
         return cls(qdata, scale, global_scale, fmt, facts["shape"], facts["dtype"])
@@ -209,6 +211,8 @@ class OtherRecord(TensorRecord):
         """Return the dense tensor, as `fp4pass.dequantize` does."""
 
 
+_IMPORT = "Import fp4pass.parity first for codebooks, such as nf4."
+
 # By the names of their schemes; `import fp4pass.parity` adds the codebooks.
 OTHER_RECORDS: dict[str, type[OtherRecord]] = {}
 
@@ -221,7 +225,7 @@ def other_record(scheme: str) -> type[OtherRecord] | None:
     error = unknown_name("Scheme", scheme, [*OTHER_RECORDS, *FORMATS])
     if OTHER_RECORDS:
         raise error
-    raise OptionError(f"{error} Codebooks, such as nf4, need `import fp4pass.parity` before.")
+    raise OptionError(f"{error} {_IMPORT}")
 
 
 def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorRecord:
@@ -255,12 +259,13 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
             raise ValueError(f"expected a shape of positive sizes, got {facts['shape']}")
         record: type[TensorRecord] = other_record(facts["scheme"]) or QuantState
         given = {**facts, "shape": shape, "dtype": dtype}
-        state = record.read(tensors["qdata"], tensors["scale"], given)
+        state = record._read(tensors["qdata"], tensors["scale"], given)
         _require_checksums(tensors, facts)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+        way_out = "" if _IMPORT in str(error) else ". Save it again."
         raise CheckpointError(
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
-            f"wrote: {error}. Save it again."
+            f"wrote: {error}{way_out}"
         ) from error
     return state.to(device)
 

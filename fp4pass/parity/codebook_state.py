@@ -68,7 +68,7 @@ class CodebookState(OtherRecord):
         return self.qdata.nbytes + self.absmax.nbytes
 
     @classmethod
-    def read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> CodebookState:
+    def _read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> CodebookState:
         """Return the record of tensors of a file, and of the facts beside them."""
         return cls(qdata, scale, get_codebook(facts["scheme"]), facts["shape"], facts["dtype"])
 

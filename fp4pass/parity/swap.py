@@ -139,9 +139,8 @@ def _maker(
         raise unknown_name("kind", kind, [*QUANT_TYPES, INT8])
     scheme = scheme_of(kind, block_size)
     options = {"quant_type": kind, "block_size": block_size, "compute_dtype": compute_dtype}
-    return partial(Linear4bit.unquantized, **options), scheme if isinstance(
-        scheme, Format
-    ) else None
+    fmt = scheme if isinstance(scheme, Format) else None
+    return partial(Linear4bit.unquantized, **options), fmt
 
 
 def _globs(option: str, given: str | Sequence[str], names: Sequence[str]) -> list[str]:

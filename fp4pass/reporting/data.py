@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.progress import track
@@ -16,10 +12,12 @@ from ..errors import OptionError, expected, require_flags, require_type
 from ..methods import squared_errors
 from ..methods.scale_stats import scale_counts, scale_offsets
 from ..tensor_cores import tensor_core_note
-from .figures import ERRORS
-from .layers import Facts, layer_maps
+from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
 from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # The fields of an evaluation that the page needs.
 _SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
@@ -64,7 +62,7 @@ def gather(
         "architecture": model.architecture,
         "reference": None if original is None else _public(original.name),
         "summary": _summary(model, packed, original),
-        "groups": _groups(packed),
+        "groups": summarize(packed),
         "sizes": _sizes(model),
         "layers": layers,
         "ranges": {name: _range(layers, name) for name in ERRORS},
@@ -166,38 +164,16 @@ def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
     }
 
 
-def _groups(packed: Sequence[Facts]) -> list[Facts]:
-    """Summarize the layers of each scheme and method."""
-    labels = sorted({layer["label"] for layer in packed})
-    return [_group([layer for layer in packed if layer["label"] == label]) for label in labels]
-
-
-def _group(layers: Sequence[Facts]) -> Facts:
-    same = ("label", "scheme", "how", "fmt", "block", "weight_only", "method", "bits")
-    return {
-        **{key: layers[0][key] for key in same},
-        "layers": len(layers),
-        "weights": _weights(layers),
-        **{error: mean([layer[error] for layer in layers]) for error in ERRORS},
-    }
-
-
-def _weights(layers: Sequence[Facts]) -> int:
-    return sum(math.prod(layer["shape"]) for layer in layers)
-
-
 def _summary(model: PackedModel, packed: Sequence[Facts], original: FloatModel | None) -> Facts:
     size = sum(part.bytes for part in model.parts)
-    weights = _weights(packed)
     parameters = sum(part.parameters for part in model.parts)
     before = model.dense_bytes if original is None else original.bytes
     return {
         "layers": len(packed),
         "skipped": sum(bool(layer["skip_reason"]) for layer in model.facts.values()),
-        "weights": weights,
+        "weights": weights_of(packed),
         "parameters": parameters,
-        "bits_per_weight": sum(each["bits"] * math.prod(each["shape"]) for each in packed)
-        / weights,
+        "bits_per_weight": bits_of(packed),
         "bits_per_parameter": 8 * size / parameters,
         "bytes": size,
         "bytes_before": before,

@@ -10,10 +10,10 @@ from typing import Any
 
 from . import charts
 from .charts import GRAY, Bars, Cells, Panel, Points, Scale
+from .layers import ERRORS
+from .text import measures
 
 Data = Mapping[str, Any]
-
-ERRORS = {"weight_error": "weight error", "output_error": "output error"}
 
 # Layers of one format have the same bits: their dots are spread over so many.
 _SPREAD = 0.12
@@ -67,12 +67,12 @@ def bits(data: Data) -> list[Panel]:
     for error in _known(data):
         series = []
         for color, group in enumerate(data["groups"]):
-            mine = [each for each in data["layers"] if each["label"] == group["label"]]
+            mine = [each for each in data["layers"] if each["legend"] == group["legend"]]
             mine = [each for each in mine if each[error] is not None]
             spread = [((i * 0.618034) % 1 - 0.5) * _SPREAD for i in range(len(mine))]
             at = [layer["bits"] + aside for layer, aside in zip(mine, spread, strict=True)]
             errors = [100 * layer[error] for layer in mine]
-            series.append(Points(at, errors, label=group["label"], color=color))
+            series.append(Points(at, errors, label=group["legend"], color=color))
         ticks = {each: f"{each:g}" for each in used}
         x = Scale("bits per weight", used[0] - 0.2, used[-1] + 0.2, ticks=ticks)
         panels.append(Panel(series, x=x, y=Scale(f"{ERRORS[error]}, %", grid=True)))
@@ -130,48 +130,36 @@ def perplexity(data: Data) -> list[Panel]:
 
 
 def _measures(row: Data, name: str) -> list[Panel]:
-    ends, of_original = row["intervals"], row.get("reference_intervals") or {}
-    ratio = (row.get("difference") or {}).get("perplexity_ratio") or {}
-    change = [
-        100 * (ratio[end] - 1) if ratio.get(end) else None for end in ("value", "low", "high")
-    ]
+    known = {each.key: each.values for each in measures(row)}
+    change = "change of perplexity_ratio"
+    if change in known:
+        known[change] = [None if end is None else 100 * (end - 1) for end in known[change]]
+    if "top1" in known:
+        known["top1"] = [None if end is None else 100 * end for end in known["top1"]]
     top_p = f"in its top {100 * row.get('top_p', 0.95):g} %"
-
-    def measure(label: str, key: str, factor: float = 1) -> tuple[str, list[float | None]]:
-        found = [row.get(key), *(ends.get(key) or (None, None))]
-        return label, [None if value is None else factor * value for value in found]
-
-    original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]
-    panels = [
-        _whiskers(
-            f"perplexity{name}", [measure("quantized", "perplexity"), ("original", original)]
-        ),
-        _whiskers(f"change of perplexity, %{name}", [("quantized", change)], zero=True),
-        _whiskers(
-            f"KL from the original, nats per token{name}",
-            [measure("all tokens", "kl"), measure(top_p, "top_p_kl")],
-            zero=True,
-        ),
-        _whiskers(f"top-1 agreement, %{name}", [measure("quantized", "top1", 100)]),
-        _whiskers(f"bits per byte{name}", [measure("quantized", "bits_per_byte")]),
+    drawn: list[tuple[str, dict[str, str], bool]] = [
+        ("perplexity", {"perplexity": "quantized", "reference_perplexity": "original"}, False),
+        ("change of perplexity, %", {change: "quantized"}, True),
+        ("KL from the original, nats per token", {"kl": "all tokens", "top_p_kl": top_p}, True),
+        ("top-1 agreement, %", {"top1": "quantized"}, False),
+        ("bits per byte", {"bits_per_byte": "quantized"}, False),
     ]
-    return [panel for panel in panels if panel is not None]
+    return [
+        _whiskers(
+            f"{title}{name}", {labels[key]: known[key] for key in labels if key in known}, zero
+        )
+        for title, labels, zero in drawn
+        if labels.keys() & known.keys()
+    ]
 
 
-def _whiskers(
-    title: str, values: Sequence[tuple[str, Sequence[float | None]]], zero: bool = False
-) -> Panel | None:
-    """Draw values and their intervals one below the other; None if no value is known."""
+def _whiskers(title: str, values: Mapping[str, Sequence[float | None]], zero: bool) -> Panel:
+    """Draw values and their intervals one below the other."""
     series: list[Points] = []
-    names: list[str] = []
-    for label, (value, low, high) in values:
-        if value is not None:
-            place = len(names)
-            ends = [] if low is None or high is None else [(low, high)]
-            series.append(Points([value], [place], color=place, marker="o", x_ends=ends))
-            names.append(f"{label}\n{value:.5g}")
-    if not names:
-        return None
+    names = [f"{label}\n{value:.5g}" for label, (value, *_) in values.items()]
+    for place, (value, low, high) in enumerate(values.values()):
+        ends = [] if low is None or high is None else [(low, high)]
+        series.append(Points([value or 0.0], [place], color=place, marker="o", x_ends=ends))
     if zero:
         line = [-0.5, len(names) - 0.5]
         series.append(Points([0, 0], line, color=GRAY, marker="", line="--"))

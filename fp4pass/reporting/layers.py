@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from .numbers import mean
 
 Facts = dict[str, Any]
 
+# The errors of a layer, and their names in a chart.
+ERRORS = {"weight_error": "weight error", "output_error": "output error"}
+
 # A path such as model.layers.3.self_attn.q_proj: a stack, a depth in it, and a projection.
 _PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<projection>.+)")
 
@@ -23,19 +27,48 @@ _PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<proj
 def layer_facts(row: Row) -> Facts:
     """Return the fields of a row and of its config, and more that the page says of a layer.
 
-    `how` is its scheme in a table, `label` its name in a legend; `stack`, `depth` (None outside
+    `label` is its scheme in a table, `legend` its name in a legend; `stack`, `depth` (None outside
     of a stack) and `projection` are its place in the model. Only this file reads the fields of a
     row.
     """
-    facts = {**row.to_dict(), "how": "", "label": ""}
+    facts = {**row.to_dict(), "label": "", "legend": ""}
     del facts["config"]
     if row.config is not None:
         config = row.config
         # Another library quantized the layer, if there is no method.
         method = "" if config.method is None else config.method_name
-        facts |= {**config.to_dict(), "method": method, "how": config.label}
-        facts["label"] = ", ".join(filter(None, (config.label, method)))
+        facts |= {**config.to_dict(), "method": method, "label": config.label}
+        facts["legend"] = ", ".join(filter(None, (config.label, method)))
     return facts | _place(row.name)
+
+
+def summarize(packed: Sequence[Facts]) -> list[Facts]:
+    """Summarize the layers of each scheme and method; errors are means over layers."""
+    groups: dict[str, list[Facts]] = {}
+    for layer in packed:
+        groups.setdefault(layer["legend"], []).append(layer)
+    same = "legend label scheme fmt block weight_only method".split()
+    return [
+        {
+            **{key: layers[0][key] for key in same},
+            "layers": len(layers),
+            "weights": weights_of(layers),
+            "bits": bits_of(layers),
+            **{error: mean([layer[error] for layer in layers]) for error in ERRORS},
+        }
+        for _, layers in sorted(groups.items())
+    ]
+
+
+def weights_of(layers: Sequence[Facts]) -> int:
+    """Return the number of weights of layers."""
+    return sum(math.prod(layer["shape"]) for layer in layers)
+
+
+def bits_of(layers: Sequence[Facts]) -> float:
+    """Return the mean bits of the weights of layers."""
+    bits = sum(layer["bits"] * math.prod(layer["shape"]) for layer in layers)
+    return float(bits / weights_of(layers))
 
 
 def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
@@ -109,6 +142,5 @@ def _cell(layers: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Facts 
         "layers": list(indices),
         "converted": len(converted),
         "skip_reason": "; ".join(dict.fromkeys(reasons)),
-        "weight_error": mean([layer["weight_error"] for layer in converted]),
-        "output_error": mean([layer["output_error"] for layer in converted]),
+        **{error: mean([layer[error] for layer in converted]) for error in ERRORS},
     }

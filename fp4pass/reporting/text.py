@@ -14,6 +14,7 @@ DASH = "\N{EN DASH}"
 class Measure(NamedTuple):
     """A line of an evaluation. style: of `written`; values: the value, its low and its high end."""
 
+    key: str
     label: str
     style: str
     values: Sequence[float | None]
@@ -38,28 +39,28 @@ def written(value: float | None, style: str) -> str:
 def measures(row: Mapping[str, Any]) -> list[Measure]:
     """Return every measure of a row of `Evaluation.row` that is known."""
     ends, of_original = row["intervals"], row.get("reference_intervals") or {}
-    difference = row.get("difference") or {}
 
-    def of(label: str, style: str, key: str) -> Measure:
-        return Measure(label, style, [row.get(key), *(ends.get(key) or (None, None))])
+    def of(key: str, label: str, style: str) -> Measure:
+        return Measure(key, label, style, [row.get(key), *(ends.get(key) or (None, None))])
 
-    def change(style: str, key: str) -> Measure:
-        found = difference.get(key) or {}
-        return Measure("  change", style, [found.get(end) for end in ("value", "low", "high")])
+    def change(key: str, style: str) -> Measure:
+        found = (row.get("difference") or {}).get(key) or {}
+        values = [found.get(end) for end in ("value", "low", "high")]
+        return Measure(f"change of {key}", "  change", style, values)
 
     original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]
     found = [
-        of("Perplexity", ".4f", "perplexity"),
-        Measure("  of the original", ".4f", original),
-        change("change", "perplexity_ratio"),
-        of("Bits per byte", ".4f", "bits_per_byte"),
-        change("+.4f", "bits_per_byte"),
-        of("KL from the original", ".5f", "kl"),
-        of("99.9 % KL", ".5f", "kl_999"),
-        of(f"KL in its top {100 * row.get('top_p', 0.95):g} %", ".5f", "top_p_kl"),
-        of("Same top token", "percent", "top1"),
-        of("Mean Δp of the right token", "signed", "delta_p"),
-        of("RMS Δp of the right token", "percent", "rms_delta_p"),
+        of("perplexity", "Perplexity", ".4f"),
+        Measure("reference_perplexity", "  of the original", ".4f", original),
+        change("perplexity_ratio", "change"),
+        of("bits_per_byte", "Bits per byte", ".4f"),
+        change("bits_per_byte", "+.4f"),
+        of("kl", "KL from the original", ".5f"),
+        of("kl_999", "99.9 % KL", ".5f"),
+        of("top_p_kl", f"KL in its top {100 * row.get('top_p', 0.95):g} %", ".5f"),
+        of("top1", "Same top token", "percent"),
+        of("delta_p", "Mean Δp of the right token", "signed"),
+        of("rms_delta_p", "RMS Δp of the right token", "percent"),
     ]
     return [each for each in found if each.values[0] is not None]
 

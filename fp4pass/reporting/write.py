@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..core.paths import path_of
@@ -105,26 +104,20 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
     for name, panels in figures.FIGURES.items():
         if pictures and panels(data):
             makers[_picture(page, name)] = partial(figures.draw, data, name)
-    token = secrets.token_hex(4)
-    made = {path: path.with_name(f".{path.name}.fp4pass-new-{token}") for path in makers}
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        for path, make in makers.items():
-            make(made[path])
-        # Pictures of an earlier page, of which this one has none.
-        for path in set(_files(page, pictures)) - set(makers):
-            path.unlink(missing_ok=True)
-        for path, new in made.items():
-            os.replace(new, path)
-    except BaseException as error:
-        for new in made.values():
-            with contextlib.suppress(OSError):
-                new.unlink()
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{page} cannot be written: {error}. Make room, or choose another path."
-            ) from error
-        raise
+        with TemporaryDirectory(prefix=f".{page.name}.fp4pass-new-", dir=page.parent) as new:
+            for path, make in makers.items():
+                make(Path(new, path.name))
+            # Pictures of an earlier page that this one does not have.
+            for path in set(_files(page, pictures)) - set(makers):
+                path.unlink(missing_ok=True)
+            for path in makers:
+                os.replace(Path(new, path.name), path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{page} cannot be written: {error}. Make room, or choose another path."
+        ) from error
     return list(makers)
 
 

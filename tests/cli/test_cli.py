@@ -62,6 +62,7 @@ def test_the_program_in_a_process_of_its_own() -> None:
     assert done.stdout == "\n"
 
 
+@pytest.mark.core
 def test_help_says_what_there_is() -> None:
     text = run("--help").stdout
     assert run().stdout == run("-h").stdout == text
@@ -106,6 +107,7 @@ class _Properties:
     total_memory = 24e9
 
 
+@pytest.mark.core
 def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old GPU, no compiler, a library that is missing; formats that no kernel knows."""
     for name, made in {
@@ -150,6 +152,7 @@ def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
     assert process.returncode == 141
 
 
+@pytest.mark.core
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

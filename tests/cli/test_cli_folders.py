@@ -100,6 +100,7 @@ def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
     assert len(same["layers"]) == len(LINEARS) and not same["failed"]
 
 
+@pytest.mark.core
 def test_inspect_of_stacked_experts(tmp_path: Path) -> None:
     scales = torch.tensor([120, 121, 121, 122], dtype=torch.uint8).repeat(2, 32, 1)
     tensors = {
@@ -219,6 +220,7 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
     ]
 
 
+@pytest.mark.core
 def test_verify_in_words(made: Path) -> None:
     """Of random tokens there is no perplexity to speak of, and a reference may differ."""
     measured = (512, 0.01, 0.001, 1369801.1847, 1234.5678, False)
@@ -391,6 +393,7 @@ def test_compare_measures_every_layer(made: Path) -> None:
     assert len(both["layers"]) == 28 and not both["only_in_first"]
 
 
+@pytest.mark.core
 def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(TINY, tmp_path / name)
@@ -426,6 +429,7 @@ def test_what_is_compared_is_no_mapped_file(tmp_path: Path) -> None:
     assert torch.equal(found, before)
 
 
+@pytest.mark.core
 def test_outputs_that_are_no_numbers_are_mismatches() -> None:
     found = Outputs("text", 1, math.nan, math.nan, math.nan, 1.0, True)
     assert found.mismatches().keys() == {"logits", "KL", "perplexity"}

@@ -50,6 +50,7 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
 
 
+@pytest.mark.core
 def test_help_says_what_there_is() -> None:
     assert "\n  report " in run("--help").stdout
     own = run("report", "--help").stdout

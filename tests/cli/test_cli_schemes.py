@@ -31,6 +31,7 @@ def test_the_command_line_names_the_whole_scheme(tmp_path: Path) -> None:
     assert options.read_recipe(None, None, {"fmt": "nvfp4a16"}).config.scheme == "nvfp4a16"
 
 
+@pytest.mark.core
 def test_a_contradiction_on_the_command_line(tmp_path: Path) -> None:
     both = ("--scheme", "nvfp4a16", "--quantize-inputs")
     refused = run("quantize", TINY, "-o", tmp_path / "c", *both, code=2).stderr
@@ -54,6 +55,7 @@ def test_commands_print_the_scheme(tmp_path: Path) -> None:
     assert " mxfp4 " in run("inspect", tmp_path / "q").stdout
 
 
+@pytest.mark.core
 def test_help_lists_the_common_names_first() -> None:
     text = " ".join(run("quantize", "--help").stdout.split())
     assert "One of nvfp4, nvfp4a16, mxfp4, mxfp4a16, nvfp4_ue4m4" in text

@@ -32,6 +32,7 @@ def words(command: str) -> Any:
     return Words(group.commands[command].params)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("command", "text", "here"),
     [
@@ -67,6 +68,7 @@ def test_arguments_are_options(command: str, text: str, here: str) -> None:
     assert words(command).translate(text) == here
 
 
+@pytest.mark.core
 def test_rules_are_those_of_a_recipe_file(tmp_path: Path) -> None:
     rules = [("*.down_proj", None), ("layers.0", {"fmt": "mxfp4", "weight_only": True})]
     (found,) = re.findall(r"with (\[.*\])\)", words("quantize").translate(f"Give rules={rules}."))
@@ -96,6 +98,7 @@ def messages() -> set[str]:
     return found
 
 
+@pytest.mark.core
 def test_no_error_of_a_command_shows_an_argument() -> None:
     """What is left says how to call fp4pass in Python, where no option does that."""
     from fp4pass.cli.words import CALL

@@ -31,6 +31,7 @@ def dtypes_of_outputs(model: nn.Module) -> set[torch.dtype]:
     return found
 
 
+@pytest.mark.core
 def test_tensors_keep_their_memory(quick: bool) -> None:
     model = language_model()
     before = {name: (t, t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
@@ -61,6 +62,7 @@ def test_what_is_measured_is_computed_in_float32(quick: bool) -> None:
         assert measured == errors
 
 
+@pytest.mark.core
 def test_what_stays_in_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that may cast inside, what is compiled for one dtype, and what is float32."""
     monkeypatch.setattr(computing, "cpu_has_bfloat16", lambda: False)

@@ -44,6 +44,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(count):
     assert narrower >= 0.99 * rounds
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("count", "alone", "ratio"),
     [
@@ -71,6 +72,7 @@ def test_few_units_widen_as_student():
     assert 0.99 < _widened(0.9, 2) < 1
 
 
+@pytest.mark.core
 def test_few_units_give_no_verdict():
     for units in (4, 9, 10):
         sums = documents(np.random.default_rng(1), units, spread=0.01)
@@ -80,6 +82,7 @@ def test_few_units_give_no_verdict():
         assert change.high < 1 and change.significant == (True if units == 10 else None)
 
 
+@pytest.mark.core
 def test_options_change_intervals():
     sums = documents(np.random.default_rng(2), 30)
     low, high = intervals(sums, Bootstrap(resamples=100))["perplexity"]
@@ -100,6 +103,7 @@ def test_many_units_are_resampled_in_parts(monkeypatch):
     )
 
 
+@pytest.mark.core
 def test_sums_without_an_interval():
     sums = documents(np.random.default_rng(3), 8)
     assert intervals(sums[:1], Bootstrap()) == {}
@@ -127,6 +131,7 @@ def test_few_resamples_have_their_range(resamples):
     assert math.isfinite(low) and low <= high and (low == high) == (resamples == 1)
 
 
+@pytest.mark.core
 def test_two_units_have_an_interval():
     sums = documents(np.random.default_rng(6), 2)
     first, second = np.exp(sums[:, NLL] / sums[:, TOKENS])

@@ -49,6 +49,7 @@ def test_output_errors_of_tiny_lm(tiny, activations):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.core
 def test_output_errors_of_conv1d():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -71,6 +72,7 @@ def test_output_errors_of_conv1d():
     assert layers == pytest.approx(weights, rel=1e-3)
 
 
+@pytest.mark.core
 def test_output_errors_of_what_is_not_reached(toy):
     converted = fp4pass.convert(copy.deepcopy(toy), method="naive", rules=[("head", None)])
     errors = output_errors(converted, toy, [torch.randint(1, VOCABULARY, (2, 16))], progress=False)
@@ -78,6 +80,7 @@ def test_output_errors_of_what_is_not_reached(toy):
     assert math.isnan(errors["unused"]) and errors["up"] > 0
 
 
+@pytest.mark.core
 def test_output_errors_refusals(toy):
     converted = fp4pass.convert(copy.deepcopy(toy), method="naive")
     with pytest.raises(StateError, match="no converted linear"):

@@ -47,6 +47,7 @@ def large() -> nn.Module:
     return model
 
 
+@pytest.mark.core
 def test_batches_fit(large, monkeypatch):
     compiled = torch.compile(large, backend="eager")
     head = fp4pass.convert(copy.deepcopy(large), method="naive", rules=[("lm_head", {})])

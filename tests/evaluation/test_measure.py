@@ -87,12 +87,14 @@ def test_a_model_against_itself(tiny):
     assert torch.tensor(found.to_dict(sums=True)["sums"]).shape == (6, len(SUMS))
 
 
+@pytest.mark.core
 def test_documents_that_no_window_reaches_are_no_units(toy):
     text = "ab\n<|doc|>\nc\n<|doc|>\ndefghijk"
     found = fp4pass.evaluate(toy, Tokens(), text, window=2, windows=2, progress=False)
     assert (found.unit, found.units, found.tokens) == ("document", 2, 2)
 
 
+@pytest.mark.core
 def test_text_without_reference_or_progress(toy, capsys):
     text = "abcdefgh" * 10
     found = fp4pass.evaluate(toy, Tokens(), text, window=9, progress=False)
@@ -105,6 +107,7 @@ def test_text_without_reference_or_progress(toy, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.core
 def test_a_token_that_is_ruled_out_adds_nothing(toy):
     ids = torch.randint(1, VOCABULARY, (2, 16))
     with torch.no_grad():
@@ -113,6 +116,7 @@ def test_a_token_that_is_ruled_out_adds_nothing(toy):
     assert (found.kl, found.top1) == (0.0, 1.0)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ruled_out", [1, VOCABULARY - 1])
 def test_what_a_model_rules_out_is_infinitely_far(toy, ruled_out):
     other = copy.deepcopy(toy)
@@ -141,6 +145,7 @@ def test_compiled_models_and_plain_logits(toy):
     assert (found.kl, found.top1) == (pytest.approx(0.0, abs=1e-9), 1.0)
 
 
+@pytest.mark.core
 def test_refusals(toy):
     ids = torch.randint(1, VOCABULARY, (2, 16))
     with pytest.raises(OptionError, match="batch_size: expected at least 1, got 0"):
@@ -230,6 +235,7 @@ def test_a_stride_of_one_window_is_the_default(tiny, held_out):
     assert sliding.perplexity < found.perplexity
 
 
+@pytest.mark.core
 def test_nuclei(toy):
     """Of all tokens, of ties, and of masses that all of them hardly have."""
     ids = torch.randint(1, VOCABULARY, (4, 16))

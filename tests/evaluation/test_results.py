@@ -46,6 +46,7 @@ def test_differences(tiny, held_out):
     assert alone.unit == "document" and (alone.units > 1 or one.significant is None)
 
 
+@pytest.mark.core
 def test_one_window_has_no_interval(toy):
     ids = torch.randint(1, VOCABULARY, (1, 16))
     found = fp4pass.evaluate(toy, None, ids, toy, progress=False)

@@ -50,6 +50,7 @@ def test_normal(scheme: str, dtype: torch.dtype, block: int) -> None:
     assert_judged(x.to(dtype), scheme, block, values=block < 2048)
 
 
+@pytest.mark.core
 @every_scheme
 def test_ties(scheme: str) -> None:
     """Multiples of small numbers: quotients halfway between two values, and next to that."""
@@ -62,6 +63,7 @@ def test_ties(scheme: str) -> None:
             assert_judged(blocks.to(dtype), scheme, 64)
 
 
+@pytest.mark.core
 @every_scheme
 def test_at_every_bound(scheme: str) -> None:
     codebook = CODEBOOKS[scheme]
@@ -72,6 +74,7 @@ def test_at_every_bound(scheme: str) -> None:
     assert_judged(torch.nn.functional.pad(rows, (1, 0), value=-1.0), scheme, 64)
 
 
+@pytest.mark.core
 @every_scheme
 @pytest.mark.parametrize("count", [2, 38, 62, 64, 66, 1000, 4160])
 def test_a_last_block_that_is_not_whole(scheme: str, count: int) -> None:

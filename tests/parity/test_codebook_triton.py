@@ -173,6 +173,7 @@ def test_the_least_absmax_is_that_of_the_reference() -> None:
     assert least == torch.tensor(LEAST_ABSMAX)
 
 
+@pytest.mark.core
 @every_codebook
 def test_values_are_their_own_codes(codebook: Codebook) -> None:
     """The reference itself: a value of the table is nearest to itself."""

@@ -37,6 +37,7 @@ def test_a_codebook_in_other_blocks(block: int) -> None:
     assert torch.equal(state.absmax, blocks.abs().amax(1))
 
 
+@pytest.mark.core
 @every_codebook
 def test_codes_are_the_nearest_values(codebook: Codebook) -> None:
     """By brute force in float64, up to float32 rounding of the quotient."""
@@ -98,6 +99,7 @@ def test_bad_codebooks() -> None:
         Codebook("odd", 4, NF4.values, block=24)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["fp8"]], ids=lambda c: c.name)
 @pytest.mark.parametrize("shape", [(77,), (0,)])
 def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:

@@ -36,6 +36,7 @@ def by_formula(layer: Linear8bitLt, x: Tensor) -> Tensor:
     return y + (x.double() * outliers) @ dense.t() + layer.bias.double()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("threshold", [0.0, 2.5, 6.0])
 @pytest.mark.parametrize("rows", [1, 17, 33])
@@ -99,6 +100,7 @@ def test_rows_are_rounded_to_nearest_even() -> None:
     assert int8_ref.quantize_rows_ref(tiny)[0].abs().max() <= 127
 
 
+@pytest.mark.core
 def test_outliers_are_multiplied_as_they_are() -> None:
     """A column that reaches the threshold costs the others no precision."""
     source, x = linear(), batch(8)
@@ -113,6 +115,7 @@ def test_outliers_are_multiplied_as_they_are() -> None:
     torch.testing.assert_close(alone(x), F.linear(x, alone.weight, alone.bias))
 
 
+@pytest.mark.core
 def test_what_is_not_finite_stays_so() -> None:
     layer = made("int8")
     for value in (float("nan"), float("inf")):

@@ -35,6 +35,7 @@ ONE_OF_EACH = ["nf4", "nvfp4", "mxfp4", "int8"]
 one_of_each = pytest.mark.parametrize("kind", ONE_OF_EACH)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("kind", "dtype", "bias"),
     [
@@ -79,6 +80,7 @@ def test_the_mode_is_that_of_the_linear(training: bool) -> None:
         assert kind.from_linear(source).training == training
 
 
+@pytest.mark.core
 @every_kind
 def test_gradients_are_those_of_the_dense_weight(kind: str) -> None:
     layer = made(kind)
@@ -101,6 +103,7 @@ def test_blocks_of_a_codebook_take_any_width(kind: str, columns: int) -> None:
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 5, columns))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_rows_of_a_format_are_whole_blocks(kind: str) -> None:
     with pytest.raises(ShapeError, match=r"in_features=37 is not a multiple of (16|32).*'nf4'"):
@@ -200,6 +203,7 @@ def test_operators_are_registered_whole() -> None:
         int8(torch.ones(3, 37, dtype=torch.int64))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "nvint4"])
 def test_a_format_is_kept_as_in_a_quantized_linear(kind: str) -> None:
     converted = fp4pass.convert(linear(), kind, "sse", weight_only=True)

@@ -95,6 +95,7 @@ def test_every_start_is_the_best_of_all(kind: str, levels: int) -> None:
         assert abs(error - plain).max() <= 1e-13 * sums.second[-1]
 
 
+@pytest.mark.core
 def test_equal_numbers_count_together() -> None:
     x = numbers("few", 60, 0)
     distinct, count = x.abs().unique(return_counts=True)
@@ -246,6 +247,7 @@ def test_a_worse_codebook_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.format == wanted.format and torch.equal(found.packed, wanted.packed)
 
 
+@pytest.mark.core
 def test_zero_weights_keep_the_format() -> None:
     found = codebook_quantize(torch.zeros(4, 16))
     assert found.format == FORMATS["nvfp4"]

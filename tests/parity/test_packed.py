@@ -54,6 +54,7 @@ def test_other_buffers_are_cast() -> None:
     assert pickle.loads(pickle.dumps(layer)).mask.dtype == torch.float16
 
 
+@pytest.mark.core
 @one_of_each
 def test_layers_go_to_meta_and_come_back(kind: str) -> None:
     layer = made(kind)
@@ -93,6 +94,7 @@ def test_a_move_that_fails_loses_nothing() -> None:
     assert_same_layer(before, layer)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "kind, dtype", [*((kind, torch.float32) for kind in KINDS), ("nvfp4", torch.bfloat16)], ids=str
 )

@@ -61,6 +61,7 @@ def test_results_are_those_of_quantize_blocks(name: str, ending: str) -> None:
     assert torch.equal(two[1], moved[1].movedim(-1, 0))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["nvfp4", "int8", "mxfp6_e2m3"])
 def test_dequantize_takes_values_and_packed_codes(name: str) -> None:
     x = sample(FORMATS[name]).movedim(-1, 1)
@@ -136,6 +137,7 @@ def test_tables_have_all_scales() -> None:
     assert half.tolist() == [126, 129]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_snapping_to_e4m3_is_the_cast(dtype: torch.dtype) -> None:
     table = F.build_fp8_e4m3_scales()

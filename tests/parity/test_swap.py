@@ -80,6 +80,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(K, 64), nn.SiLU(), nn.Linear(64, 64), nn.Linear(64, 37))
 
 
+@pytest.mark.core
 def test_patterns_choose() -> None:
     model = mlp()
     assert swap(model, "int8", include=["0", "3"], exclude="3") == {
@@ -107,6 +108,7 @@ def test_widths_that_do_not_fit_are_reasons_unless_named() -> None:
     assert swap(model, "nf4", include="0")["0"] == "nf4"
 
 
+@pytest.mark.core
 def test_heads_routers_and_tied_weights_must_be_named() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -132,6 +134,7 @@ def test_heads_routers_and_tied_weights_must_be_named() -> None:
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 64)
 
 
+@pytest.mark.core
 def test_shared_weights_share_their_codes() -> None:
     model = mlp()
     model.append(nn.Linear(64, 37))

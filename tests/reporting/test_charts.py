@@ -43,6 +43,7 @@ def test_svg_is_text_that_stands_in_a_page() -> None:
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= ids[0]
 
 
+@pytest.mark.core
 def test_heat_maps_show_numbers_and_what_was_skipped() -> None:
     text = charts.svg(CELLS, "a")
     assert all(f">{word}</text>" in text for word in ("1.00", "12.3", "up", "down", "skipped"))
@@ -75,11 +76,13 @@ def test_png_is_the_same_from_the_same_numbers(tmp_path: Path) -> None:
     assert found[0] == found[1] and found[0].startswith(b"\x89PNG")
 
 
+@pytest.mark.core
 def test_whole_numbers_are_evenly_apart() -> None:
     assert charts.whole_numbers(-3.5, 4.5) == [-3, -2, -1, 0, 1, 2, 3, 4]
     assert charts.whole_numbers(-10, 40, most=6) == [-9, 0, 9, 18, 27, 36]
 
 
+@pytest.mark.core
 def test_maps_of_layers_have_depth_to_the_right() -> None:
     found = {
         "stack": "model.layers",
@@ -96,6 +99,7 @@ def test_maps_of_layers_have_depth_to_the_right() -> None:
     assert cells.ends == (1.0, 25.0)
 
 
+@pytest.mark.core
 def test_whiskers_have_the_intervals_of_their_values() -> None:
     row = {
         "text": "eval.txt",
@@ -116,6 +120,7 @@ def test_whiskers_have_the_intervals_of_their_values() -> None:
     assert kl.series[-1].x == [0, 0] and len(top1.series) == 1
 
 
+@pytest.mark.core
 def test_names_are_as_short_as_they_can_be() -> None:
     names = ["attn.q_proj", "attn.proj", "mlp.proj", "x.mlp.up"]
     assert figures.short_names(names) == ["q_proj", "attn.proj", "mlp.proj", "up"]

@@ -78,7 +78,7 @@ def test_a_folder_is_what_its_report_says(folders: Path, name: str) -> None:
         for key in ("name", "bits", "weight_error", "output_error", "tokens", "skip_reason"):
             assert layer[key] == getattr(row, key), key
         assert layer["shape"] == list(row.shape)
-        assert ("fmt" in layer) == (row.config is not None) == bool(layer["label"])
+        assert ("fmt" in layer) == (row.config is not None) == bool(layer["legend"])
         if row.config is not None:
             # Every field, also those that are to come.
             fields = {**row.config.to_dict(), "method": row.config.method_name}
@@ -139,6 +139,7 @@ def test_scales_and_offsets_are_those_of_the_layers(folders: Path) -> None:
     assert gather(folders / "mixed", reference=original, reference_name=str(TINY)) == data
 
 
+@pytest.mark.core
 def test_naive_is_no_step_from_naive() -> None:
     data = gather(converted(), reference=language_model())
     (row,) = data["offsets"]
@@ -146,6 +147,7 @@ def test_naive_is_no_step_from_naive() -> None:
     assert row["other"] == 0
 
 
+@pytest.mark.core
 def test_sizes_before(folders: Path) -> None:
     dense = sum(p.numel() * p.itemsize for p in language_model().parameters())
     wide = language_model(dtype=torch.float32)
@@ -170,6 +172,7 @@ def test_a_folder_of_another_library(folders: Path) -> None:
     assert known["summary"]["output_error"] is None and known["offsets"]
 
 
+@pytest.mark.core
 def test_places_of_layers() -> None:
     data = gather(stack())
     encoder, decoder = data["maps"]
@@ -201,6 +204,7 @@ def test_projections_have_the_order_of_the_fullest_layer() -> None:
     ]
 
 
+@pytest.mark.core
 def test_a_float_folder_is_no_mapped_file(tmp_path: Path) -> None:
     """Reading it beyond the end of a file that is cut off meanwhile ends the process."""
     shutil.copytree(TINY, tmp_path / "a")
@@ -214,6 +218,7 @@ def test_a_float_folder_is_no_mapped_file(tmp_path: Path) -> None:
     assert torch.equal(found, before)
 
 
+@pytest.mark.core
 def test_a_model_without_depth() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
     data = gather(fp4pass.convert(model.eval(), method="sse", weight_only=True))
@@ -241,6 +246,7 @@ def test_evaluations_are_those_of_the_library() -> None:
         assert ("The original was not evaluated" in said) is not compared
 
 
+@pytest.mark.core
 def test_what_is_not_finite_is_no_number() -> None:
     row = {"text": "t", "windows": 1, "tokens": 5, "unit": "window", "units": 1, "intervals": {}}
     row |= {"confidence": 0.95, "perplexity": 3.0, "kl": math.inf, "reference_perplexity": 2.0}

@@ -100,6 +100,7 @@ def test_the_tables_hold_the_numbers(mixed: tuple[dict[str, Any], str]) -> None:
     assert [row[3] for row in offsets] == shares
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("value", "style", "text"),
     [
@@ -125,6 +126,7 @@ def test_what_is_not_known_is_said(folders: Path, undrawn: None) -> None:
     assert "No linear layer has a number in its name that is a depth" in text
 
 
+@pytest.mark.core
 def test_measures_of_a_text(undrawn: None) -> None:
     change = {"value": 1.5, "low": 1.25, "high": 2.0, "significant": True}
     row = {"text": "t", "windows": 1, "tokens": 5, "unit": "document", "units": 20, "kl": 0.25}
@@ -158,6 +160,7 @@ def test_measures_of_a_text(undrawn: None) -> None:
     assert "no intervals over one window" in render(gather(converted(), evaluations=[alone]))
 
 
+@pytest.mark.core
 def test_names_are_text_and_not_markup(undrawn: None) -> None:
     data = gather(converted(), name="<img src=x onerror=alert(1)></script>")
     text = render(data)

@@ -67,6 +67,7 @@ def test_inputs_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(scale(inputs=X), whole)
 
 
+@pytest.mark.core
 def test_a_row_of_blocks_may_be_flat() -> None:
     """[N * J, n] and [2, N / 2, J, n] are [N, J, n]; orders in which they are not are refused."""
     fmt = FORMATS["nvfp4"]
@@ -80,6 +81,7 @@ def test_a_row_of_blocks_may_be_flat() -> None:
         quantize_blocks(x[:23].transpose(0, 1), objective="hessian", inputs=X)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.key)
 def test_packed_codes_stand_for_the_values(fmt: Format) -> None:
     x = sample(fmt)

@@ -11,6 +11,7 @@ from fp4pass import functional as F
 from fp4pass.errors import DtypeError, ShapeError
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("shape", [(6, 48), (6, 3, 16)])
 def test_metrics_are_the_norms(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -45,6 +46,7 @@ def test_metrics_of_float64_are_in_float64() -> None:
     assert F.error_metrics(W, W + 1e-12)["weight_error"] == pytest.approx(12**0.5 * 1e-12, rel=1e-3)
 
 
+@pytest.mark.core
 def test_errors_say_what_was_expected() -> None:
     W = torch.ones(2, 3)
     with pytest.raises(ShapeError, match=r"of one shape.*got \(2, 3\) and \(3, 2\)"):

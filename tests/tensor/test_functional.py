@@ -89,6 +89,7 @@ def test_scales_are_the_best_of_all(fmt: Format, global_scale: Any, objective: s
     check_best(fmt, objective, global_scale)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=IDS)
 def test_never_worse_than_naive(fmt: Format) -> None:
     x, X = sample(fmt), inputs(fmt)
@@ -112,6 +113,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_naive_is_what_is_published(name: str) -> None:
     fmt = FORMATS[name]
@@ -125,6 +127,7 @@ def test_naive_is_what_is_published(name: str) -> None:
     assert torch.equal(found.values().double(), rounded(x / steps.unsqueeze(-1), name))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("power", [-126, -30, -1, 0, 1, 13, 127])
 def test_exponents_at_powers_of_two_are_exact(power: int) -> None:
     """Where the log2 of float32 may land on either side."""
@@ -137,6 +140,7 @@ def test_exponents_at_powers_of_two_are_exact(power: int) -> None:
     assert steps.log2().tolist() == [max(e, -126) for e in wanted]
 
 
+@pytest.mark.core
 @every_objective
 @pytest.mark.parametrize("key", ["nvfp4", "mxfp4", "nvint4", "int8:64"])
 def test_zero_blocks_have_the_smallest_scale(key: str, objective: str) -> None:
@@ -149,6 +153,7 @@ def test_zero_blocks_have_the_smallest_scale(key: str, objective: str) -> None:
     assert found.dequantize().isfinite().all() and found.steps().isfinite().all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["nvfp4", "nvint4"])
 def test_scales_saturate(name: str) -> None:
     """Naive scales are at most 448, not NaN, and at least 2^-9, not 0."""
@@ -177,6 +182,7 @@ def test_ties_go_to_the_even_code() -> None:
     assert integers[0, :6].tolist() == [7.0, 0.0, 2.0, 2.0, -2.0, -4.0]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_the_search_of_a_layer_finds_the_same(columns: int) -> None:
     """The same bits as a layer's search with the block Hessians of its calibration."""
@@ -202,6 +208,7 @@ def test_the_search_refuses_hessians_narrower_than_a_block() -> None:
     assert torch.equal(by_hessian, by_squares)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("g", [2.0**-126, 2.0**126, 3e-38, 7e37])
 def test_extreme_global_scales_stay_finite(g: float) -> None:
     for size in (2.0**-140, 1.0, 2.0**120):

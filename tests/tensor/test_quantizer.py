@@ -64,6 +64,7 @@ def in_format(x: Tensor, scheme: str, **options: Any) -> QuantState:
     return state
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scheme, dtype", ROUND_TRIPS, ids=str)
 def test_round_trip(scheme: str, dtype: torch.dtype) -> None:
     x = normal(6, 256, dtype=dtype)
@@ -80,6 +81,7 @@ def test_round_trip(scheme: str, dtype: torch.dtype) -> None:
 SHAPES = [(), (1,), (7,), (130,), (3, 33), (2, 3, 65), (64, 1)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", ["nf4", "fp8", "nvfp4", "mxfp6_e2m3", "int8"])
 def test_any_shape_has_a_last_partial_block(scheme: str, shape: tuple[int, ...]) -> None:
@@ -98,6 +100,7 @@ def test_any_shape_has_a_last_partial_block(scheme: str, shape: tuple[int, ...])
         assert state.qdata.shape[-1] * 8 == blocks * fmt.block * fmt.element.bits
 
 
+@pytest.mark.core
 @every_scheme
 def test_zeros_stay_zero(scheme: str) -> None:
     x = normal(4, 128)
@@ -106,6 +109,7 @@ def test_zeros_stay_zero(scheme: str) -> None:
     assert not fp4pass.dequantize(fp4pass.quantize(torch.zeros(3, 70), scheme)).any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_a_format_is_that_of_its_method(scheme: str) -> None:
     """A matrix is quantized as a weight is; rows that are no whole blocks are padded."""
@@ -180,6 +184,7 @@ def test_a_file_is_read_before_anything_is_made_of_it(
     assert torch.equal(found.qdata, state.qdata) and torch.equal(found.scale, state.scale)
 
 
+@pytest.mark.core
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
 
@@ -228,6 +233,7 @@ def test_a_flipped_bit_is_never_another_tensor(scheme: str, tmp_path: Path) -> N
             load_state(path)
 
 
+@pytest.mark.core
 def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     fp4pass.quantize(normal(64), "nvfp4").save(path)
@@ -243,6 +249,7 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
         load_state(path)
 
 
+@pytest.mark.core
 def test_values_are_multiplied_by_the_global_scale_itself() -> None:
     """And not divided by its reciprocal, which is rounded."""
     for number in (0.1, 0.3, 0.7):
@@ -254,12 +261,14 @@ def test_values_are_multiplied_by_the_global_scale_itself() -> None:
         assert torch.equal(fp4pass.dequantize(state), wanted.flatten(1))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scheme", ["nf4", "nvfp4", "mxfp4"])
 def test_it_moves(scheme: str) -> None:
     moved = fp4pass.quantize(normal(3, 64, dtype=torch.bfloat16), scheme).to("meta")
     assert fp4pass.dequantize(moved).device.type == "meta"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
