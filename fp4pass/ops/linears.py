@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
+
 from ..core.packing import PackedWeight
-from ..kernels.linear.naive import linear_group_ref, linear_quantized_group_ref, linear_quantized_ref, linear_ref
+from ..kernels.linear.naive import (
+    linear_group_ref,
+    linear_quantized_group_ref,
+    linear_quantized_ref,
+    linear_ref,
+)
 from .activations import rotate
 from .checks import require_compute, require_float
 from .registration import Backward, operator, save_product
 from .weights import dequantize
-from collections.abc import Callable, Sequence
-from torch import Tensor
-from typing import Any
 
 
 def _product(x: Tensor, weight: PackedWeight) -> Tensor:

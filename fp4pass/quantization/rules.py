@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Container, Iterable, Sequence
+
+from torch import fx, nn
+
 from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
 from .._compat.transformers_loading import names_in_model
 from ..config import Rule
@@ -11,8 +15,6 @@ from ..errors import RuleError, nearest
 from ..graph.match import weight_readers
 from ..stacks import caller_of
 from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
-from collections.abc import Container, Iterable, Sequence
-from torch import fx, nn
 
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; a rule can take it"

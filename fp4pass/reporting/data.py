@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.progress import track
@@ -15,9 +19,6 @@ from ..tensor_cores import tensor_core_note
 from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
 from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 # The fields of an evaluation that the page needs.
 _SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..dequantize.naive import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.naive import ACTIVATIONS, Quantize, quantize_ref
 from ..statistics.naive import observe_full_ref, observe_ref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from torch import Tensor
 
 
 @dataclass(frozen=True)
