@@ -269,8 +269,12 @@ def _crossing(
     if not (hasattr(record, "_fields") or is_dataclass(record)):
         return [parameter], None
     prefix = "".join(parameter.name.rpartition("_")[:2])
+
+    def of(field: Any) -> Any:
+        return Sequence[field] if columns else field
+
     flat = [
-        parameter.replace(name=prefix + name, annotation=Sequence[kind] if columns else kind)
+        parameter.replace(name=prefix + name, annotation=of(kind))
         for name, kind in get_type_hints(record).items()
     ]
     return flat, partial(_rows_of, record) if columns else record
