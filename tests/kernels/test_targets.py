@@ -32,6 +32,7 @@ import fp4pass.kernels
 from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
+from fp4pass.kernels.attention.rotary_triton import rotary_write_triton
 from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
 from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import supports
@@ -50,7 +51,6 @@ from fp4pass.kernels.quantize.triton import (
     dynamic_global_scale_triton,
     quantize_triton,
 )
-from fp4pass.kernels.rotary.triton import rotary_write_triton
 from fp4pass.kernels.rotate.reference import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
