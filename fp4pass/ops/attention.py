@@ -1,12 +1,11 @@
-"""Attention of few queries."""
+"""Declare attention of few queries, and the rotary write before it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention.naive import attention_ref, attention_span_ref
-from ..kernels.rotary.naive import rotary_write_ref
+from ..kernels.attention.naive import attention_ref, attention_span_ref, rotary_write_ref
 from .registration import operator
 
 
@@ -27,7 +26,7 @@ attention = operator(
 )
 rotary_write = operator(
     rotary_write_ref,
-    triton="kernels.rotary.triton:rotary_write_triton",
+    triton="kernels.attention.rotary_triton:rotary_write_triton",
     shapes=lambda q: q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])),
     mutates=("keys", "values"),
 )

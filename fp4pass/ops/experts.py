@@ -1,4 +1,4 @@
-"""Operators that multiply the rows of a mixture and the packed weights of their experts."""
+"""Declare the operators that multiply the rows of a mixture and their packed experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that multiply activations and packed weights."""
+"""Declare the operators that multiply activations and packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an operator is declared: once, by its reference, with everything else named beside it."""
+"""Declare an operator once: by its reference, with everything else named beside it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def save_product(ctx: Any, inputs: Sequence[Any], tensors: Sequence[Any], bias: 
 
 
 class Operator:
-    """What runs when `torch.ops.fp4pass.<name>` is called."""
+    """Implementations and checks behind `torch.ops.fp4pass.<name>`."""
 
     def __init__(
         self,

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4pass.kernels.attention.naive import attention_ref, attention_span_ref
+from fp4pass.kernels.attention.naive import attention_ref, attention_span_ref, rotary_write_ref
+from fp4pass.kernels.attention.rotary_triton import rotary_write_triton
 from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
-from fp4pass.kernels.rotary.naive import rotary_write_ref
-from fp4pass.kernels.rotary.triton import rotary_write_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

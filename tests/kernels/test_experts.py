@@ -12,7 +12,15 @@ from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import DTYPES, cases, flat
-from kernels.test_linear_triton import DEVICE, GPU, numbers, weight
+from kernels.exact import (
+    DEVICE,
+    GPU,
+    assert_each_kernel_waits,
+    assert_rounded,
+    numbers,
+    products,
+    weight,
+)
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -56,32 +64,9 @@ def routed(tokens: int, k: int, experts: int, seed: int = 0) -> Tensor:
     return ids.to(DEVICE)
 
 
-def check(
-    y: Tensor, x: Tensor, ids: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, fmt: Format
-) -> None:
-    """One rounding of y's dtype and float32 sums of K products, against float64."""
-    packed, scale, stored = weights
-    assert y.is_contiguous() and y.shape == (*ids.shape, packed.shape[1])
-    rows = x.double() if x.ndim == 3 else x.double().unsqueeze(1).expand(*ids.shape, -1)
-    exact = torch.zeros(y.shape, dtype=torch.float64, device=y.device)
-    mass = exact.clone()
-    for expert in range(len(packed)):
-        pairs = torch.where(ids == expert)
-        dense = dequantize_ref(packed[expert], scale[expert], None, fmt, torch.float64)
-        if stored is not None:
-            dense = dense * fmt.global_scale_of(stored[expert].item())
-        exact[pairs] = rows[pairs] @ dense.t()
-        mass[pairs] = rows[pairs].abs() @ dense.abs().t()
-        if bias is not None:
-            exact[pairs] += bias[expert].double()
-            mass[pairs] += bias[expert].double().abs()
-    sums = (x.shape[-1] + 4) * 2.0**-23 * mass
-    limits = torch.finfo(y.dtype)
-    least = limits.smallest_normal * limits.eps
-    rounding = (limits.eps / 2 * (exact.abs() + sums)).clamp(min=least)
-    error = (y.double() - exact).abs()
-    assert (error <= sums + rounding).all(), (error / (sums + rounding)).max()
-    assert not y[(ids < 0) | (ids >= len(packed))].any()
+def check(y: Tensor, x: Tensor, ids: Tensor, stored: PackedWeight, fmt: Format) -> None:
+    assert_rounded(y, *products(x, ids, stored, fmt), x.shape[-1])
+    assert not y[(ids < 0) | (ids >= len(stored.packed))].any()
 
 
 def run(
@@ -113,7 +98,7 @@ def run(
         stored = PackedWeight(*weights, bias)
         module.multiply(words, None, None, ids, stored, y, not each, dtype, fmt, tiles)
     assert y.dtype == dtype
-    check(y, x, ids, weights, bias, fmt)
+    check(y, x, ids, PackedWeight(*weights, bias), fmt)
     return y
 
 
@@ -359,11 +344,4 @@ class TestGpu:
                 x = (y.sum(1) * 2.0**-12).tanh()
             return x
 
-        expected = chain(torch.cuda.synchronize)
-        assert expected.isfinite().all() and expected.any()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = chain(lambda: None)
-        for _ in range(5):
-            graph.replay()
-        assert torch.equal(y, expected)
+        assert_each_kernel_waits(chain, eager=False)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import starmap
-
 import pytest
 import torch
-from kernels.cases import flat
-from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
-from kernels.test_linear_triton import DEVICE, GPU, numbers
-from torch import Tensor
-
+from collections.abc import Callable
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
@@ -22,6 +15,10 @@ from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch
 from fp4pass.kernels.linear.decode_triton import arranged
+from kernels.cases import flat
+from kernels.exact import DEVICE, GPU, assert_each_kernel_waits, numbers, products
+from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
+from torch import Tensor
 
 experts_mixture_triton = flat("experts_mixture")
 
@@ -31,33 +28,14 @@ SILU = Gate("silu")
 LIMITED = Gate("silu", interleaved=True, slope=1.702, shift=1.0, limit=0.7)
 NVFP4, MXFP4 = get_format("nvfp4"), get_format("mxfp4")
 
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def exact(x: Tensor, ids: Tensor, weights: Weights, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Products [T, k, N] of x [T, K] or [T, k, K] in float64, and of magnitudes."""
-    packed, scale, stored, bias = weights
-    rows = x if x.ndim == 3 else x.unsqueeze(1).expand(*ids.shape, -1)
-    y = x.new_zeros((*ids.shape, packed.shape[1]))
-    mass = y.clone()
-    for expert in range(len(packed)):
-        pairs = torch.where(ids == expert)
-        dense = dequantize_ref(packed[expert], scale[expert], None, fmt, torch.float64)
-        if stored is not None:
-            dense = dense * fmt.global_scale_of(stored[expert].item())
-        own = dense.new_zeros(len(dense)) if bias is None else bias[expert].double()
-        y[pairs] = rows[pairs] @ dense.t() + own
-        mass[pairs] = rows[pairs].abs() @ dense.abs().t() + own.abs()
-    return y, mass
-
 
 def check(
-    found: Tensor, x: Tensor, ids: Tensor, routing: Tensor, both: tuple[Weights, Weights],
+    found: Tensor, x: Tensor, ids: Tensor, routing: Tensor, both: tuple[PackedWeight, PackedWeight],
     gate: Gate, fmt: Format,
 ) -> None:  # fmt: skip
     """Float32 sums, and roundings to bfloat16 of what is between the products and of products."""
     half, float32 = 2.0**-8, 2.0**-23
-    product, mass = exact(x.double(), ids, both[0], fmt)
+    product, mass = products(x, ids, both[0], fmt)
     h = gate(product)
     # By how much gates move: silu has slopes up to 1.1, and 1.1 |g| is more than it is.
     slack = (x.shape[1] + 4) * float32 * mass
@@ -67,8 +45,8 @@ def check(
     g, up, of_g, of_up = parts
     moved = 1.1 * (up.abs() + gate.shift) * of_g + 1.1 * g.abs() * of_up + 16 * float32 * h.abs()
     moved = moved + half * (h.abs() + moved)
-    y, mass = exact(h, ids, both[1], fmt)
-    _, carried = exact(moved, ids, (*both[1][:3], None), fmt)
+    y, mass = products(h, ids, both[1], fmt)
+    _, carried = products(moved, ids, both[1]._replace(bias=None), fmt)
     error = carried + (h.shape[-1] + 4) * float32 * (mass + carried)
     error = error + half * (y.abs() + error)
     weights = routing.double().unsqueeze(-1)
@@ -92,8 +70,8 @@ def run(
 ) -> Tensor:
     bias = [numbers(experts, n) if biased else None for n in (2 * inner, hidden)]
     both = (
-        (*stack(fmt, experts, 2 * inner, hidden), bias[0]),
-        (*stack(fmt, experts, hidden, inner), bias[1]),
+        PackedWeight(*stack(fmt, experts, 2 * inner, hidden), bias[0]),
+        PackedWeight(*stack(fmt, experts, hidden, inner), bias[1]),
     )
     x = numbers(len(ids), hidden, dtype=torch.bfloat16) * 0.125
     routing = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2))
@@ -103,7 +81,7 @@ def run(
         options = (gate.activation, gate.interleaved, gate.slope, gate.shift, gate.limit)
         out = experts_mixture_triton(x, ids, routing, *both[0], *both[1], *options, fmt)
     else:
-        mix(x, ids, routing, out, *starmap(PackedWeight, both), gate, fmt, (tiles, tiles))
+        mix(x, ids, routing, out, *both, gate, fmt, (tiles, tiles))
     check(out, x, ids, routing, both, gate, fmt)
     return out
 
@@ -142,13 +120,13 @@ def test_every_kernel(case: str) -> None:
 def test_steps_of_two_widths() -> None:
     """What is between the products is sorted for the second, and filled up with zeros."""
     fmt, ids = NVFP4, routed(9, 2, 5)
-    both = tuple((*stack(fmt, 5, n, k), None) for n, k in ((352, 64), (64, 176)))
+    both = tuple(PackedWeight(*stack(fmt, 5, n, k)) for n, k in ((352, 64), (64, 176)))
     x, routing = numbers(9, 64, dtype=torch.bfloat16), torch.ones(9, 2, device=DEVICE)
     tiles = ExpertTiles(16, 64, 16, 4, 3), ExpertTiles(16, 32, 8, 4, 3)
     found = []
     for each in (tiles, tiles[::-1]):
         out = x.new_empty((9, 64))
-        mix(x, ids, routing, out, *starmap(PackedWeight, both), SILU, fmt, each)
+        mix(x, ids, routing, out, *both, SILU, fmt, each)
         check(out, x, ids, routing, both, SILU, fmt)
         found.append(out)
     assert torch.allclose(*found, rtol=0.02, atol=0.02 * found[1].abs().max())
@@ -242,11 +220,4 @@ class TestGpu:
                 x = y.tanh()
             return x
 
-        expected = chain(torch.cuda.synchronize)
-        assert expected.isfinite().all() and expected.any()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = chain(lambda: None)
-        for _ in range(5):
-            graph.replay()
-        assert torch.equal(y, expected)
+        assert_each_kernel_waits(chain, eager=False)

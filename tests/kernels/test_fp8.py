@@ -17,7 +17,7 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import operands
-from fp4pass.kernels.fp8.triton import TILES, tiles_of
+from fp4pass.kernels.fp8.triton import SIZES, tiles_of
 from fp4pass.methods import search_scales
 
 linear_ref, linear_quantized_ref = (
@@ -204,7 +204,7 @@ def test_operands_have_the_bits_of_the_reference(
         padded[:, :columns] = bits(values)
         return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
 
-    for group in {each.words for each in TILES}:
+    for group in {each.words for each in SIZES}:
         found, of_codes = operands(x, as_weight(weight), fmt, group)
         assert torch.equal(bits(found.values), in_groups(expected[0], group))
         assert torch.equal(found.factors.cpu(), expected[1])

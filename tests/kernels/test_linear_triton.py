@@ -15,6 +15,15 @@ from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import DTYPES, cases, flat, formats_and_dtypes
+from kernels.exact import (
+    DEVICE,
+    GPU,
+    assert_each_kernel_waits,
+    assert_rounded,
+    numbers,
+    products,
+    weight,
+)
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -30,29 +39,8 @@ linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized"
 linear_group_triton = flat("linear_group")
 linear_quantized_group_triton = flat("linear_quantized_group")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device"),
-]
-
 # numpy, in the interpreter, says when a product leaves float32.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def weight(fmt: Format, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and scale bits around 1; of scales with mantissas, subnormal ones as well."""
-    generator = torch.Generator().manual_seed(seed)
-    first, last = (1, 90) if fmt.scale.subnormal else (110, 135)
-    packed = torch.randint(256, (n, k // 2), dtype=torch.uint8, generator=generator)
-    shape = (n, k // fmt.block)
-    scale = torch.randint(first, last, shape, dtype=torch.uint8, generator=generator)
-    return packed.to(DEVICE), scale.to(DEVICE)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def empty(dtype: torch.dtype) -> torch.Tensor:
@@ -61,21 +49,15 @@ def empty(dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(y, x, packed, scale, divisors, bias, fmt) -> None:
-    """One rounding of y's dtype and float32 sums of K products, against float64."""
-    assert y.is_contiguous() and y.shape == (*x.shape[:-1], len(packed))
-    dense = dequantize_ref(packed, scale, None, fmt, torch.float64)
+    """A linear is a stack of one matrix; the global scales of both operands multiply."""
     factor = math.prod(fmt.global_scale_of(d.item()) for d in divisors if d is not None)
-    exact = x.double() @ dense.t() * factor
-    mass = x.double().abs() @ dense.abs().t() * factor
-    if bias is not None:
-        exact, mass = exact + bias.double(), mass + bias.double().abs()
-    # Tensor cores truncate what float32 would round.
-    sums = (x.shape[-1] + 4) * 2.0**-23 * mass
-    limits = torch.finfo(y.dtype)
-    least = limits.smallest_normal * limits.eps
-    rounding = (limits.eps / 2 * (exact.abs() + sums)).clamp(min=least)
-    error = (y.double() - exact).abs()
-    assert (error <= sums + rounding).all(), (error / (sums + rounding)).max()
+    stored = torch.tensor([fmt.global_scale_of(factor)], dtype=torch.float64)
+    rows = x.reshape(-1, x.shape[-1])
+    ids = torch.zeros(len(rows), 1, dtype=torch.int64, device=DEVICE)
+    one = PackedWeight(packed[None], scale[None], stored, None if bias is None else bias[None])
+    exact, mass = products(rows, ids, one, fmt)
+    shape = (*x.shape[:-1], len(packed))
+    assert_rounded(y, exact.view(shape), mass.view(shape), x.shape[-1])
 
 
 def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tensor:
@@ -500,15 +482,7 @@ class TestGpu:
                     x = x.tanh()
             return x
 
-        expected = chain(torch.cuda.synchronize)
-        assert expected.isfinite().all() and expected.any()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = chain(lambda: None)
-        for _ in range(5):
-            graph.replay()
-        assert torch.equal(y, expected)
-        assert torch.equal(chain(lambda: None), expected)
+        assert_each_kernel_waits(chain, eager=True)
 
     def test_graphs_and_streams(self) -> None:
         fmt = get_format("nvfp4")

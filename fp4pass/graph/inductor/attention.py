@@ -1,4 +1,4 @@
-"""The pass that has few queries read a cache of keys and values in place.
+"""Have few queries read a cache of keys and values in place.
 
 Attention of grouped heads is computed from copies of keys and values, one for each head, and over
 all of a static cache, with a mask that says what of it is filled.

@@ -1,4 +1,4 @@
-"""Products in graphs for a CPU: C++ that Inductor compiles with the graph."""
+"""Lower products for a CPU to C++ that Inductor compiles with the graph."""
 
 from __future__ import annotations
 

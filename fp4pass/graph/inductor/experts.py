@@ -1,4 +1,4 @@
-"""The pass that makes one call of all that the experts of a mixture compute.
+"""Make one call of all that the experts of a mixture compute.
 
 That is both products, the gate between them and the weighted sum over the experts of a token.
 """

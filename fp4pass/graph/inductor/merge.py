@@ -1,4 +1,4 @@
-"""Passes over functional graphs that merge calls: equal ones, and products of one input."""
+"""Merge calls of functional graphs: equal ones, and products of one input."""
 
 from __future__ import annotations
 

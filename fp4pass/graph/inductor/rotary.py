@@ -1,4 +1,4 @@
-"""The pass that makes one call of what is between the products of a layer and its attention.
+"""Make one call of what is between the products of a layer and its attention.
 
 That is the norms of heads, where there are some, the rotary embedding, and the write of keys and
 values into a static cache. It follows `fuse_attention`, whose calls it starts from.

@@ -1,1 +1,1 @@
-"""Attention of few queries over a cache of keys and values."""
+"""Attend with few queries to a cache of keys and values, and write to it before."""

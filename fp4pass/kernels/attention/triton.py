@@ -1,4 +1,4 @@
-"""Attention of few queries on a GPU, with the keys split over programs (docs/kernels.md)."""
+"""Attend with few queries on a GPU, the keys split over programs (docs/kernels.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled functions of kernels.cpp: whether there are any, and how they are called."""
+"""Compile, load and call the functions of kernels.cpp."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Grid(ctypes.Structure):
 
 
 class Rounding(ctypes.Structure):
-    """How a block of activations is rounded, as kernels.cpp has it."""
+    """Rules by which a block of activations is rounded, as kernels.cpp has them."""
 
     _fields_ = [
         ("element", Grid),

@@ -1,4 +1,4 @@
-"""The kernels of products with packed experts (docs/kernels.md)."""
+"""Multiply packed experts in Triton kernels (docs/kernels.md)."""
 
 from __future__ import annotations
 

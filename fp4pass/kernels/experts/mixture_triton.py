@@ -1,4 +1,4 @@
-"""All that the experts of a mixture compute, in as few launches as there are dependences."""
+"""Compute all experts of a mixture in one launch for each step that waits for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products of a mixture's experts: a loop over those that were chosen."""
+"""Multiply the rows of a mixture and their experts in a loop over the chosen experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..statistics.naive import observe_full_ref, observe_ref
 
 @dataclass(frozen=True)
 class Gate:
-    """What is between two products: `activation(gate) * (up + shift)`.
+    """The step between two products: `activation(gate) * (up + shift)`.
 
     Attributes:
         activation: a name of ACTIVATIONS.

@@ -1,4 +1,4 @@
-"""Inputs of experts with a global scale each, to codes and scale bits: a lane takes a block."""
+"""Quantize the inputs of experts that have a global scale each: a lane takes a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of tokens and experts in the order of the experts, in tiles of rows, in one launch."""
+"""Sort pairs of tokens and experts by expert, and cut them into tiles, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the products of experts are cut into programs, by their shape: measured on an H200."""
+"""Cut the products of experts into programs by their shape, as measured on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of a mixture's experts on a GPU, weights decoded in the kernels (docs/kernels.md)."""
+"""Multiply a mixture's experts on a GPU, decoded in the kernels (docs/kernels.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and codes rounded to E4M3 in registers."""
+"""Round numbers and codes to E4M3 in registers."""
 
 from __future__ import annotations
 

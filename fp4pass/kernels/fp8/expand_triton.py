@@ -1,4 +1,4 @@
-"""Rows as E4M3 with their factors, for a product of which both operands are dense."""
+"""Round rows to E4M3 with their factors, for products of two dense operands."""
 
 from __future__ import annotations
 

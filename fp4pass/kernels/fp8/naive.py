@@ -1,4 +1,4 @@
-"""Products of E4M3 operands with a factor for each row."""
+"""Multiply E4M3 operands with a factor for each row."""
 
 from __future__ import annotations
 

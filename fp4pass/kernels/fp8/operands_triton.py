@@ -1,4 +1,4 @@
-"""What a product needs that decodes its weight: rows of x as E4M3, and powers of the weight."""
+"""Round rows of x to E4M3, and find the powers by which a product decodes its weight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Powers(NamedTuple):
-    """What a product needs to decode a packed weight."""
+    """Powers and factors by which a product decodes a packed weight."""
 
     powers: Tensor  # float32 [N], what codes times scales are multiplied by
     factors: Tensor  # float32 [N], what products are multiplied by

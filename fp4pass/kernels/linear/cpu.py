@@ -1,4 +1,4 @@
-"""Linear layers on packed weights in C++: few rows on the codes, many on a tile at a time."""
+"""Multiply packed weights in C++: few rows by the codes, many by one dense tile at a time."""
 
 from __future__ import annotations
 

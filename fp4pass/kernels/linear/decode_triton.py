@@ -1,4 +1,4 @@
-"""The operands of products: codes decoded in registers, and x sorted to follow their columns."""
+"""Make the operands of products: decode codes in registers, and sort x to follow their columns."""
 
 from __future__ import annotations
 

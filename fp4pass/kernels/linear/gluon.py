@@ -1,4 +1,4 @@
-"""The kernels in Gluon: where they multiply packed weights, and their launches."""
+"""Choose where the kernels in Gluon multiply packed weights, and launch them."""
 
 from __future__ import annotations
 

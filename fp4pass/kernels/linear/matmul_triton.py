@@ -1,4 +1,4 @@
-"""The kernels of products with packed weights (docs/kernels.md)."""
+"""Multiply packed weights in Triton kernels (docs/kernels.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: dequantize, then one dense product."""
+"""Compute linear layers on packed weights: dequantize, then one dense product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row times packed weights, in Gluon: a column of the tensor cores for each block of codes."""
+"""Multiply one row in Gluon: each block of codes has a column of the tensor cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PTX that decodes codes in registers."""
+"""Write the PTX that decodes codes in registers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a product is cut into programs, by its shape: measured on an H200."""
+"""Cut products into programs by their shape, as measured on an H200."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MANY = 8192
 
 @dataclass(frozen=True, repr=False)
 class Tiles(Record):
-    """How a product is cut: programs of `n` weights by `m` rows of x. Kernels read it as TILES."""
+    """Sizes of the programs of a product: `n` weights by `m` rows of x. Kernels read them as TILES."""
 
     __hash__ = Record.__hash__
 

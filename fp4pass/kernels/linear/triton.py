@@ -1,4 +1,4 @@
-"""Linear layers on packed weights on a GPU, decoded in the kernel or dense (docs/kernels.md)."""
+"""Compute linear layers on packed weights on a GPU, decoded in the kernel or dense."""
 
 from __future__ import annotations
 

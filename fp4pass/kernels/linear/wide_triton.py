@@ -1,4 +1,4 @@
-"""A product by warp-group instructions that take decoded weights from registers.
+"""Multiply by warp-group instructions that take decoded weights from registers.
 
 Each operand of weights has registers of its own, so that one is decoded while the tensor cores
 multiply the one before it; x comes through a ring in shared memory.

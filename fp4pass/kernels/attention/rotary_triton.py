@@ -1,4 +1,4 @@
-"""Norms of heads, rotary embedding and the write into a cache on a GPU."""
+"""Norm heads, rotate them and write them into a cache on a GPU."""
 
 from __future__ import annotations
 

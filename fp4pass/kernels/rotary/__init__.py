@@ -1,1 +1,0 @@
-"""Norms of heads, rotary embedding and the write into a cache, at once."""
