@@ -188,7 +188,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
 
 
 class Watched:
-    """What an attention module is given as its cache, so that `seen` gets keys and values."""
+    """A cache for an attention module that shows `seen` its keys and values."""
 
     def __init__(self, cache: Any, seen: Callable[[Tensor, Tensor], None]) -> None:
         self.cache, self.seen = cache, seen

@@ -1,4 +1,4 @@
-"""What is right in a folder: checksums, shapes, numbers, and what its readers make of its names."""
+"""Check a folder: its checksums, shapes and numbers, and the names that others match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md of a checkpoint: what the model is, how it was made and measured, how to load it."""
+"""Write README.md of a folder: the model, its making, its errors, and how to load it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COMMANDS = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a card says of the weights of a folder.
+    """The facts of a folder that its card shows.
 
     Attributes:
         layout: the name of its layout.
@@ -60,7 +60,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card says beside the report.
+    """The facts of a model that its card shows beside the report.
 
     Attributes:
         name: of its repository on a hub, or "".

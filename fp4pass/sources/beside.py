@@ -47,7 +47,7 @@ def copy_beside(source: Path, target: Path, written: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What comes along with a model.
+    """The tokenizer and the source that come along with a model.
 
     Attributes:
         tokenizer: a tokenizer or processor, None where the source has it.
