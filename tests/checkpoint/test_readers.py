@@ -91,6 +91,7 @@ def test_layers_that_engines_fuse_have_one_scheme(
         assert torch.equal(fp4pass.load(tmp_path / "q")(ids).logits, model(ids).logits)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("layout", "formats", "architecture", "problem", "wanted"),
     [
