@@ -1,4 +1,4 @@
-"""Float models, their configs and tokenizers, of a folder or a hub id."""
+"""Load float models, their configs and tokenizers, from a folder or a hub id."""
 
 from __future__ import annotations
 

@@ -94,6 +94,14 @@ def model_from_config(cls: Any, config: Any) -> nn.Module:
     return cls._from_config(config)
 
 
+def meta_model(cls: Any, config: Any) -> Any:
+    """Return the float model of a class that a config makes, without memory."""
+    own = copy.deepcopy(config)
+    own.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        return model_from_config(cls, own)
+
+
 def stays_float32(model: Any) -> Callable[[str], bool]:
     """Return what says by its name whether `from_pretrained` keeps a tensor in float32."""
     plan = _private(model, "_get_dtype_plan")
@@ -237,11 +245,8 @@ def loading_error(model: Any, packed: Iterable[str]) -> str:
     It initializes what a checkpoint lacks after it has packed the layers.
     """
     require_transformers()
-    config = copy.deepcopy(model.config)
-    config.__dict__.pop("quantization_config", None)
     try:
-        with torch.device("meta"):
-            plain: Any = model_from_config(model_class(model), config)
+        plain = meta_model(model_class(model), model.config)
         for module in plain.modules():
             module.__dict__.pop("_is_hf_initialized", None)
         for name in packed:

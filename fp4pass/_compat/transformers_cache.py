@@ -162,9 +162,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
             f"kv_cache: expected a decoder of transformers that generates, got "
             f"{type(model).__name__}. Convert it without kv_cache=."
         )
-    require_transformers()
-    from transformers import cache_utils
-
+    cache_utils = _cache_module()
     layers = cache_utils.DynamicCache(config=model.config).layers
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     other = [each for each in layers if type(each) is not cache_utils.DynamicLayer]
@@ -190,7 +188,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
 
 
 class Watched:
-    """What an attention module is given as its cache, so that `seen` gets keys and values."""
+    """A cache for an attention module that shows `seen` its keys and values."""
 
     def __init__(self, cache: Any, seen: Callable[[Tensor, Tensor], None]) -> None:
         self.cache, self.seen = cache, seen
@@ -218,13 +216,9 @@ def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
         codecs: of the keys and of the values of each layer.
         length: tokens that it has memory for; None for one that grows.
     """
-    require_transformers()
-    from transformers.cache_utils import Cache
-
     grown, fixed = _layer_classes()
-    if length is None:
-        return Cache(layers=[grown(*pair) for pair in codecs])
-    return Cache(layers=[fixed(length, *pair) for pair in codecs])
+    own = [grown(*pair) if length is None else fixed(length, *pair) for pair in codecs]
+    return _cache_module().Cache(layers=own)
 
 
 def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -236,10 +230,8 @@ def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _layer_classes() -> tuple[Any, Any]:
     """The classes of a layer's cache that grows, and of one of a fixed length."""
-    from transformers import cache_utils
-
-    dynamic: Any = cache_utils.DynamicLayer
-    static: Any = cache_utils.StaticLayer
+    cache_utils = _cache_module()
+    dynamic, static = cache_utils.DynamicLayer, cache_utils.StaticLayer
 
     class DynamicBytes(dynamic):
         """Keys and values as bytes [B, H, T, W]; a call reads them as numbers."""

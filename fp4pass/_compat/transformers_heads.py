@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from .torch import model_class
-from .transformers import config_faults, model_from_config, require_transformers
+from .transformers import config_faults, meta_model, require_transformers
 
 # In the `meta` of a graph that `fp4pass.trace` made.
 HEADS = "fp4pass_heads"
@@ -132,8 +130,7 @@ def _by_base_class(
     if model_class(model) in classes:
         return None, {}
     try:
-        with torch.device("meta"):
-            base = model_from_config(classes[0], copy.deepcopy(model.config))
+        base = meta_model(classes[0], model.config)
     except config_faults():
         return None, {}
     parts = dict(base.named_children())

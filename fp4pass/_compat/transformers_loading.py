@@ -106,7 +106,7 @@ class _FloatModel:
 
 
 class Later(NamedTuple):
-    """What makes a weight of a model, and what it is made of, mapped from files."""
+    """A weight of a model that is made when it is needed, of tensors that are mapped."""
 
     make: Callable[[], Tensor]
     sources: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What is right in a folder: checksums, shapes, numbers, and what its readers make of its names."""
+"""Check a folder: its checksums, shapes and numbers, and the names that others match."""
 
 from __future__ import annotations
 
@@ -96,22 +96,17 @@ def _check_stacks(reader: CheckpointReader) -> None:
     for name, pieces in reader.stacks.items():
         if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):
             raise ValueError(f"{name}: expected packed layers as its pieces")
-    for name in reader.joined:
-        _check_pieces(name, reader)
+    for name, whole in reader.joined.items():
+        experts, rows, columns = shape = whole.shape
+        found = 0
+        for piece in reader.stacks[name]:
+            fits = 0 <= piece.expert < experts and 0 <= piece.start < piece.stop <= rows
+            if not fits or reader.layers[piece.name].shape != (piece.stop - piece.start, columns):
+                raise ValueError(f"{name}: expected rows of {shape} as its pieces, got {piece}")
+            found += piece.stop - piece.start
+        if found != experts * rows:
+            raise ValueError(f"{name}: expected pieces of {experts * rows} rows, got {found}")
     dict(reader.float_layers)
-
-
-def _check_pieces(name: str, reader: CheckpointReader) -> None:
-    """Raise ValueError for pieces that do not fill their stack [E, N, K]."""
-    experts, rows, columns = shape = reader.joined[name].shape
-    found = 0
-    for piece in reader.stacks[name]:
-        fits = 0 <= piece.expert < experts and 0 <= piece.start < piece.stop <= rows
-        if not fits or reader.layers[piece.name].shape != (piece.stop - piece.start, columns):
-            raise ValueError(f"{name}: expected rows of {shape} as its pieces, got {piece}")
-        found += piece.stop - piece.start
-    if found != experts * rows:
-        raise ValueError(f"{name}: expected pieces of {experts * rows} rows, got {found}")
 
 
 def sum_problem(reader: CheckpointReader, name: str, tensor: Tensor) -> str:
@@ -189,9 +184,13 @@ def problems(
             "calibration never reached the largest of the others; engines may refuse the folder",
         )
     yield from _fused(reader, scales)
-    for file, declared in _declarations(reader):
+    declared = {"config.json": reader.config.get("quantization_config") or {}}
+    for file in reader.layout.side_files:
+        if (reader.folder / file).is_file():
+            declared[file] = read_json(reader.folder / file)
+    for file, said in declared.items():
         with well_formed(reader.folder / file):
-            ignored = reader.layout.ignored(declared) or ()
+            ignored = reader.layout.ignored(said) or ()
             for name in (each for each in reader.layers if matches(each, ignored)):
                 pattern = next(each for each in ignored if matches(name, [each]))
                 yield name, f"{file}: it is packed, and {pattern!r} says that it is dense"
@@ -210,15 +209,6 @@ def _fused(
             found.pop(INPUT_GLOBAL, None)
     for parent, problem in fused_problems(reader.layers, reader.dense_layers(), scales):
         yield parent, f"config.json: engines multiply by these as by one matrix: {problem}"
-
-
-def _declarations(reader: CheckpointReader) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the files that declare what is packed, and what they say."""
-    if declared := reader.config.get("quantization_config"):
-        yield "config.json", declared
-    for file in reader.layout.side_files:
-        if (reader.folder / file).is_file():
-            yield file, read_json(reader.folder / file)
 
 
 def cache_format_in(reader: CheckpointReader) -> str | None:

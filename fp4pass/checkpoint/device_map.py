@@ -1,4 +1,4 @@
-"""Where a device map puts the modules of a loaded model."""
+"""Place the modules of a loaded model as a device map says."""
 
 from __future__ import annotations
 

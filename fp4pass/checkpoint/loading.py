@@ -187,7 +187,13 @@ def _join_stacks(
             if pieces := stacks.get(name):
                 records = {piece.name: layers.pop(piece.name) for piece in pieces}
                 shape, view = tuple(stack.dense.shape), stack.view
-                _require_shapes(reader, pieces, records, shape[2])
+                for piece, record in zip(pieces, records.values(), strict=True):
+                    if record.shape != (wanted := (piece.stop - piece.start, shape[2])):
+                        what = f"a weight of {wanted}, as the model has"
+                        raise CheckpointError(
+                            f"{reader.folder}: {expected(piece.name, what, record.shape)} The "
+                            "sizes in config.json are not those of these weights."
+                        )
                 whole = dataclasses.replace(
                     records[pieces[0].name],
                     shape=shape,
@@ -219,21 +225,6 @@ def _join_stacks(
             stacklevel=3,
         )
     return dataclasses.replace(reader, layers=layers)
-
-
-def _require_shapes(
-    reader: CheckpointReader,
-    pieces: Sequence[Piece],
-    records: Mapping[str, PackedLayer],
-    columns: int,
-) -> None:
-    """Raise CheckpointError for layers of experts that are not those of the model's config."""
-    for name, _, start, stop in pieces:
-        if records[name].shape != (wanted := (stop - start, columns)):
-            what = expected(name, f"a weight of {wanted}, as the model has", records[name].shape)
-            raise CheckpointError(
-                f"{reader.folder}: {what} The sizes in config.json are not those of these weights."
-            )
 
 
 def _origin(

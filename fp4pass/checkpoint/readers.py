@@ -1,4 +1,4 @@
-"""The table of readers: which program reads which layout of which model, and why it does not.
+"""Tell which programs read a folder, and why others do not: the table of readers.
 
 `save` logs what it says of a folder and writes it in the model card, `save_pretrained` refuses by
 it, and a test writes docs/readers.md from it.
@@ -73,15 +73,15 @@ class Facts:
 
     @cached_property
     def error(self) -> str:
-        """How transformers fails to initialize the model with packed layers, or ""."""
+        """The error of transformers when it initializes the model with packed layers, or ""."""
         return loading_error(self.root, self.linears)
 
     def calls_attention(self) -> bool:
-        """Whether an nn.MultiheadAttention of the model calls its projections here alone."""
+        """Return whether an nn.MultiheadAttention calls its projections in fp4pass alone."""
         return any(isinstance(module, CalledAttention) for module in self.root.modules())
 
     def differ(self, layers: Iterable[PackedLayer], are_experts: bool) -> bool:
-        """Whether layers are of another format than that by which transformers dequantizes them.
+        """Return whether transformers would dequantize layers by the scheme of others.
 
         It takes one group for all layers, and one for all experts.
         """
@@ -207,7 +207,7 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 
 
 class Reads(NamedTuple):
-    """What a program reads in one layout: formats, and a remark for the page."""
+    """The formats that a program reads in one layout, and a remark for the page."""
 
     formats: tuple[str, ...]
     remark: str = ""

@@ -164,7 +164,7 @@ def _save(
     modules = dict(root.named_modules(remove_duplicate=False))
     written, split = split_layers(root, layers) if asked.engines else (layers, {})
     chosen = asked.for_layers(written)
-    stacked = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
+    left_whole = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
     if not chosen.engines:
         written, split = layers, {}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
@@ -201,31 +201,29 @@ def _save(
         ignored += [paths[name] for name in ignored if name in paths]
         carried = [row for row in state.report.skipped if row.name in state.carried]
         ignored += ignored_layers(carried, [*layers], modules.__contains__)
-        declared = chosen.config(written, ignored)
-        if isinstance(chosen, CompressedTensors):
-            own = {name: layers[name] for name in paths if name in layers}
-            declared = chosen.config({**written, **own}, ignored)
+        is_stock = isinstance(chosen, CompressedTensors)
+        own = {name: layers[name] for name in paths if name in layers and is_stock}
+        declared = chosen.config({**written, **own}, ignored) | cache
+        if is_stock:
             merged = [name for name in split if name not in whole]
             problem, entries = of_stock(Facts(root, layers, declared, [*split], merged))
             declared |= entries
-        declared |= cache
     if problem:
         warnings.warn(
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
             stacklevel=3,
         )
-    if stacked and not chosen.engines and of_transformers:
+    if left_whole and not chosen.engines and of_transformers:
         warnings.warn(
-            f"{asked.name} has no place for stacks of experts ({some(stacked)}): folders of "
+            f"{asked.name} has no place for stacks of experts ({some(left_whole)}): folders of "
             f"{model_class(root).__name__} have them under names of their own, or another stack of "
             "their layer is not packed alike. This folder is in a layout that only fp4pass.load "
             "reads.",
             stacklevel=3,
         )
     architecture = model_class(root).__name__ if of_transformers else ""
-    readers = who_reads(
-        chosen.name, {each.fmt.key for each in layers.values()}, architecture, problem
-    )
+    formats = {layer.fmt.key for layer in layers.values()}
+    readers = who_reads(chosen.name, formats, architecture, problem)
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
         beside.copy(folder, {MANIFEST, "config.json", *side_files()})
@@ -234,8 +232,7 @@ def _save(
         beside.write_tokenizer(root, folder)
         for file in files:
             writer.add_file(file.path, file.sums, file.tensors)
-        there = {name for file in files for name in file.tensors}
-        tensors = {name: read for name, read in tensors.items() if name not in there}
+            tensors = {name: read for name, read in tensors.items() if name not in file.tensors}
         writer.expect(sum(found[name].nbytes for name in tensors))
         for name, read in tensors.items():
             tensor = _on_cpu(read())
@@ -263,11 +260,10 @@ def _save(
             }
         )
         if page is not None:
-            formats = sorted({layer.config.fmt for layer in layers.values()})
+            names_of = sorted({layer.config.fmt for layer in layers.values()})
             size = sum(layer.dense_bytes for layer in layers.values())
-            page.write(
-                folder, state, Contents(chosen.name, formats, size, readers.names, str(readers))
-            )
+            contents = Contents(chosen.name, names_of, size, readers.names, str(readers))
+            page.write(folder, state, contents)
     current().step(("sync",), writer.size)
     _log.info("%s: %s", target, readers)
 
@@ -295,17 +291,16 @@ def _write_configs(
     root: nn.Module, ignored: Sequence[str], declared: Mapping[str, Any], writer: CheckpointWriter
 ) -> None:
     """Write config.json, generation_config.json, and what the layout has beside them."""
-    config: Any = root.config
-    config.save_pretrained(writer.folder)
+    model: Any = root
+    model.config.save_pretrained(writer.folder)
     data = json.loads((writer.folder / "config.json").read_text())
     data["architectures"] = [model_class(root).__name__]
     if writer.layout.dtype:
         # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = writer.layout.dtype
     writer.declare(data, ignored, declared)
-    generation: Any = getattr(root, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(writer.folder)
+    if getattr(root, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(writer.folder)
 
 
 def _tensors(
@@ -316,12 +311,6 @@ def _tensors(
     Tied parameters are written once, as transformers does; packed weights that modules share are
     written under each name, for other loaders do not know that they are shared.
     """
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{name}: safetensors holds tensors only, and this is a {type(value).__name__}. "
-                "Save the model with torch.save, or have its get_extra_state return a tensor."
-            )
     elsewhere = offloaded_tensors(root)
     ties = tied_weights(root) if is_transformers(root) else {}
     tensors: dict[str, Callable[[], Tensor]] = {}
@@ -329,6 +318,11 @@ def _tensors(
     first: dict[Any, str] = {}
     # What transformers writes first.
     for name, tensor in sorted(state.items(), key=lambda item: item[0] in ties):
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{name}: safetensors holds tensors only, and this is a {type(tensor).__name__}. "
+                "Save the model with torch.save, or have its get_extra_state return a tensor."
+            )
         if tensor.is_meta and name not in elsewhere:
             raise CheckpointError(
                 f"{name}: it is on the meta device, without values. Load the weights before save."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from .._compat.torch import model_class
 from .._compat.transformers import (
     config_faults,
     ignored_tensors,
+    meta_model,
     model_from_config,
     stays_float32,
     tied_weights,
@@ -76,8 +76,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
     with _made_of(path, advice):
         # Without memory first, for the tables of foreign ones may be of any size.
         if reader.own is None:
-            with torch.device("meta"):
-                _require_size(reader, model_from_config(cls, copy.deepcopy(config)))
+            _require_size(reader, meta_model(cls, config))
         with init_empty_weights(include_buffers=False):
             model: Any = model_from_config(cls, config)
     path = folder / "generation_config.json"
@@ -273,7 +272,16 @@ def require_made_by_config(
     if made is None:
         return
     expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    own = _dense_shapes(root, layers, tensors)
+    modules = dict(root.named_modules(remove_duplicate=False))
+    packed = {modules[name]: layer for name, layer in layers.items()}
+    names = all_names(root, packed)
+    buffers = {join(name, part) for name in names for part in BUFFERS}
+    own = {
+        name: tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if name not in buffers and isinstance(tensor, torch.Tensor)
+    }
+    own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
         f"{name} {shape} is not in the model"
         if name not in own
@@ -298,37 +306,14 @@ def _made(root: nn.Module, layers: Mapping[str, PackedLayer]) -> nn.Module | Non
     """Return the float model that a config makes, without memory; None if that is not known."""
     if not is_transformers(root) or not hasattr(model_class(root), "_from_config"):
         return None
-    config: Any = copy.deepcopy(root.config)
-    config.__dict__.pop("quantization_config", None)
     try:
-        with torch.device("meta"):
-            made = model_from_config(model_class(root), config)
+        made: nn.Module = meta_model(model_class(root), root.config)
     except config_faults():
         # A class that cannot be made so; loading it is tried with memory for its buffers.
         return None
     called: list[Rule] = [(name, {}) for name in layers if name.rpartition(".")[2] == "q_proj"]
     with calling_projections(made, called):
         return made
-
-
-def _dense_shapes(
-    root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that the float model of a converted one has."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    packed = {modules[name]: layer for name, layer in layers.items()}
-    shapes = {
-        weight_name(name, module): packed[module].dense_shape
-        for name, module in modules.items()
-        if module in packed
-    }
-    buffers = {join(n, part) for n, each in modules.items() if each in packed for part in BUFFERS}
-    dense = {
-        name: tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        if name not in buffers and isinstance(tensor, torch.Tensor)
-    }
-    return {**dense, **shapes}
 
 
 def _differ(*tensors: object) -> bool:

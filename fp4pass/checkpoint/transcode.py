@@ -107,7 +107,13 @@ def transcode(
         }
         copy_beside(reader.folder, folder, known)
         if layout is None:
-            _write_dense(reader, folder, limit)
+            config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
+            if config:
+                write_json(folder / "config.json", config | {"dtype": "bfloat16"})
+            shards = ShardWriter(folder, WEIGHTS, limit)
+            for name, tensor in _dense_tensors(reader):
+                shards.add(name, tensor)
+            shards.close()
         else:
             _write_packed(reader, folder, layout, limit)
 
@@ -171,16 +177,6 @@ def _ignored(reader: CheckpointReader) -> list[str]:
     odd = [each for each in found or () if not is_plain(each)]
     with well_formed(reader.folder / "config.json"):
         return [*(found or ()), *(name for name in reader.dense_layers() if matches(name, odd))]
-
-
-def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:
-    config = {key: value for key, value in reader.config.items() if key != "quantization_config"}
-    if config:
-        write_json(folder / "config.json", config | {"dtype": "bfloat16"})
-    writer = ShardWriter(folder, WEIGHTS, limit)
-    for name, tensor in _dense_tensors(reader):
-        writer.add(name, tensor)
-    writer.close()
 
 
 def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:

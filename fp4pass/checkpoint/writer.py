@@ -29,7 +29,7 @@ def foresee_save(progress: Progress, size: float) -> None:
 
 
 class CheckpointWriter:
-    """Writes a folder: configs, tensors in files of at most `limit` bytes, then fp4pass.json."""
+    """A writer of configs, of tensors in files of at most `limit` bytes, and of fp4pass.json."""
 
     def __init__(
         self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
@@ -120,7 +120,7 @@ def bytes_of(size: int | str) -> int:
 
 
 class ShardWriter:
-    """Writes tensors one after the other; at most one file of them is held in memory.
+    """A writer of tensors, one after the other; at most one file of them is held in memory.
 
     A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
     "model.safetensors"; several are numbered as transformers numbers them, with an index.

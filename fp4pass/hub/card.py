@@ -1,4 +1,4 @@
-"""README.md of a checkpoint: what the model is, how it was made and measured, how to load it."""
+"""Write README.md of a folder: the model, its making, its errors, and how to load it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +41,7 @@ _COMMANDS = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a card says of the weights of a folder.
+    """The facts of a folder that its card shows.
 
     Attributes:
         layout: the name of its layout.
@@ -59,7 +60,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card says beside the report.
+    """The facts of a model that its card shows beside the report.
 
     Attributes:
         name: of its repository on a hub, or "".
@@ -177,7 +178,16 @@ class Card:
             yield ""
             yield from _table(
                 ("text", "tokens", "perplexity", "KL to the original", "same top token"),
-                (_evaluation(name, each) for name, each in self.evaluations.items()),
+                (
+                    (
+                        name,
+                        f"{found.tokens:,}",
+                        f"{found.perplexity:.2f}",
+                        "-" if found.kl is None else f"{found.kl:.4f} nats a token",
+                        "-" if found.top1 is None else f"{100 * found.top1:.1f} %",
+                    )
+                    for name, found in self.evaluations.items()
+                ),
             )
         if skipped:
             reasons = Counter(row.skip_reason for row in skipped)
@@ -231,14 +241,12 @@ def _hub_id(name: str) -> str:
 def _facts(state: ModelState, layout: str) -> Iterator[tuple[str, str]]:
     """Yield how a model was quantized, as rows of a table."""
     recipe = state.recipe
+    configs = [row.config for row in state.report.converted if row.config is not None]
     if "quality" in recipe:
         yield "quality", _words(recipe["quality"])
-    schemes = sorted({_scheme(row) for row in state.report.converted})
-    yield "scheme", "; ".join(schemes)
-    methods = sorted({row.config.method_name for row in state.report.converted if row.config})
-    yield "method", ", ".join(methods)
-    seen = recipe.get("calibration") or {}
-    if seen:
+    yield "scheme", "; ".join(sorted({f"{c.label}, blocks of {c.block}" for c in configs}))
+    yield "method", ", ".join(sorted({config.method_name for config in configs}))
+    if seen := recipe.get("calibration"):
         count = seen.get("batches")
         batches = f" in {count} batch{'es' * (count > 1)}" if count else ""
         order = ", one layer after the other" if seen.get("sequential") else ""
@@ -250,26 +258,14 @@ def _facts(state: ModelState, layout: str) -> Iterator[tuple[str, str]]:
     if recipe.get(KV_CACHE):
         yield "key-value cache", str(recipe[KV_CACHE])
     yield "layout", layout
-    yield "versions", ", ".join(f"{name} {number}" for name, number in _versions())
+    versions = f"fp4pass {__version__}, torch {torch.__version__}"
+    with suppress(PackageNotFoundError):
+        versions += f", transformers {version('transformers')}"
+    yield "versions", versions
 
 
 def _words(value: object) -> str:
     return value if isinstance(value, str) else f"`{json.dumps(value)}`"
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "fp4pass", __version__
-    yield "torch", torch.__version__
-    try:
-        yield "transformers", version("transformers")
-    except PackageNotFoundError:
-        return
-
-
-def _scheme(row: Row) -> str:
-    if row.config is None:
-        return ""
-    return f"{row.config.label}, blocks of {row.config.block}"
 
 
 def _group(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -298,12 +294,6 @@ def _sizes(folder: Path, rows: Sequence[Row], dense: int) -> str:
         f"Weights take {after / 1e6:,.1f} MB, {after / before:.0%} of the {before / 1e6:,.1f} MB "
         "of the float model."
     )
-
-
-def _evaluation(name: str, found: Any) -> tuple[str, ...]:
-    kl = "-" if found.kl is None else f"{found.kl:.4f} nats a token"
-    same = "-" if found.top1 is None else f"{100 * found.top1:.1f} %"
-    return name, f"{found.tokens:,}", f"{found.perplexity:.2f}", kl, same
 
 
 def _table(header: Sequence[str], rows: Iterator[Sequence[str]] | Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Uploading a folder to a repository of Hugging Face."""
+"""Upload a folder to a repository of Hugging Face."""
 
 from __future__ import annotations
 

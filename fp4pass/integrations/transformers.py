@@ -279,17 +279,17 @@ class Fp4PassQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters can be trained: products have a gradient for their input."""
+        """True: products have a gradient for their input, so that adapters can be trained."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch.compile works."""
+        """True: torch.compile works."""
         return True
 
 
 def _arrives_once(model: Any, layer: LayerPlan, names: Sequence[str]) -> bool:
-    """Whether a weight has one name, and is read in its final dtype."""
+    """Return whether a weight has one name, and is read in its final dtype."""
     # transformers casts what it reads to the dtype of the model, whatever that of the layer.
     return len(names) == 1 and layer.module.get_parameter("weight").dtype == model.config.dtype
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import config_faults, model_from_config
+from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
 from ..core.paths import path_of
 from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
@@ -48,7 +47,7 @@ def copy_beside(source: Path, target: Path, written: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What comes along with a model.
+    """The tokenizer and the source that come along with a model.
 
     Attributes:
         tokenizer: a tokenizer or processor, None where the source has it.
@@ -178,8 +177,7 @@ def _config_of(model: Any, folder: Path) -> Any:
 def _beyond_source(model: Any, config: Any, names: Iterable[str]) -> set[str]:
     """Return the tensors for which the model that the config of a folder makes has no place."""
     try:
-        with torch.device("meta"):
-            whole: Any = model_from_config(model_class(model), copy.deepcopy(config))
+        whole = meta_model(model_class(model), config)
     except config_faults():
         return set()
     return set(_unplaced(whole, names, whole.state_dict()))

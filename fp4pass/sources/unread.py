@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -31,7 +31,7 @@ _ACCOMPANYING = re.compile(
     r"|absmax)|[:_](?:scale|zero_point|qdata))$"
 )
 
-# What is left of a name then, behind that of the layer.
+# What is left of a name then, behind that of the layer or of the stack of experts.
 _REST = re.compile(r"(?:[._]+weight|_blocks)?[._:]*$")
 
 
@@ -51,27 +51,20 @@ def unread_layers(shapes: Shapes, read: Container[str] = ()) -> dict[str, list[s
     beside: dict[str, list[str]] = {}
     certain: set[str] = set()
     for name, kind in rest.items():
-        layer = _layer_of(name)
+        layer = _REST.sub("", _ACCOMPANYING.sub("", _COMPANION.sub("", name)))
         beside.setdefault(layer, []).append(name)
         if is_small_float(kind) or _COMPANION.search(name):
             certain.add(layer)
     for layer, names in beside.items():
         codes = [name for name in names if rest[name] in _INTEGERS and len(shapes[name][0]) > 1]
-        scales = [name for name in names if _ACCOMPANYING.search(name)]
-        if codes and (len(scales) > 0 or any(name.endswith(".weight") for name in codes)):
+        is_weight = any(name.endswith(".weight") for name in codes)
+        if codes and (is_weight or any(map(_ACCOMPANYING.search, names))):
             certain.add(layer)
     return {
         layer: [f"{name.removeprefix(layer).lstrip('._')} {rest[name]}".strip() for name in names]
         for layer, names in beside.items()
         if layer in certain
     }
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer that a tensor is of, or the stack of experts."""
-    for pattern in (_COMPANION, _ACCOMPANYING):
-        name = pattern.sub("", name)
-    return _REST.sub("", name)
 
 
 def require_all_read(
@@ -87,8 +80,18 @@ def require_all_read(
     groups: dict[str, dict[str, list[str]]] = {}
     for layer, tensors in unread_layers(shapes, read).items():
         groups.setdefault(group_of(layer), {})[layer] = tensors
-    if groups:
-        raise UnreadError(_sentence(folder, groups))
+    if not groups:
+        return
+    found = []
+    for group, layers in groups.items():
+        name, tensors = next(iter(layers.items()))
+        held = f"{name} has {', '.join(sorted(tensors))}"
+        found.append(f"{f'{group}: ' if group else ''}{some(list(layers))} ({held})")
+    raise UnreadError(
+        f"{folder}: fp4pass does not read {sum(map(len, groups.values()))} of its quantized "
+        f"layers: {'; '.join(found)}. It reads 4-bit weights in nvfp4 and mxfp4. Load the folder "
+        "with the library that wrote it, or quantize the float model that it was made of."
+    )
 
 
 def require_float(folder: Path, paths: Iterable[Path] | None = None) -> None:
@@ -108,35 +111,16 @@ def require_writable(tensors: Mapping[str, object]) -> None:
 
     tensors: those of the model that fp4pass did not pack, by their names.
     """
-    kinds = {name: "F8" if _is_small(each) else "" for name, each in tensors.items()}
-    if unread := unread_layers({name: ((), kind) for name, kind in kinds.items()}):
+    shapes: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(tensors, ((), ""))
+    for name, each in tensors.items():
+        if isinstance(each, Tensor) and each.is_floating_point() and each.itemsize == 1:
+            shapes[name] = ((), "F8")
+    if unread := unread_layers(shapes):
         raise CheckpointError(
             f"{some(list(unread))}: expected weights in floating point or packed by fp4pass, got "
             "quantized ones, which no layout declares: others would read them without their "
             "scales. Convert the float model that they were made of."
         )
-
-
-def _is_small(tensor: object) -> bool:
-    if not isinstance(tensor, Tensor):
-        return False
-    return tensor.is_floating_point() and tensor.itemsize == 1
-
-
-def _sentence(folder: Path, groups: Mapping[str, Mapping[str, list[str]]]) -> str:
-    count = sum(map(len, groups.values()))
-    return (
-        f"{folder}: fp4pass does not read {count} of its quantized layers: "
-        f"{'; '.join(_groups(groups))}. It reads 4-bit weights in nvfp4 and mxfp4. Load the folder "
-        "with the library that wrote it, or quantize the float model that it was made of."
-    )
-
-
-def _groups(groups: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
-    for group, layers in groups.items():
-        name, tensors = next(iter(layers.items()))
-        held = f"{name} has {', '.join(sorted(tensors))}"
-        yield f"{f'{group}: ' if group else ''}{some(list(layers))} ({held})"
 
 
 def unread_names(names: Iterable[str]) -> list[str]:

@@ -34,6 +34,7 @@ def test_files_are_as_open_as_others(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
+@pytest.mark.core
 def test_save_needs_a_converted_model_and_a_free_folder(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="convert"):
         fp4pass.save(mlp(), tmp_path / "q")
@@ -142,6 +143,7 @@ def test_a_link_stays_and_what_cannot_be_renamed_is_refused(
         fp4pass.save(model, ".")
 
 
+@pytest.mark.core
 def test_a_failed_rename_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.core
 def test_what_a_killed_save_left_is_named_and_removed_by_the_next(tmp_path: Path) -> None:
     model = packed_model(mlp())
     left = tmp_path / ".q.fp4pass-new-00000000"

@@ -87,6 +87,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[m for _, m in DAMAGE])
 def test_damage_is_an_error_and_leaves_the_model_alone(
     tmp_path: Path, damage: Callable[[Path], None], message: str
@@ -107,6 +108,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("skeleton", "message"), WRONG, ids=[m for _, m in WRONG])
 def test_a_model_of_another_architecture_is_refused(
     tmp_path: Path, skeleton: nn.Module, message: str
@@ -117,6 +119,7 @@ def test_a_model_of_another_architecture_is_refused(
     assert isinstance(skeleton[0], nn.Linear)
 
 
+@pytest.mark.core
 def test_an_unknown_layout_is_named(tmp_path: Path) -> None:
     fp4pass.save(packed_model(mlp()), tmp_path / "q")
     path = tmp_path / "q" / "fp4pass.json"

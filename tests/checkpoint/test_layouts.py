@@ -35,7 +35,14 @@ from fp4pass.checkpoint import (
     register_layout,
     transcode,
 )
-from fp4pass.checkpoint.layouts import expected_shapes, layout_of, read_layers
+from fp4pass.checkpoint.layouts import (
+    Piece,
+    expected_shapes,
+    join_layers,
+    layout_of,
+    read_layers,
+    split_layer,
+)
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CheckpointError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
@@ -260,6 +267,46 @@ def test_global_scales_keep_their_direction(name: str, multiplies: bool) -> None
         assert [each.item() for each in stored.values()] == [0.25 if is_kept else 4.0]
         again = layout.from_stored(stored, layers)
         assert torch.equal(again["a.weight_global_scale"], torch.tensor([0.25]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("each_part", [False, True])
+@pytest.mark.parametrize("inputs", [None, [0.5], [0.5, 0.25, 0.125]], ids=str)
+def test_a_stack_is_split_stored_and_joined_to_the_bit(
+    layout: str, each_part: bool, inputs: list[float] | None
+) -> None:
+    config = LinearConfig("nvfp4", "sse", weight_only=inputs is None)
+    whole = PackedLayer(config, "bfloat16", False, (3, 32, 64))
+    state = packed_state(whole)
+    if each_part:
+        state[f"a.{GLOBAL}"] = 2.0 ** torch.arange(6).view(3, 2)
+    state.pop(f"a.{INPUT_GLOBAL}", None)
+    state |= {} if inputs is None else {f"a.{INPUT_GLOBAL}": torch.tensor(inputs)}
+    pieces = [
+        Piece(f"a.{expert}.{part}", expert, start, start + 16)
+        for expert in range(3)
+        for part, start in (("gate", 0), ("up", 16))
+    ]
+    layers = {
+        piece.name: dataclasses.replace(whole, shape=(piece.stop - piece.start, 64))
+        for piece in pieces
+    }
+    split = {
+        f"{path}.{name.removeprefix('a.')}": share
+        for name, tensor in state.items()
+        for path, share in split_layer(pieces, name.removeprefix("a."), tensor)
+    }
+    stored = LAYOUTS[layout].to_stored(split, layers)
+    again = LAYOUTS[layout].from_stored(stored, layers)
+    record, joined = join_layers("a", pieces, layers, whole, again)
+    assert record == whole and joined.keys() == state.keys()
+    assert all(torch.equal(bits(joined[name]), bits(state[name])) for name in state)
+    # What reads one input has one scale of it.
+    if inputs is not None:
+        again[f"a.1.up.{INPUT_GLOBAL}"] = torch.tensor([8.0])
+        with pytest.raises(CheckpointError, match="got two for expert 1"):
+            join_layers("a", pieces, layers, whole, again)
 
 
 PROBLEMS = [

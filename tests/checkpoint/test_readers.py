@@ -15,7 +15,7 @@ from small_models import Packed, converted
 import fp4pass
 from fp4pass.checkpoint.layouts import LAYOUTS, CompressedTensors, PackedLayer
 from fp4pass.checkpoint.model_layers import ignored_layers
-from fp4pass.checkpoint.readers import READERS, Reads, who_reads
+from fp4pass.checkpoint.readers import READERS, who_reads
 from fp4pass.checkpoint.writer import CheckpointWriter
 from fp4pass.errors import CheckpointError
 from fp4pass.rows import Row
@@ -91,6 +91,7 @@ def test_layers_that_engines_fuse_have_one_scheme(
         assert torch.equal(fp4pass.load(tmp_path / "q")(ids).logits, model(ids).logits)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("layout", "formats", "architecture", "problem", "wanted"),
     [
@@ -131,21 +132,37 @@ def test_save_logs_who_reads_the_folder(
     assert line.startswith(f"{tmp_path / 'q'}: read by fp4pass, transformers, vLLM; not by SGLang")
 
 
-def test_the_page_has_the_table_of_readers() -> None:
-    layouts = list(READERS["vLLM 0.33"])
+PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
+BEGIN = "<!-- Written by tests/checkpoint/test_readers.py; do not edit by hand. -->\n"
+END = "<!-- End of what tests/checkpoint/test_readers.py wrote. -->\n"
+
+
+def table_of_readers() -> str:
+    layouts = [name for name, layout in LAYOUTS.items() if layout.engines]
     rows = [["reader", *(f"`{each}`" for each in layouts)], ["---"] * (1 + len(layouts))]
-    for name, each in READERS.items():
-        row = [name]
+    for program, each in READERS.items():
+        cells = []
         for layout in layouts:
-            reads = each.get(layout, Reads(()))
+            reads = each[layout]
             whole = set(reads.formats) == set(LAYOUTS[layout].formats)
             words = "yes" if whole else ", ".join(reads.formats) or "no"
-            row.append("; ".join(filter(None, (words, reads.remark))))
-        rows.append(row)
-    lines = [" | ".join(row) for row in rows]
-    table = "\n".join(
-        "|---" * len(rows[0]) + "|" if "---" in each else f"| {each} |" for each in lines
-    )
-    page = Path(__file__).parents[2] / "docs" / "readers.md"
-    assert table in page.read_text("utf-8")
-    assert set(layouts) <= set(LAYOUTS)
+            cells.append("; ".join(filter(None, (words, reads.remark))))
+        rows.append([program, *cells])
+    lines = ("|".join(("", *row, "")) if "---" in row else f"| {' | '.join(row)} |" for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def written(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table_of_readers() + END + rest.partition(END)[2]
+
+
+@pytest.mark.core
+def test_the_page_has_the_table_of_readers() -> None:
+    """`python tests/checkpoint/test_readers.py` writes it."""
+    page = PAGE.read_text("utf-8")
+    assert BEGIN in page and page == written(page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")

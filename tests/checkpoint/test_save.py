@@ -99,6 +99,7 @@ def test_the_layout_is_that_of_compressed_tensors(tmp_path: Path) -> None:
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_any_module_round_trips_into_a_skeleton(tmp_path: Path, fmt: str, block: int) -> None:
@@ -133,6 +134,7 @@ class Shared(nn.Module):
         return self.again(self.b(self.a(x)))
 
 
+@pytest.mark.core
 def test_shared_weights_stay_shared(tmp_path: Path) -> None:
     model = packed_model(Shared())
     assert model.a.weight_packed is model.b.weight_packed
@@ -203,6 +205,7 @@ def test_conv1d_and_exported_graphs_round_trip(tmp_path: Path) -> None:
     assert torch.equal(fp4pass.load(tmp_path / "graph", model=exported())(x), graph(x))
 
 
+@pytest.mark.core
 def test_dynamic_activation_scales_have_no_place_in_nvfp4(tmp_path: Path) -> None:
     model = packed_model(mlp(), weight_only=False)
     with pytest.raises(CheckpointError, match=r"0: .*Calibrate.*nvfp4a16.*mxfp4"):
@@ -255,6 +258,7 @@ class Views(nn.Module):
             self.register_buffer(name, view)
 
 
+@pytest.mark.core
 def test_views_of_one_memory_keep_their_values(tmp_path: Path) -> None:
     model = packed_model(Views())
     fp4pass.save(model, tmp_path / "q")

@@ -71,6 +71,7 @@ def assert_refused(folder: Path, *words: str) -> None:
     assert not target.exists()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_other_libraries_write_is_known_by_its_tensors(what: str) -> None:
     tensors = {f"{LAYER}.{last}": tensor.clone() for last, tensor in OTHERS[what].items()}
@@ -243,6 +244,7 @@ def test_a_module_of_ones_own_may_hold_what_it_likes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.core
 def test_masks_and_scales_of_float_models_are_no_codes() -> None:
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         "attn.mask": ((1, 64, 64), "U8"),

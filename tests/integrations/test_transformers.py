@@ -287,6 +287,7 @@ def test_dequantize_gives_a_dense_model(
     assert max(row.weight_error for row in fp4pass.report(dense).converted) < 1e-6
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -323,6 +324,7 @@ VALUES: dict[str, Any] = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", [option.name for option in OPTIONS])
 def test_every_option_is_taken_and_comes_back(name: str) -> None:
     config, default = Fp4PassConfig(**{name: VALUES[name]}), Fp4PassConfig()

@@ -1,4 +1,4 @@
-"""A checkpoint layout: two pure functions of a state dict, and what declares it; the registry."""
+"""Define a layout, two pure functions of a state dict and a config; register layouts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 # The ends of the names of scales of a quantized key-value cache.
 CACHE_SCALES = (*(f".{each}" for each in SCALES), ".k_proj.output_scale", ".v_proj.output_scale")
 
-
 # Last parts of the names of scales of inputs (AWQ, SVDQuant).
 _NOT_APPLIED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 class Layout:
-    """How packed weights lie in a folder, and what declares them.
+    """The tensors of packed weights in a folder, and the config that declares them.
 
     `to_stored` and `from_stored` turn the state dict of packed layers into the tensors of a folder
     and back; the attributes tell them how. `config` makes the entry in config.json, `detect` knows
@@ -45,10 +44,10 @@ class Layout:
             one for `input_global_scale` inputs stay in floating point.
         formats: keys of the formats that it holds.
         multiplies: global scales are stored as multipliers [] rather than as divisors [1].
-        stacks: it holds no linear layers, but stacks of experts that a model has as [E, K, N]; a
-            part is a suffix of the name of the parameter, and codes are [E, N, K / block, bytes].
-        engines: others read it, as `WEIGHTS` and in bfloat16. Without, buffers are stored as they
-            are, and fp4pass.json alone says what they are.
+        stacks: it holds stacks of experts alone, which a model has as [E, K, N]. A part is a
+            suffix of the name of the parameter, and codes are [E, N, K / block, bytes].
+        engines: serving engines read it, from the file `WEIGHTS` and in bfloat16. Else buffers are
+            stored as they are, and fp4pass.json alone declares them.
         fallback: name of the layout that is written for layers that this one cannot hold.
         side_files: the files that it has beside config.json.
         cache_schemes: what its `kv_cache_scheme` says of each format of a key-value cache.
@@ -79,7 +78,7 @@ class Layout:
 
     @property
     def dtype(self) -> str:
-        """What its readers compute in, "" for the dtype of the model."""
+        """The dtype that its readers compute in, "" for that of the model."""
         return "bfloat16" if self.engines else ""
 
     # The tensors.

@@ -157,7 +157,7 @@ def _group(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
 
 
 def _is_read(args: Mapping[str, Any], block: int | None) -> bool:
-    """Whether arguments, as far as given, are symmetric 4-bit floats in blocks of that size."""
+    """Return whether arguments, as far as given, are symmetric 4-bit floats in such blocks."""
     known = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": block}
     return all(args.get(key) in (None, value) for key, value in known.items())
 
@@ -250,7 +250,7 @@ def _online(
 
 
 def _applies(apply: Mapping[str, Any], name: str) -> bool:
-    """Whether a transform is applied to a layer."""
+    """Return whether a transform is applied to a layer."""
     return matches(name, apply.get("targets", ())) and not matches(name, apply.get("ignore", ()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,14 +49,16 @@ def read_layers(
             raise CheckpointError(
                 f"{name}: expected shape [experts, N, K / 32, 16], got {list(shape)}."
             )
-        whole = (*shape[:2], math.prod(shape[2:])) if layout.stacks else (shape[0], shape[-1])
-        whole = (*whole[:-1], 2 * whole[-1])
+        rows, columns, blocks = shape[:1], 2 * shape[-1], shapes[scale][0][-1]
+        if layout.stacks:
+            rows, blocks = shape[:2], shape[2]
+            columns = blocks * get_format(layout.formats[0]).block
         try:
-            config = _read_config(layout, layer, declared, whole[-1], shapes[scale][0][-1])
+            config = _read_config(layout, layer, declared, columns, blocks)
         except UnreadError as error:
             unread[layer] = error
             continue
-        layers[layer] = PackedLayer(config, dtype, layout.stacks, whole)
+        layers[layer] = PackedLayer(config, dtype, layout.stacks, (*rows, columns))
     if unread:
         group, (first, *_) = layout.group(next(iter(unread)), declared), unread.values()
         count = f"{len(unread)} layers are so: {some(list(unread))}"

@@ -33,7 +33,7 @@ class GptOss(Layout):
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the only scheme."""
-        return Scheme("mxfp4", weight_only=True, block=32)
+        return Scheme("mxfp4", weight_only=True)
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense."""

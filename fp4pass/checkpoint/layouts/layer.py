@@ -1,4 +1,4 @@
-"""What a checkpoint says of one packed layer, and which layers its readers treat as one."""
+"""Record one packed layer, and compare the layers that engines fuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import OptionError, expected
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """How one packed weight is to be used; fp4pass.json holds it.
+    """The record of one packed weight, which fp4pass.json holds.
 
     Attributes:
         config: how the layer is quantized.
@@ -118,7 +118,7 @@ def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
 
 
 class Scheme(NamedTuple):
-    """What a quantization_config declares of one layer.
+    """The scheme that a quantization_config declares for one layer.
 
     Attributes:
         fmt: name of the format.

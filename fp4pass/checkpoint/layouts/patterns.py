@@ -1,4 +1,4 @@
-"""Names and patterns of layers, as the configs of other libraries have them."""
+"""Match names and patterns of layers, as the configs of other libraries have them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def distance(name: str, targets: Sequence[str]) -> int:
 
 
 def _starts(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the start of a name. Raises OptionError if it takes too long."""
+    """Return whether a pattern matches the start of a name. Raises OptionError if it is slow."""
     # Some patterns take exponential time, and Python's own `re` cannot be stopped. Imported here,
     # for that takes longer than any other import of fp4pass.
     import regex
