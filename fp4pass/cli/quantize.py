@@ -31,9 +31,9 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report, report
 from ..quantization.work import later_costs, packed_size
 from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.numbers import size
 from ..reporting.source import open_packed
-from . import processes, screen, sources
+from ..reporting.text import size
+from . import screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
 
@@ -116,7 +116,7 @@ def quantize(
     torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. An
     interrupted command goes on where it was when it runs again.
     """
-    group = processes.join()
+    group = sources.join_processes()
     recipe = read_recipe(rules, quality, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)

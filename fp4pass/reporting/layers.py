@@ -13,7 +13,7 @@ from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.model_layers import stored_shape
 from ..experts import QUANTIZED
 from ..quantization.report import Report, Row
-from .numbers import mean
+from .text import mean
 
 Facts = dict[str, Any]
 

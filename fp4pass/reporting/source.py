@@ -30,7 +30,7 @@ from ..quantization.recipe import recorded
 from ..quantization.report import Report, Row
 from ..quantization.state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
-from .numbers import tensor_bytes
+from .text import tensor_bytes
 
 Source = nn.Module | CheckpointReader | str | os.PathLike[str]
 

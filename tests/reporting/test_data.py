@@ -21,7 +21,7 @@ from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.quantization.scale_stats import scale_counts, scale_offsets
-from fp4pass.reporting.numbers import mean
+from fp4pass.reporting.text import mean
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
