@@ -128,7 +128,7 @@ def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
     for name, module in root.named_modules():
         if hasattr(module, PACKED) and module not in holders:
             raise CheckpointError(
-                f"{name}: a {type(module).__name__}, which fp4pass.nn.swap made; a checkpoint of "
+                f"{name}: a {type(module).__name__}, made by fp4pass.parity.swap; a checkpoint of "
                 "transformers holds what fp4pass.convert packed. Convert all of it, or keep "
                 "state_dict with torch.save."
             )

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from ..checkpoint.transcode import transcode, transcode_targets
 from ..reporting.compare import weights_size
-from ..reporting.numbers import size
+from ..reporting.text import size
 from . import screen
 
 

@@ -16,8 +16,7 @@ from ..errors import OptionError, some
 from ..linear import PACKED
 from ..reporting.compare import compare_folders
 from ..reporting.data import gather
-from ..reporting.numbers import size
-from ..reporting.text import calibrated_on
+from ..reporting.text import calibrated_on, size
 from . import screen
 from .verify import opened
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Option
-
+from . import screen, sources
 from .. import float_models
 from ..api import convert
 from ..calibration.packing import collate
@@ -29,13 +25,15 @@ from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
 from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.numbers import size
 from ..reporting.source import open_packed
+from ..reporting.text import size
 from ..rows import Report
 from ..sources.files import MANIFEST
-from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
+from pathlib import Path
+from typer import Argument, Option
+from typing import Annotated, Any
 
 
 @with_config_options
@@ -116,7 +114,7 @@ def quantize(
     torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. An
     interrupted command goes on where it was when it runs again.
     """
-    group = processes.join()
+    group = sources.join_processes()
     recipe = read_recipe(rules, quality, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)

@@ -15,7 +15,7 @@ from ..checkpoint.opening import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather, require_rows
-from ..reporting.numbers import size
+from ..reporting.text import size
 from ..reporting.write import require_free, write_page
 from . import screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context

@@ -20,7 +20,7 @@ from typer import Exit, Option
 
 from ..core.progress import above_bar
 from ..errors import some
-from ..reporting.numbers import finite
+from ..reporting.text import finite
 
 OK, MISMATCH, BAD_INPUT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 

@@ -1,13 +1,18 @@
-"""Models, devices and dtypes by what a command line calls them."""
+"""Models, devices, dtypes and processes of a command."""
 
 from __future__ import annotations
 
+import atexit
+import os
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed
 from ..core.devices import require_device
+from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
 from ..evaluation.computing import IN_FLOAT32, is_slow
 from ..float_models import load_float, reading
@@ -62,3 +67,14 @@ def require_windows(**options: int) -> None:
         if value < least:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(expected(flag, f"at least {least}", value))
+
+
+def join_processes() -> Ranks:
+    """Join the processes that torchrun started, each on a GPU of its own, if it did."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and not dist.is_initialized():
+        has_gpu = torch.cuda.is_available()
+        if has_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+        atexit.register(dist.destroy_process_group)
+    return ranks()

@@ -9,8 +9,7 @@ Importing it registers their operators, and codebooks such as "nf4" with `fp4pas
 
 from . import bitsandbytes, qwantize
 from .codebook_state import CodebookState
-from .learned_blocks import codebook_quantize
-from .learned_codebook import learn_codebook
+from .learned_codebook import codebook_quantize, learn_codebook
 from .linear4bit import QUANT_TYPES, Linear4bit
 from .linear8bit import Linear8bitLt
 from .swap import swap

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +139,11 @@ def _maker(
     if kind not in QUANT_TYPES:
         raise unknown_name("kind", kind, [*QUANT_TYPES, INT8])
     scheme = scheme_of(kind, block_size)
-    options = {"quant_type": kind, "block_size": block_size, "compute_dtype": compute_dtype}
+    options: dict[str, Any] = {
+        "quant_type": kind,
+        "block_size": block_size,
+        "compute_dtype": compute_dtype,
+    }
     fmt = scheme if isinstance(scheme, Format) else None
     return partial(Linear4bit.unquantized, **options), fmt
 

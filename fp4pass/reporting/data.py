@@ -17,8 +17,8 @@ from ..methods import squared_errors
 from ..methods.scale_stats import scale_counts, scale_offsets
 from ..tensor_cores import tensor_core_note
 from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
-from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
+from .text import finite, mean
 
 # The fields of an evaluation that the page needs.
 _SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())

@@ -28,7 +28,7 @@ from ..sources.files import find_shards, read_tensor, tensor_facts
 from ..sources.unread import require_float
 from ..state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
-from .numbers import tensor_bytes
+from .text import tensor_bytes
 
 Source = nn.Module | CheckpointReader | str | os.PathLike[str]
 

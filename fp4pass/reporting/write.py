@@ -11,12 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, expected, require_flags
-from . import figures
+from . import charts, figures
 from .data import gather
-from .html import render
 from .source import Source
+from .text import DASH, calibrated_on, measures, scored, verdict, written
 
 
 def write_report(
@@ -129,3 +132,38 @@ def _files(page: Path, pictures: bool) -> list[Path]:
 
 def _picture(page: Path, name: str) -> Path:
     return page.with_name(f"{page.stem}-{name}.png")
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """Return the page, one HTML file that needs no network and no scripts."""
+    environment = Environment(
+        loader=PackageLoader("fp4pass.reporting", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["show"] = written
+    page = environment.get_template("page.html")
+    drawn: dict[str, Any] = {name: _svgs(data, name) for name in figures.FIGURES}
+    drawn["perplexity"] = [
+        _svgs({"evaluations": [row]}, "perplexity", str(i))
+        for i, row in enumerate(data["evaluations"])
+    ]
+    return page.render(
+        data=data,
+        measures=measures,
+        scored=scored,
+        verdict=verdict,
+        calibrated_on=calibrated_on,
+        charts=drawn,
+        dash=DASH,
+        colors=charts.PAGE_COLORS,
+        # As a file that `quantize --rules` reads.
+        recipe_text="" if data["recipe"] is None else json.dumps(data["recipe"], indent=2),
+    )
+
+
+def _svgs(data: Mapping[str, Any], name: str, salt: str = "") -> list[Markup]:
+    panels = figures.FIGURES[name](data)
+    return [Markup(charts.svg(panel, f"{name}{salt}-{i}")) for i, panel in enumerate(panels)]

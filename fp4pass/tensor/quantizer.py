@@ -1,4 +1,4 @@
-"""Quantize one tensor in any format or codebook, and dequantize it."""
+"""Quantize one tensor in any format, and dequantize it."""
 
 from __future__ import annotations
 

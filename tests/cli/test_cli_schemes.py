@@ -13,7 +13,7 @@ import fp4pass
 
 options = pytest.importorskip("fp4pass.cli.options")
 screen = pytest.importorskip("fp4pass.cli.screen")
-html = pytest.importorskip("fp4pass.reporting.html")
+write = pytest.importorskip("fp4pass.reporting.write")
 data = pytest.importorskip("fp4pass.reporting.data")
 
 
@@ -82,5 +82,5 @@ def test_the_page_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = data.gather(fp4pass.convert(mlp(), "nvfp4", "naive"), progress=False)
     (note,) = found["notes"]
     assert note == NOTE.replace("this machine", "the machine of this report")
-    assert f"<p>{note}</p>" in html.render(found)
+    assert f"<p>{note}</p>" in write.render(found)
     assert data.gather(fp4pass.convert(mlp(), "nvfp4a16", "naive"), progress=False)["notes"] == []

@@ -12,8 +12,6 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes, unpack_codes
 from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import DtypeError, ShapeError
-from fp4pass.parity import CodebookState
-from fp4pass.parity.codebooks import CODEBOOKS, Codebook
 
 
 def state(fmt: Format, rows: int = 3, columns: int = 64) -> QuantState:
@@ -98,34 +96,3 @@ def test_a_state_moves(fmt: Format) -> None:
 def test_a_state_that_does_not_fit(field: str, value: object, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         dataclasses.replace(state(get_format("nvfp4")), **{field: value})
-
-
-def in_codebook(codebook: Codebook, shape: tuple[int, ...] = (3, 67)) -> CodebookState:
-    count = torch.Size(shape).numel()
-    packed = torch.arange(codebook.packed_bytes(count)).remainder(256).byte()
-    absmax = torch.rand(codebook.blocks_of(count), generator=torch.Generator().manual_seed(0))
-    return CodebookState(packed, absmax, codebook, shape, torch.bfloat16)
-
-
-@pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=lambda c: c.name)
-def test_a_codebook_state_counts_its_bytes_and_moves(codebook: Codebook) -> None:
-    quantized = in_codebook(codebook)
-    assert quantized.nbytes == -(-3 * 67 * codebook.bits // 8) + 4 * 4
-    for part in ("CodebookState(3 x 67 bfloat16", codebook.key, "blocks of 64", "cpu"):
-        assert part in repr(quantized)
-    moved = quantized.to("meta")
-    assert moved.qdata.device.type == moved.absmax.device.type == "meta"
-    assert (moved.codebook, moved.shape, moved.dtype) == (codebook, (3, 67), torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("qdata", torch.zeros(100, dtype=torch.uint8), r"qdata: expected \(101,\) .*\(100,\)"),
-        ("absmax", torch.zeros(4).bfloat16(), r"absmax: expected \(4,\) torch.float32 .*bfloat16"),
-        ("shape", (3, 70), r"for a 3 x 70 tensor in nf4"),
-    ],
-)
-def test_a_codebook_state_that_does_not_fit(field: str, value: object, message: str) -> None:
-    with pytest.raises(ShapeError, match=message):
-        dataclasses.replace(in_codebook(CODEBOOKS["nf4"]), **{field: value})

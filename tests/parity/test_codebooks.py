@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -127,3 +128,35 @@ def test_compiled() -> None:
     x = normal(3, 100)
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), there_and_back(x))
+
+
+def a_state(codebook: Codebook, shape: tuple[int, ...] = (3, 67)) -> CodebookState:
+    count = torch.Size(shape).numel()
+    packed = torch.arange(codebook.packed_bytes(count)).remainder(256).byte()
+    absmax = torch.rand(codebook.blocks_of(count), generator=torch.Generator().manual_seed(0))
+    return CodebookState(packed, absmax, codebook, shape, torch.bfloat16)
+
+
+@pytest.mark.core
+@every_codebook
+def test_a_codebook_state_counts_its_bytes_and_moves(codebook: Codebook) -> None:
+    quantized = a_state(codebook)
+    assert quantized.nbytes == -(-3 * 67 * codebook.bits // 8) + 4 * 4
+    for part in ("CodebookState(3 x 67 bfloat16", codebook.key, "blocks of 64", "cpu"):
+        assert part in repr(quantized)
+    moved = quantized.to("meta")
+    assert moved.qdata.device.type == moved.absmax.device.type == "meta"
+    assert (moved.codebook, moved.shape, moved.dtype) == (codebook, (3, 67), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("qdata", torch.zeros(100, dtype=torch.uint8), r"qdata: expected \(101,\) .*\(100,\)"),
+        ("absmax", torch.zeros(4).bfloat16(), r"absmax: expected \(4,\) torch.float32 .*bfloat16"),
+        ("shape", (3, 70), r"for a 3 x 70 tensor in nf4"),
+    ],
+)
+def test_a_codebook_state_that_does_not_fit(field: str, value: object, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        dataclasses.replace(a_state(CODEBOOKS["nf4"]), **{field: value})

@@ -15,8 +15,7 @@ from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.parity import codebook_quantize, learn_codebook, learned_blocks, qwantize
-from fp4pass.parity import learned_codebook as learned
+from fp4pass.parity import codebook_quantize, learn_codebook, learned_codebook, qwantize
 from fp4pass.tensor.functional import quantize_blocks
 
 
@@ -80,17 +79,19 @@ def test_no_partition_is_better(kind: str, levels: int) -> None:
 def test_every_start_is_the_best_of_all(kind: str, levels: int) -> None:
     """One cluster more, by trying all starts and not only those between the neighbors'."""
     x = numbers(kind, 300, 1)
-    sums = learned._distinct(x, torch.rand(300, generator=torch.Generator().manual_seed(2)))
+    sums = learned_codebook._distinct(
+        x, torch.rand(300, generator=torch.Generator().manual_seed(2))
+    )
     n = len(sums.value)
     error = plain = sums.second
     place = torch.arange(n + 1).numpy()
     for _ in range(levels):
-        error, _ = learned._one_more_cluster(error, sums)
+        error, _ = learned_codebook._one_more_cluster(error, sums)
         before = plain
         plain = before.copy()
         for j in range(n + 1):
             start = place[: j + 1]
-            last = learned._cluster_error(sums, start, place[[j] * len(start)])
+            last = learned_codebook._cluster_error(sums, start, place[[j] * len(start)])
             plain[j] = (before[start] + last).min()
         assert abs(error - plain).max() <= 1e-13 * sums.second[-1]
 
@@ -124,8 +125,8 @@ def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
     found = error_of(x, weights, learn_codebook(x, weights, 7, points=points))
     largest, whole = x.double().abs().max().item(), weights.double().sum().item()
     assert exact * (1 - 1e-9) <= found <= exact + 16 * largest**2 * whole / points**2
-    sums = learned._distinct(x, weights)
-    groups = learned._groups(sums, points)
+    sums = learned_codebook._distinct(x, weights)
+    groups = learned_codebook._groups(sums, points)
     assert len(groups) <= points + 2
     for start, stop in itertools.pairwise(groups.tolist()):
         if stop - start > 1 and len(sums.value) > points:
@@ -136,14 +137,14 @@ def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
 def test_the_partition_of_groups_is_what_is_bounded() -> None:
     """Also before the clusters are moved to the values themselves."""
     x = numbers("heavy-tailed", 5000, 3)
-    sums = learned._distinct(x, None)
+    sums = learned_codebook._distinct(x, None)
     exact = error_of(x, None, learn_codebook(x))
     for points in (16, 128):
-        starts = learned._groups(sums, points)
-        edges = starts[learned._partition(sums.at(starts), 7)]
+        starts = learned_codebook._groups(sums, points)
+        edges = starts[learned_codebook._partition(sums.at(starts), 7)]
         error = sums.second[edges[0]]
         for start, stop in itertools.pairwise(edges.tolist()):
-            error += learned._cluster_error(
+            error += learned_codebook._cluster_error(
                 sums, torch.tensor([start]).numpy(), torch.tensor([stop]).numpy()
             )[0]
         assert exact * (1 - 1e-9) <= error
@@ -227,11 +228,11 @@ def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None
         searched.append(len(blocks))
         return search_ref(blocks, *args)
 
-    monkeypatch.setattr(learned_blocks, "search_ref", counted)
+    monkeypatch.setattr(learned_codebook, "search_ref", counted)
     whole = F.error_metrics(W, codebook_quantize(W, tolerance=1e-3).dequantize())
     assert set(searched) == {512}
     searched.clear()
-    monkeypatch.setattr(learned_blocks, "_SAMPLE", 4096)
+    monkeypatch.setattr(learned_codebook, "_SAMPLE", 4096)
     some = codebook_quantize(W, tolerance=1e-3)
     assert set(searched) == {512, 256}
     error = F.error_metrics(W, some.dequantize())["weight_error"]
@@ -241,7 +242,7 @@ def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_worse_codebook_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     coarse = Element("coarse", 4, (0.0, 1000.0))
-    monkeypatch.setattr(learned_blocks, "learn_codebook", lambda *args, **options: coarse)
+    monkeypatch.setattr(learned_codebook, "learn_codebook", lambda *args, **options: coarse)
     W = weight_of("normal")
     found, wanted = codebook_quantize(W), quantize_blocks(W)
     assert found.format == wanted.format and torch.equal(found.packed, wanted.packed)

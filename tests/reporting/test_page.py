@@ -22,8 +22,8 @@ from fp4pass.errors import CheckpointError, OptionError, StateError
 for package in ("transformers", "jinja2", "matplotlib"):
     pytest.importorskip(package)
 reporting = pytest.importorskip("fp4pass.reporting")
-html = pytest.importorskip("fp4pass.reporting.html")
-render, written = html.render, html.written
+write = pytest.importorskip("fp4pass.reporting.write")
+render, written = write.render, write.written
 
 pytestmark = pytest.mark.usefixtures("offline")
 
