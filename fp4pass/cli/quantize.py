@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from . import screen, sources
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
 from .. import float_models
 from ..api import convert
 from ..calibration.packing import collate
@@ -29,11 +33,9 @@ from ..reporting.source import open_packed
 from ..reporting.text import size
 from ..rows import Report
 from ..sources.files import MANIFEST
+from . import screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
-from pathlib import Path
-from typer import Argument, Option
-from typing import Annotated, Any
 
 
 @with_config_options

@@ -6,15 +6,17 @@ The values are the best of weighted k-means in one dimension, solved exactly.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor
+
 from ..core.elements import Element
 from ..core.formats import Format, get_format
 from ..errors import NonFiniteError, OptionError, ShapeError, require_type
 from ..kernels.search.reference import search_ref
 from ..tensor.blocks import QuantizedBlocks, read_blocks, read_global_scale, require_float
-from torch import Tensor
-from typing import Any, NamedTuple
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Indices = np.ndarray[Any, np.dtype[np.int64]]

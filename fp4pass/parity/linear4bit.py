@@ -164,6 +164,7 @@ class Linear4bit(QuantizableLinear):
         if isinstance(state, CodebookState):
             table = value_table(state.codebook, weight.device).clone()
             return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
+        assert isinstance(state, QuantState)
         return {n: t for n, t in QuantizedLinear.buffers_of([state]).items() if t is not None}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..errors import CheckpointError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
-from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
 from ..methods import Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.quantize import with_shared_scales
@@ -130,7 +130,7 @@ def _weight_error(weight: Tensor, module: QuantizedLinear | QuantizedExpertStack
     return relative_error(stored, module.stored_weight(torch.float32).flatten(0, -2))
 
 
-def _other_bits(layer: LayerPlan, module: nn.Module) -> str:
+def _other_bits(layer: LayerPlan, module: PackedBlocks) -> str:
     """Quantize a weight of the reference again; return what is stored with other bits, or ""."""
     config, problem = layer.config, ""
     method, options = resolve_method(config.method)

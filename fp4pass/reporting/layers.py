@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.model_layers import stored_shape
 from ..experts import QUANTIZED
 from ..rows import Report, Row
 from .text import mean
-from collections.abc import Iterable, Mapping, Sequence
-from torch import nn
-from typing import Any
 
 Facts = dict[str, Any]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format
 from fp4pass.core.packing import PackedWeight
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = [

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from collections.abc import Callable
+from kernels.cases import flat
+from kernels.exact import DEVICE, GPU, assert_each_kernel_waits, numbers, products
+from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
+from torch import Tensor
+
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
-from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import mixture_triton as module
 from fp4pass.kernels.experts.mixture_triton import mix
 from fp4pass.kernels.experts.naive import Gate
@@ -15,10 +20,6 @@ from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch
 from fp4pass.kernels.linear.decode_triton import arranged
-from kernels.cases import flat
-from kernels.exact import DEVICE, GPU, assert_each_kernel_waits, numbers, products
-from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
-from torch import Tensor
 
 experts_mixture_triton = flat("experts_mixture")
 

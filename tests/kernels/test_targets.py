@@ -8,19 +8,28 @@ not changed is not compiled again.
 
 from __future__ import annotations
 
-import fp4pass.kernels
 import importlib
 import json
 import multiprocessing
 import os
 import pkgutil
-import pytest
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 import triton
-from collections.abc import Sequence
-from fp4pass.core.formats import FORMATS, Format, MXFP4, NVFP4, get_format
+from kernels.cases import flat
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import fp4pass.kernels
+from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.attention.rotary_triton import rotary_write_triton
 from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
@@ -29,8 +38,17 @@ from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
-from fp4pass.kernels.quantize.norm_triton import add_layer_norm_quantize_triton, add_rms_norm_quantize_triton, layer_norm_quantize_triton, rms_norm_quantize_triton
-from fp4pass.kernels.quantize.triton import activate_quantize_triton, dynamic_global_scale_triton, quantize_triton
+from fp4pass.kernels.quantize.norm_triton import (
+    add_layer_norm_quantize_triton,
+    add_rms_norm_quantize_triton,
+    layer_norm_quantize_triton,
+    rms_norm_quantize_triton,
+)
+from fp4pass.kernels.quantize.triton import (
+    activate_quantize_triton,
+    dynamic_global_scale_triton,
+    quantize_triton,
+)
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
@@ -40,13 +58,6 @@ from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics.triton import observe_triton
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
-from kernels.cases import flat
-from pathlib import Path
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-from types import SimpleNamespace
-from typing import Any
 
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")

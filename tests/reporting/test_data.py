@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import fp4pass
 import json
 import math
-import pytest
 import shutil
-import torch
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 from commands import EVAL
+from small_models import TINY, converted, language_model, linears
+from torch import nn
+
+import fp4pass
 from fp4pass.checkpoint.layouts import PackedLayer
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.methods.scale_stats import scale_counts, scale_offsets
 from fp4pass.reporting.text import mean
-from pathlib import Path
-from small_models import TINY, converted, language_model, linears
-from torch import nn
-from typing import Any
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
