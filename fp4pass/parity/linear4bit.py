@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.formats import FORMATS, Format, get_format
+from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..ops import FLOATS
