@@ -14,13 +14,7 @@ from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
-from ..experts import (
-    QuantizedExperts,
-    QuantizedExpertStack,
-    packed_stacks,
-    stacks_of,
-    weight_name,
-)
+from ..experts import QuantizedExperts, QuantizedExpertStack, packed_stacks, stacks_of, weight_name
 from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.adapters import has_adapters
 from ..quantization.report import Row

@@ -14,12 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
 from ..linear import GLOBAL, PACKED, SCALE, PackedWeight
-from ..sources.files import (
-    Stamp,
-    read_json,
-    read_tensors,
-    require_same,
-)
+from ..sources.files import Stamp, read_json, read_tensors, require_same
 from .checks import packed_problem, sum_problem
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 

@@ -24,11 +24,7 @@ from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
 from ..config import LinearConfig, Rule, check_rules, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError
-from ..experts import (
-    current_weight,
-    set_weight,
-    weight_name,
-)
+from ..experts import current_weight, set_weight, weight_name
 from ..quantization.built_in_rules import NEW
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
