@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp4PassConfig", "quantized_cache"]
 
-_MODULES = {
-    "Fp4PassConfig": ".transformers",
-    "quantized_cache": "..quantization.kv_cache",
-}
+_MODULES = {"Fp4PassConfig": ".transformers", "quantized_cache": "..quantization.kv_cache"}
 
 
 def __getattr__(name: str) -> Any:
