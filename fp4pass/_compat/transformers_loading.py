@@ -14,10 +14,7 @@ from .transformers import require_transformers
 
 
 def names_in_model(
-    model: Any,
-    names: Iterable[str],
-    merged: bool = False,
-    known: Mapping[str, Any] | None = None,
+    model: Any, names: Iterable[str], merged: bool = False, known: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """Return the name in a model of each tensor of a checkpoint of its architecture.
 

@@ -29,12 +29,7 @@ from ..sources.files import (
 )
 from ..sources.unread import is_small_float, require_all_read, require_float
 from .checks import cache_format_in, check_facts, check_shapes
-from .layouts import (
-    LAYOUTS,
-    PackedLayer,
-    layout_of,
-    read_layers,
-)
+from .layouts import LAYOUTS, PackedLayer, layout_of, read_layers
 from .reader import CheckpointReader, declared_config
 
 

@@ -8,14 +8,12 @@ packed folders. PEFT's own configs put adapters on converted models.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
-
 from .._compat.peft_hooks import around_adapters
 from ..experts import QUANTIZED
+from collections.abc import Iterator
+from contextlib import contextmanager
+from torch import nn
+from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
@@ -23,10 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp4PassConfig", "quantized_cache"]
 
-_MODULES = {
-    "Fp4PassConfig": ".transformers",
-    "quantized_cache": "..observers.kv_cache",
-}
+_MODULES = {"Fp4PassConfig": ".transformers", "quantized_cache": "..observers.kv_cache"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from small_models import (
-    TINY,
-    Packed,
-    assert_same_bits,
-    language_model,
-    mlp,
-    packed_model,
-)
+from small_models import TINY, Packed, assert_same_bits, language_model, mlp, packed_model
 
 import fp4pass
 from fp4pass._compat import file_locks

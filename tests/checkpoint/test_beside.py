@@ -143,8 +143,7 @@ def test_a_remembered_tokenizer_stays_through_prepare_and_convert(tmp_path: Path
 
 def test_a_processor_comes_along(tmp_path: Path) -> None:
     processor = transformers.CLIPProcessor(
-        transformers.CLIPImageProcessor(),
-        transformers.AutoTokenizer.from_pretrained(TINY),
+        transformers.CLIPImageProcessor(), transformers.AutoTokenizer.from_pretrained(TINY)
     )
     model = model_of(tmp_path / "m")
     fp4pass.save(model, tmp_path / "q", tokenizer=processor)

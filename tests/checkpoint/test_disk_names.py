@@ -100,8 +100,7 @@ def test_names_are_those_of_the_float_models_folder(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llava", "deepseek_v4"))],
+    "name", ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llava", "deepseek_v4"))]
 )
 def test_every_way_to_a_folder_gives_the_same_names(name: str, tmp_path: Path) -> None:
     built = more_mixtures.build(name)

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import (
-    assert_same_bits,
-    bits,
-    change,
-    language_model,
-    logits,
-)
+from small_models import assert_same_bits, bits, change, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode

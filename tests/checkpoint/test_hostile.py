@@ -46,10 +46,7 @@ SIGNED = {
     ),
     "a dtype": (in_layer(weight_dtype="x"), "weight_dtype: expected a dtype, got 'x'"),
     "transposed": (in_layer(transposed="no"), "transposed: expected True or False, got 'no'"),
-    "scales of inputs": (
-        in_config(activation_scales="mxfp4"),
-        "activation_scales 'mxfp4'",
-    ),
+    "scales of inputs": (in_config(activation_scales="mxfp4"), "activation_scales 'mxfp4'"),
     "rotation": (in_config(rotation=7), "rotation: expected one of 0, 32, .*got 7"),
     "folded": (in_config(folded="re:..."), "folded: expected True or False, got 're:...'"),
     "output_rotation": (in_config(output_rotation=5), "output_rotation: expected one of 0"),
@@ -151,10 +148,7 @@ FOREIGN_CONFIGS = {
         r"expected one that matches 'model.* in 0.02 s, got .*model",
     ),
     "weights are a word": (in_group(weights="nvfp4"), "AttributeError"),
-    "blocks of nothing": (
-        in_group(weights={"group_size": 0}),
-        "ZeroDivisionError",
-    ),
+    "blocks of nothing": (in_group(weights={"group_size": 0}), "ZeroDivisionError"),
     "ignore is a number": (declared(ignore=5), "TypeError"),
     "transforms": (declared(transform_config=5), "AttributeError"),
     "a transform": (declared(transform_config={"config_groups": {"a": 5}}), "AttributeError"),

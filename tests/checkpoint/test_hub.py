@@ -62,7 +62,7 @@ def test_a_folder_is_written_and_then_uploaded_whole(
     fp4pass.save(model, folder, card=True, push_to_hub="me/tiny", private=True, token="t")
     *_, made, sent = hub.calls
     assert [call[0] for call in hub.calls] == [
-        *("token", "whoami", "token", "create_repo", "upload_folder"),
+        *("token", "whoami", "token", "create_repo", "upload_folder")
     ]
     assert {call for call in hub.calls if call[0] == "token"} == {("token", "t")}
     assert made == ("create_repo", "me/tiny", True, True)

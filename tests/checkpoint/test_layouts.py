@@ -13,16 +13,7 @@ import foreign
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import (
-    TINY,
-    Packed,
-    Saved,
-    assert_same_bits,
-    bits,
-    converted,
-    linears,
-    logits,
-)
+from small_models import TINY, Packed, Saved, assert_same_bits, bits, converted, linears, logits
 
 import fp4pass
 from fp4pass import LinearConfig

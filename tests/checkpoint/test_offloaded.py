@@ -69,8 +69,8 @@ def test_an_offloaded_model_is_saved_with_the_bytes_of_the_whole(
     model = converted(offloaded(kind, tmp_path))
     add, held = saving.CheckpointWriter.add, []
 
-    def counted(writer: Any, name: str, tensor: Tensor) -> None:
-        add(writer, name, tensor)
+    def counted(writer: Any, name: str, tensor: Tensor, *layer: Any) -> None:
+        add(writer, name, tensor, *layer)
         held.append(sum(each.nbytes for each in writer.shards.part.values()))
 
     monkeypatch.setattr(saving.CheckpointWriter, "add", counted)

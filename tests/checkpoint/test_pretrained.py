@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import (
-    assert_same_bits,
-    language_model,
-    packed_model,
-    tokens,
-)
+from small_models import assert_same_bits, language_model, packed_model, tokens
 
 import fp4pass
 import fp4pass.parity

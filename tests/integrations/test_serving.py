@@ -38,10 +38,7 @@ def batched(model: Any) -> list[list[int]]:
     )
     pages = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     found = model.generate_batch(
-        PROMPTS,
-        generation_config=config,
-        continuous_batching_config=pages,
-        progress_bar=False,
+        PROMPTS, generation_config=config, continuous_batching_config=pages, progress_bar=False
     )
     assert not any(each.error for each in found.values())
     return [found[name].generated_tokens for name in sorted(found)]
