@@ -44,8 +44,8 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import (
     dynamic_global_scale_ref,
+    norm_quantize_ref,
     quantize_ref,
-    rms_norm_quantize_ref,
 )
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.reporting import charts
@@ -492,27 +492,28 @@ def activations(bench: Bench) -> None:
     name = "rms_norm_quantize/8192x4096"
     gain = torch.rand(shape[1], device=bench.device).add_(0.5).bfloat16()
     norm_divisor = divisor_of(F.rms_norm(x, (shape[1],), gain, 1e-6), fmt)
-    norm_wanted = rms_norm_quantize_ref(x[some], gain, 1e-6, norm_divisor, fmt)
+    norm_options = (None, gain, None, "rms", 1e-6, norm_divisor)
+    norm_wanted = norm_quantize_ref(x[some], *norm_options, fmt)[1:]
 
-    def few_flips(found: tuple[Tensor, Tensor]) -> str | None:
+    def few_flips(found: tuple[Tensor, ...]) -> str | None:
         # The sum of squares in another order moves a bf16 by an ulp now and then.
-        parts = [(a[some] != b).float().mean() for a, b in zip(found, norm_wanted, strict=True)]
+        parts = [(a[some] != b).float().mean() for a, b in zip(found[1:], norm_wanted, strict=True)]
         share = max(parts).item()
         return None if share <= 0.02 else f"{share:.3f} of the bytes differ from the reference's"
 
-    rms_norm = torch.ops.fp4pass.rms_norm_quantize
+    rms_norm = torch.ops.fp4pass.norm_quantize
     bench.measure(
         name,
         OURS,
         floor,
-        lambda: [lambda x=x: rms_norm(x, gain, 1e-6, norm_divisor, "nvfp4") for x in inputs],
+        lambda: [lambda x=x: rms_norm(x, *norm_options, "nvfp4") for x in inputs],
         few_flips,
     )
     bench.measure(
         f"{name}/sse",
         OURS,
         floor,
-        lambda: [lambda x=x: rms_norm(x, gain, 1e-6, norm_divisor, "nvfp4", "sse") for x in inputs],
+        lambda: [lambda x=x: rms_norm(x, *norm_options, "nvfp4", "sse") for x in inputs],
         unchecked,
     )
     bench.measure(

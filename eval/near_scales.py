@@ -5,7 +5,7 @@
 For the inputs of every linear of a causal language model, in float32: the squared error with the
 best of some candidates, relative to that with naive scales, a mean over the linears; and the part
 of the gain of all scales that this is. Candidates are steps from the naive scale, or those that the
-kernels try (kernels/quantize/scale_search_tiles.py).
+kernels try (kernels/quantize/block_tiles.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .core.formats import E4M3, FP8_E4M3, NVFP4, Format
+from .core.formats import E4M3, FP8_E4M3, NVFP4, Format, power_reaching
 from .errors import OptionError, ShapeError, expected, unknown_name
 
 # The buffers of an attention module that hold the scales: what multiplies E4M3, as checkpoints call
@@ -67,11 +67,7 @@ class CacheFormat:
     def scale_for(self, amax: Tensor) -> Tensor:
         """Return the scales for heads [H]: the smallest powers of two that reach amax."""
         amax = (amax if self.per_head else amax.amax().reshape(1)).to(torch.float32)
-        mantissa, exponent = torch.frexp(amax)
-        full_mantissa, full_exponent = torch.frexp(torch.tensor(self.max))
-        k = exponent - full_exponent.to(amax.device) + (mantissa > full_mantissa.to(amax.device))
-        scale = torch.ldexp(torch.ones_like(amax), k.clamp(-126, 126))
-        scale = torch.where(amax > 0, scale, 1.0)
+        scale = power_reaching(amax, self.max)
         return scale.view(-1, 1, 1) if self.per_head else scale
 
     def encode(self, x: Tensor, scale: Tensor) -> Tensor:

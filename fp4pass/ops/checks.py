@@ -19,7 +19,7 @@ from ..errors import (
     unknown_name,
 )
 from ..kernels.fp8.reference import COMPUTES
-from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS
+from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS, NORMS
 from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
@@ -87,27 +87,24 @@ def require_rotation(x: Tensor, rotation: int) -> None:
         )
 
 
-def require_norm_weight(x: Tensor, weight: Tensor | None) -> None:
-    """Raise ShapeError unless the weight of a norm is [K] in the dtype of x."""
-    _require_row("weight", weight, x)
+def require_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str) -> None:
+    """Raise unless there is such a norm, with parameters [K] in the dtype of x."""
+    if kind not in NORMS:
+        raise unknown_name("Norm", kind, NORMS)
+    if kind == "rms" and (weight is None or bias is not None):
+        raise OptionError("An RMSNorm: expected a weight and no bias. Call the norm 'layer' else.")
+    for name, row in (("weight", weight), ("bias", bias)):
+        if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
+            raise ShapeError(
+                f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
+                f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
+            )
 
 
-def require_norm_bias(x: Tensor, bias: Tensor | None) -> None:
-    """Raise ShapeError unless the bias of a norm is [K] in the dtype of x."""
-    _require_row("bias", bias, x)
-
-
-def _require_row(name: str, row: Tensor | None, x: Tensor) -> None:
-    if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
-        raise ShapeError(
-            f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
-            f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
-        )
-
-
-def require_residual(x: Tensor, residual: Tensor) -> None:
-    """Raise ShapeError unless a residual has the shape and the dtype of x."""
-    _require_like("residual", residual, x)
+def require_residual(x: Tensor, residual: Tensor | None) -> None:
+    """Raise ShapeError unless a residual, if there is one, has the shape and the dtype of x."""
+    if residual is not None:
+        _require_like("residual", residual, x)
 
 
 def require_factor(x: Tensor, up: Tensor | None) -> None:

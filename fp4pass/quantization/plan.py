@@ -16,7 +16,7 @@ from ..config import LinearConfig, Rule
 from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError, nearest
 from ..experts import ExpertStack
-from ..graph.transforms.fold_rotations import fold_rotations
+from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..ops.checks import weight_problem
 from .built_in_rules import BuiltInRules

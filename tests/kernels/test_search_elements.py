@@ -22,10 +22,12 @@ from fp4pass.kernels.codebook import reference as codebook_ref
 from fp4pass.kernels.codebook import triton as codebook_triton
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.search import joint_reference, joint_triton
+from fp4pass.kernels.search.hessian_triton import _residual_ptx as residual_ptx
+from fp4pass.kernels.search.hessian_triton import packs_pairs
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.tiles import packs_pairs, residual_ptx, top_code, zero_exponent
+from fp4pass.kernels.search.tiles import top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
-from fp4pass.kernels.statistics import reference as statistics_ref
+from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
