@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .core.formats import E4M3, FP8_E4M3, NVFP4, Format, power_of_two_for
+from .core.formats import E4M3, FP8_E4M3, NVFP4, Format, power_reaching
 from .errors import OptionError, ShapeError, expected, unknown_name
 
 # The buffers of an attention module with the scales: of E4M3, by the names of checkpoints, and of
@@ -66,9 +66,8 @@ class CacheFormat:
 
     def scale_for(self, amax: Tensor) -> Tensor:
         """Return the scales for heads [H]: the smallest powers of two that reach amax."""
-        largest = amax.tolist() if self.per_head else [float(amax.amax())]
-        scales = [power_of_two_for(each, self.max) for each in largest]
-        scale = torch.tensor(scales, dtype=torch.float32, device=amax.device)
+        amax = (amax if self.per_head else amax.amax().reshape(1)).to(torch.float32)
+        scale = power_reaching(amax, self.max)
         return scale.view(-1, 1, 1) if self.per_head else scale
 
     def encode(self, x: Tensor, scale: Tensor) -> Tensor:

@@ -56,10 +56,7 @@ def test_operators_refuse_scales_that_there_are_not() -> None:
     x, weight = batch(), torch.ones(64)
     calls: list[Any] = [
         lambda: OPS.quantize(x, None, "nvfp4", "best"),
-        lambda: OPS.rms_norm_quantize(x, weight, 1e-6, None, "nvfp4", "best"),
-        lambda: OPS.add_rms_norm_quantize(x, x, weight, 1e-6, None, "nvfp4", "best"),
-        lambda: OPS.layer_norm_quantize(x, weight, None, 1e-6, None, "nvfp4", "best"),
-        lambda: OPS.add_layer_norm_quantize(x, x, weight, None, 1e-6, None, "nvfp4", "best"),
+        lambda: OPS.norm_quantize(x, None, weight, None, "rms", 1e-6, None, "nvfp4", "best"),
         lambda: OPS.activate_quantize(x, None, "silu", None, "nvfp4", "best"),
     ]
     for call in calls:
@@ -71,10 +68,8 @@ def test_operators_refuse_scales_that_there_are_not() -> None:
     ("operator", "arguments"),
     [
         (OPS.quantize, ()),
-        (OPS.rms_norm_quantize, (torch.ones(64), 1e-6)),
-        (OPS.add_rms_norm_quantize, (batch(), torch.ones(64), 1e-6)),
-        (OPS.layer_norm_quantize, (torch.ones(64), None, 1e-6)),
-        (OPS.add_layer_norm_quantize, (batch(), torch.ones(64), None, 1e-6)),
+        (OPS.norm_quantize, (None, torch.ones(64), None, "rms", 1e-6)),
+        (OPS.norm_quantize, (batch(), torch.ones(64), None, "layer", 1e-6)),
         (OPS.activate_quantize, (None, "silu")),
     ],
 )

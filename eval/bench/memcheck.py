@@ -56,16 +56,15 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     ops.dequantize(packed, scale, divisor, fmt.key, dtype)
     x_divisor = ops.dynamic_global_scale(x, fmt.key) if fmt.has_global_scale else None
     row = x[0].contiguous()
-    ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key)
-    ops.add_rms_norm_quantize(x, x, row, 1e-6, x_divisor, fmt.key)
-    ops.layer_norm_quantize(x, row, row, 1e-6, x_divisor, fmt.key)
-    ops.add_layer_norm_quantize(x, x, row, row, 1e-6, x_divisor, fmt.key)
+    for residual in (None, x):
+        ops.norm_quantize(x, residual, row, None, "rms", 1e-6, x_divisor, fmt.key)
+        ops.norm_quantize(x, residual, row, row, "layer", 1e-6, x_divisor, fmt.key)
     both = torch.randn(tokens, 2 * columns, device="cuda").to(dtype)
     for activation in ("silu", "gelu", "gelu_tanh", "gelu_new"):
         ops.activate_quantize(x, None, activation, x_divisor, fmt.key)
         ops.activate_quantize(*both.chunk(2, -1), activation, x_divisor, fmt.key)
     ops.quantize(x, x_divisor, fmt.key, "sse")
-    ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key, "sse")
+    ops.norm_quantize(x, None, row, None, "rms", 1e-6, x_divisor, fmt.key, "sse")
     ops.activate_quantize(x, x, "silu", x_divisor, fmt.key, "sse")
     return 21 + check_products(fmt, dtype, rows, count, tokens)
 

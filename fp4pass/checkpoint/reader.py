@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import torch
+from torch import Tensor
+
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
 from ..linear import GLOBAL, PACKED, SCALE, StoredWeight
 from ..sources.files import Stamp, read_json, read_tensors, require_same
 from .checks import packed_problem, sum_problem
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from torch import Tensor
-from typing import Any
 
 
 @dataclass(frozen=True)

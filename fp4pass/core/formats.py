@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import SupportsIndex
 
 import torch
+from torch import Tensor
 
 from ..errors import OptionError, unknown_name
 from .elements import Element, Record, Scale
@@ -75,17 +76,23 @@ class Format(Record):
             return 1.0
         if not math.isfinite(amax) or amax < 0.0:
             raise OptionError(f"amax: expected a finite and not negative number, got {amax}.")
-        return power_of_two_for(amax, self.scale.max * self.element.max)
+        return float(
+            power_reaching(
+                torch.tensor(amax, dtype=torch.float64, device="cpu"),
+                self.scale.max * self.element.max,
+            )
+        )
 
 
-def power_of_two_for(amax: float, largest: float) -> float:
-    """Return the smallest 2^k with `2^k * largest >= amax`, k in [-126, 126]; 1 for an amax 0."""
-    if amax == 0.0:
-        return 1.0
-    mantissa, exponent = math.frexp(amax)
-    full_mantissa, full_exponent = math.frexp(largest)
-    k = exponent - full_exponent + (mantissa > full_mantissa)
-    return math.ldexp(1.0, min(max(k, -126), 126))
+def power_reaching(amax: Tensor, full: float) -> Tensor:
+    """Return the smallest power of two 2^k, float32, with `2^k * full >= amax`; 1 for an amax of 0.
+
+    k is in [-126, 126].
+    """
+    mantissa, exponent = torch.frexp(amax)
+    full_mantissa, full_exponent = math.frexp(full)
+    k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
+    return torch.where(amax > 0, ((k + 127) << 23).view(torch.float32), 1.0)
 
 
 E2M1 = Element("e2m1", bits=4, magnitudes=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from ..linear import PACKED, QuantizedLinear
-from .straight_linear import multiplies_only
 
 TRANSPOSES = {
     torch.ops.aten.t.default: (),
@@ -31,6 +33,16 @@ _PRODUCTS: dict[object, tuple[tuple[str, ...], bool]] = {
 
 # What may stand between two readers of a tensor without a schema that says what it writes to.
 _READERS = frozenset({operator.getitem, F.linear, "view"})
+
+# A forward of a linear that names anything else is not run to be traced.
+_NAMES = {"weight", "bias", "T", "mT", "t", "transpose", "matmul", "linear", "add"}
+_NAMES |= {"torch", "nn", "functional", "F"}
+
+# Errors of tracing a forward that computes something else.
+_FAILURES = (fx.proxy.TraceError, AttributeError, NameError, TypeError, ValueError)
+
+# Exchanged dimensions of a matrix.
+_SWAPS = ((0, 1), (1, 0), (-1, -2), (-2, -1))
 
 # They look at no value.
 _CHECKS = frozenset({torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten.sym_size.int})
@@ -70,13 +82,65 @@ def is_linear(module: nn.Module) -> bool:
         for name, value in vars(cls).items()
         if callable(value) or not name.startswith("__")
     }
-    return own <= {"__init__"} or (own <= {"__init__", "forward"} and multiplies_only(module))
+    if own <= {"__init__"}:
+        return True
+    has_bias = module._parameters.get("bias") is not None
+    return own <= {"__init__", "forward"} and _is_product(type(module).forward, has_bias)
+
+
+@functools.cache
+def _is_product(forward: Any, has_bias: bool) -> bool:
+    """Return whether a forward is x W^T + b; it is traced with proxies for its parameters."""
+    if not isinstance(forward, FunctionType):
+        return False
+    code = forward.__code__
+    if code.co_argcount != 2 or code.co_freevars or not _NAMES.issuperset(code.co_names):
+        return False
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    x, weight, bias = (fx.Proxy(graph.placeholder(n), tracer) for n in ("x", "weight", "bias"))
+    layer = SimpleNamespace(weight=weight, bias=bias if has_bias else None)
+    try:
+        output = forward(layer, x)
+    except _FAILURES:
+        return False
+    if not isinstance(output, fx.Proxy):
+        return False
+    return _is_sum(output.node, x.node, weight.node, bias.node if has_bias else None)
+
+
+def _is_sum(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
+    """Return whether a node is x W^T + b, or x W^T without a bias."""
+    if node.target is F.linear:
+        names = ("input", "weight", "bias")
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        return [given.get(name) for name in names] == [x, weight, bias]
+    if bias is not None:
+        others = [each for each in node.args if each is not bias]
+        if node.target not in (operator.add, torch.add) or node.kwargs or len(node.args) != 2:
+            return False
+        product = others[0] if len(others) == 1 else None
+        return isinstance(product, fx.Node) and _is_sum(product, x, weight, None)
+    if node.target not in (operator.matmul, torch.matmul) or node.kwargs or node.args[0] is not x:
+        return False
+    return isinstance(node.args[1], fx.Node) and _is_transpose(node.args[1], weight)
+
+
+def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
+    """Return whether a node is the transpose of a matrix."""
+    if node.kwargs or not node.args or node.args[0] is not weight:
+        return False
+    rest: Any = node.args[1:]
+    if node.target is getattr:
+        return rest in (("T",), ("mT",))
+    if node.target in ("t", torch.t):
+        return rest == ()
+    return node.target in ("transpose", torch.transpose) and rest in _SWAPS
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:
     """Return every linear of a graph, in its order."""
-    found = (match_linear(node) for node in graph.nodes)
-    return [linear for linear in found if linear is not None]
+    return [linear for node in graph.nodes if (linear := match_linear(node)) is not None]
 
 
 def match_linear(node: fx.Node) -> LinearNode | None:

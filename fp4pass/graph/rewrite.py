@@ -39,8 +39,10 @@ def insert_observers(
     groups: list[list[LinearNode]] = []
     latest: dict[fx.Node, list[LinearNode]] = {}
     for linear in find_linears(graph):
+        own = linear.holder.__dict__.get(OBSERVERS, ())
+        readers = [module_of(user) for user in linear.source.users if only_reads(user)]
         # One that an observer of its holder sees in the graph already is done.
-        if not wanted(linear) or _is_observed(linear):
+        if any(reader is each for reader in readers for each in own) or not wanted(linear):
             continue
         group = latest.get(linear.source)
         if (
@@ -59,13 +61,6 @@ def insert_observers(
         with graph.inserting_before(group[0].node):
             graph.call_module(name, (group[0].source,))
     return len(groups)
-
-
-def _is_observed(linear: LinearNode) -> bool:
-    """Return whether an observer of the linear's holder reads its source."""
-    own = linear.holder.__dict__.get(OBSERVERS, ())
-    readers = [module_of(user) for user in linear.source.users if only_reads(user)]
-    return any(reader is observer for reader in readers for observer in own)
 
 
 def rewrite_linears(graph: fx.Graph, config_of: Callable[[LinearNode], LinearConfig | None]) -> int:
@@ -132,8 +127,8 @@ def share_quantize(graph: fx.Graph) -> int:
             seen[key] = node
             continue
         operands = node.all_input_nodes
+        # The products must read the scale that was used.
         for old, new in zip(node.args[1:], first.args[1:], strict=True):
-            # The products must read the scale that was used.
             if isinstance(old, fx.Node) and isinstance(new, fx.Node) and old is not new:
                 old.replace_all_uses_with(new)
         node.replace_all_uses_with(first)

@@ -8,12 +8,14 @@ packed folders. PEFT's own configs put adapters on converted models.
 from __future__ import annotations
 
 import importlib
-from .._compat.peft_hooks import around_adapters
-from ..experts import QUANTIZED
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
 from torch import nn
-from typing import Any, TYPE_CHECKING
+
+from .._compat.peft_hooks import around_adapters
+from ..experts import QUANTIZED
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
-from .._compat.transformers import held_plan, loading_operation, mark_loaded, register_quantization, released_mesh, require_transformers, tied
+from torch import Tensor, nn
+
+from .._compat.transformers import (
+    held_plan,
+    loading_operation,
+    mark_loaded,
+    register_quantization,
+    released_mesh,
+    require_transformers,
+    tied,
+)
 from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
 from ..config import LinearConfig, Rule, check_rules, plain
@@ -21,11 +36,6 @@ from ..quantization.scan import SkippedLayer, skip
 from ..rows import Row
 from ..signatures import with_options
 from ..sources.unread import require_float
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from torch import Tensor, nn
-from typing import Any
 
 require_transformers()
 

@@ -9,12 +9,9 @@ run the Triton kernels, everything else the references; what the arguments mean 
 
 from .activations import (
     activate_quantize,
-    add_layer_norm_quantize,
-    add_rms_norm_quantize,
     dynamic_global_scale,
-    layer_norm_quantize,
+    norm_quantize,
     quantize,
-    rms_norm_quantize,
     rotate,
     rotate_quantize,
 )

@@ -7,24 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.formats import Format
 from ..core.packing import empty_blocks
 from ..kernels.quantize.naive import (
     activate_quantize_ref,
-    add_layer_norm_quantize_ref,
-    add_rms_norm_quantize_ref,
     dynamic_global_scale_ref,
-    layer_norm_quantize_ref,
+    norm_quantize_ref,
     quantize_ref,
-    rms_norm_quantize_ref,
 )
 from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
 from .checks import (
     require_activation,
     require_factor,
     require_float,
-    require_norm_bias,
-    require_norm_weight,
+    require_norm,
     require_quantizable,
     require_residual,
     require_rotation,
@@ -32,29 +27,31 @@ from .checks import (
 from .registration import Backward, operator
 
 
-def _sum_and_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), *empty_blocks(x, fmt)
+def _setup_rounding(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    outputs = output if isinstance(output, tuple) else (output,)
+    ctx.mark_non_differentiable(*outputs)
+    ctx.gradients = (None,) * len(inputs)
+    ctx.tangent = None if isinstance(output, Tensor) else (None,) * len(outputs)
 
 
-def _backward_of_sum(addends: int) -> Backward:
-    """Return the backward where the first output is the sum of so many first arguments, if any."""
+# Codes and scales have no gradient; that of x flows through the linear operator instead.
+ROUNDING = Backward(lambda ctx, *_: ctx.gradients, _setup_rounding, lambda ctx, *_: ctx.tangent)
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*outputs[min(addends, 1) :])
-        ctx.arguments, ctx.outputs = len(inputs), len(outputs)
 
-    def gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (grad,) * addends + (None,) * (ctx.arguments - addends)
+def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # The first result is the sum of the first two arguments where there is a residual.
+    ctx.adds, ctx.others = inputs[1] is not None, (None,) * (len(inputs) - 2)
+    ctx.mark_non_differentiable(*output[ctx.adds :])
 
-    def tangent(ctx: Any, *tangents: Tensor | None) -> Any:
-        moved = [each for each in tangents[:addends] if each is not None]
-        of_sum = sum(moved[1:], moved[0]) if moved else None
-        others = (None,) * (ctx.outputs - min(addends, 1))
-        found = (of_sum, *others) if addends else others
-        return found if ctx.outputs > 1 else found[0]
 
-    return Backward(gradients, setup, tangent)
+def _norm_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    of_sum = grads[0] if ctx.adds else None
+    return of_sum, of_sum, *ctx.others
+
+
+def _norm_tangents(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    moved = [each for each in tangents[:2] if each is not None and ctx.adds]
+    return sum(moved[1:], moved[0]) if moved else None, None, None
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -70,13 +67,6 @@ def _rotate_tangent(ctx: Any, x: Tensor, rotation: None) -> Tensor:
     return rotate(x, ctx.rotation)
 
 
-# Codes and scales have no gradient; that of x flows through the linear operator instead.
-ROUNDING = _backward_of_sum(0)
-_SUM = _backward_of_sum(2)
-
-_RMS_NORM = (require_quantizable, require_norm_weight)
-_LAYER_NORM = (*_RMS_NORM, require_norm_bias)
-
 dynamic_global_scale = operator(
     dynamic_global_scale_ref,
     triton="kernels.quantize.triton:dynamic_global_scale_triton",
@@ -91,37 +81,16 @@ quantize = operator(
     checks=(require_quantizable,),
     backward=ROUNDING,
 )
-rms_norm_quantize = operator(
-    rms_norm_quantize_ref,
-    triton="kernels.quantize.norm_triton:rms_norm_quantize_triton",
-    cpu="kernels.quantize.cpu:rms_norm_quantize_cpu",
-    shapes=empty_blocks,
-    checks=_RMS_NORM,
-    backward=ROUNDING,
-)
-add_rms_norm_quantize = operator(
-    add_rms_norm_quantize_ref,
-    triton="kernels.quantize.norm_triton:add_rms_norm_quantize_triton",
-    cpu="kernels.quantize.cpu:add_rms_norm_quantize_cpu",
-    shapes=_sum_and_blocks,
-    checks=(*_RMS_NORM, require_residual),
-    backward=_SUM,
-)
-layer_norm_quantize = operator(
-    layer_norm_quantize_ref,
-    triton="kernels.quantize.norm_triton:layer_norm_quantize_triton",
-    cpu="kernels.quantize.cpu:layer_norm_quantize_cpu",
-    shapes=empty_blocks,
-    checks=_LAYER_NORM,
-    backward=ROUNDING,
-)
-add_layer_norm_quantize = operator(
-    add_layer_norm_quantize_ref,
-    triton="kernels.quantize.norm_triton:add_layer_norm_quantize_triton",
-    cpu="kernels.quantize.cpu:add_layer_norm_quantize_cpu",
-    shapes=_sum_and_blocks,
-    checks=(*_LAYER_NORM, require_residual),
-    backward=_SUM,
+norm_quantize = operator(
+    norm_quantize_ref,
+    triton="kernels.quantize.norm_triton:norm_quantize_triton",
+    cpu="kernels.quantize.cpu:norm_quantize_cpu",
+    shapes=lambda x, residual, fmt: (
+        x.new_empty(0 if residual is None else x.shape),
+        *empty_blocks(x, fmt),
+    ),
+    checks=(require_quantizable, require_norm, require_residual),
+    backward=Backward(_norm_gradients, _setup_norm, _norm_tangents),
 )
 activate_quantize = operator(
     activate_quantize_ref,

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.packing import PackedInput, PackedWeight
-from ..errors import (
-    DtypeError,
-    NonFiniteError,
-    OptionError,
-    ShapeError,
-    expected,
-    unknown_name,
-)
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.fp8.naive import COMPUTES
-from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS
+from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS, NORMS
 from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
@@ -90,12 +83,18 @@ def require_rotation(x: Tensor, rotation: int) -> None:
         )
 
 
-def _row_of_norm(name: str, x: Tensor, row: Tensor | None) -> None:
-    if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
-        raise ShapeError(
-            f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
-            f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
-        )
+def require_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str) -> None:
+    """Raise unless there is such a norm, with parameters [K] in the dtype of x."""
+    if kind not in NORMS:
+        raise unknown_name("Norm", kind, NORMS)
+    if kind == "rms" and (weight is None or bias is not None):
+        raise OptionError("An RMSNorm: expected a weight and no bias. Call the norm 'layer' else.")
+    for name, row in (("weight", weight), ("bias", bias)):
+        if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
+            raise ShapeError(
+                f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
+                f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
+            )
 
 
 def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
@@ -106,8 +105,6 @@ def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
         )
 
 
-require_norm_weight = _check("x weight", _row_of_norm, "weight")
-require_norm_bias = _check("x bias", _row_of_norm, "bias")
 require_residual = _check("x residual", _like_input, "residual")
 require_factor = _check("x up", _like_input, "factor")
 

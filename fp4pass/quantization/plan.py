@@ -13,7 +13,7 @@ from torch import fx, nn
 from ..config import LinearConfig, Rule
 from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError
-from ..graph.transforms.fold_rotations import fold_rotations
+from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..observers.observer import collect, observers_of
 from ..ops.checks import weight_problem

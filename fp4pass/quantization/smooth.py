@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..errors import CalibrationError, OptionError, StateError
-from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
+from ..graph.folds import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..observers.observer import Observer, collect, observers_of
 from ..state import PreparedState, get_state, set_state, unwrap

@@ -19,13 +19,7 @@ from fp4pass.graph.inductor.fusions import fuse_quantizers
 from fp4pass.graph.inductor.merge import share_calls
 
 OPS = torch.ops.fp4pass
-FUSED = (
-    "rms_norm_quantize",
-    "add_rms_norm_quantize",
-    "layer_norm_quantize",
-    "add_layer_norm_quantize",
-    "activate_quantize",
-)
+FUSED = ("norm_quantize", "activate_quantize")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +48,8 @@ class Fused:
             name = str(node.target).split(".")
             if node.op != "call_function" or name[0] != "fp4pass" or name[1] not in FUSED:
                 continue
+            if name[1] == "norm_quantize":
+                self.calls["add_" * (node.args[1] is not None) + f"{node.args[4]}_norm"] += 1
             args = fx.map_arg(node.args, lambda n: n.meta["val"])
             for a, b in zip(node.meta["val"], node.target(*args), strict=True):
                 assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
@@ -88,19 +84,19 @@ def gelu_new(x: Tensor) -> Tensor:
 
 # What is fused, as functions of x, another like it, a weight and a bias; and with what operator.
 BEFORE: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "rms": (lambda x, y, w, b: rms_norm(x, w), "rms_norm_quantize"),
-    "add, rms": (lambda x, y, w, b: rms_norm(x + y, w), "add_rms_norm_quantize"),
+    "rms": (lambda x, y, w, b: rms_norm(x, w), "rms_norm"),
+    "add, rms": (lambda x, y, w, b: rms_norm(x + y, w), "add_rms_norm"),
     # Of a sum whose columns are contiguous, other readers have the strides.
     "add columns, rms": (
         lambda x, y, w, b: rms_norm(columns(x) + columns(y), w),
-        "rms_norm_quantize",
+        "rms_norm",
     ),
-    "layer norm": (lambda x, y, w, b: F.layer_norm(x, (64,), w, b), "layer_norm_quantize"),
-    "without bias": (lambda x, y, w, b: F.layer_norm(x, (64,), w), "layer_norm_quantize"),
-    "without both": (lambda x, y, w, b: F.layer_norm(x, (64,)), "layer_norm_quantize"),
+    "layer norm": (lambda x, y, w, b: F.layer_norm(x, (64,), w, b), "layer_norm"),
+    "without bias": (lambda x, y, w, b: F.layer_norm(x, (64,), w), "layer_norm"),
+    "without both": (lambda x, y, w, b: F.layer_norm(x, (64,)), "layer_norm"),
     "add, layer norm": (
         lambda x, y, w, b: F.layer_norm(x + y, (64,), w, b),
-        "add_layer_norm_quantize",
+        "add_layer_norm",
     ),
     "silu": (lambda x, y, w, b: F.silu(x), "activate_quantize"),
     "silu, mul": (lambda x, y, w, b: F.silu(x) * y, "activate_quantize"),
@@ -208,7 +204,7 @@ def test_a_sum_that_is_read_too_early_stays() -> None:
 
     given = arguments(torch.float32)
     traced = make_fx(function, tracing_mode="fake")(*given)
-    assert fuse(traced.graph) == 1 and calls(traced.graph)["rms_norm_quantize"] == 1
+    assert fuse(traced.graph) == 1 and calls(traced.graph)["norm_quantize"] == 1
     traced.graph.lint()
     traced.recompile()
     assert all(map(torch.equal, traced(*given), function(*given)))
@@ -271,8 +267,10 @@ def test_models(name: str, fmt: str) -> None:
     fp4pass.convert(model, fmt, method="naive")
     fused = Fused()
     found = zoo.tensor_of(compiled(model, fused)(**kwargs))
-    expected = {f"{k}_quantize" if k != "quantize" else k: v for k, v in MODELS[name].items()}
-    assert {k: v for k, v in fused.calls.items() if "linear" not in k} == expected
+    found_calls = {k.removesuffix("_quantize"): v for k, v in fused.calls.items()}
+    assert {k: found_calls.get(k) for k in MODELS[name]} == MODELS[name]
+    norms = sum(v for k, v in MODELS[name].items() if k.endswith("_norm"))
+    assert found_calls.get("norm", 0) == norms
     unfused = zoo.tensor_of(compiled(model, share_calls)(**kwargs))
     assert found.isfinite().all()
     assert (found - unfused).norm() <= 0.1 * unfused.norm()

@@ -19,18 +19,10 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import (
     activate_quantize_ref,
-    add_layer_norm_quantize_ref,
-    add_rms_norm_quantize_ref,
-    layer_norm_quantize_ref,
+    norm_quantize_ref,
     quantize_ref,
-    rms_norm_quantize_ref,
 )
-from fp4pass.kernels.quantize.norm_triton import (
-    add_layer_norm_quantize_triton,
-    add_rms_norm_quantize_triton,
-    layer_norm_quantize_triton,
-    rms_norm_quantize_triton,
-)
+from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 from fp4pass.kernels.quantize.triton import activate_quantize_triton, quantize_triton
 from fp4pass.kernels.search.reference import search_ref
 
@@ -208,13 +200,15 @@ def test_fused_kernels_search_what_they_compute(
     wanted = quantize_triton(exact, d, fmt, "sse")
     assert not torch.equal(wanted[1], quantize_ref(exact, d, fmt)[1])
     rest = (d, fmt, "sse")
+
+    def norm(x: Tensor, residual: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+        return norm_quantize_triton(x, residual, weight, None, kind, 0.0, *rest)[1:]
+
     packed, scale = {
-        "rms": lambda: rms_norm_quantize_triton(x, weight, 0.0, *rest),
-        "add_rms": lambda: add_rms_norm_quantize_triton(x / 2, x / 2, weight, 0.0, *rest)[1:],
-        "layer": lambda: layer_norm_quantize_triton(x, weight, None, 0.0, *rest),
-        "add_layer": lambda: add_layer_norm_quantize_triton(x / 2, x / 2, weight, None, 0.0, *rest)[
-            1:
-        ],
+        "rms": lambda: norm(x, None, "rms"),
+        "add_rms": lambda: norm(x / 2, x / 2, "rms"),
+        "layer": lambda: norm(x, None, "layer"),
+        "add_layer": lambda: norm(x / 2, x / 2, "layer"),
         "silu": lambda: activate_quantize_triton(large, other, "silu", *rest),
     }[kernel]()
     half = slice(2, 4) if kernel == "silu" else slice(2)
@@ -230,10 +224,11 @@ def test_references_search_what_they_compute(fmt: Format) -> None:
     layer = F.layer_norm(x, (96,), weight, None, 1e-6)
     zeros = torch.zeros_like(x)
     cases = [
-        (rms, rms_norm_quantize_ref(x, weight, 1e-6, *rest)),
-        (rms, add_rms_norm_quantize_ref(x, zeros, weight, 1e-6, *rest)[1:]),
-        (layer, layer_norm_quantize_ref(x, weight, None, 1e-6, *rest)),
-        (layer, add_layer_norm_quantize_ref(x, zeros, weight, None, 1e-6, *rest)[1:]),
+        *(
+            (normal, norm_quantize_ref(x, residual, weight, None, kind, 1e-6, *rest)[1:])
+            for normal, kind in ((rms, "rms"), (layer, "layer"))
+            for residual in (None, zeros)
+        ),
         (F.silu(x) * other, activate_quantize_ref(x, other, "silu", *rest)),
     ]
     moved = 0

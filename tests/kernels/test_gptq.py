@@ -25,6 +25,7 @@ from fp4pass.kernels.search.blocks import (
 )
 from fp4pass.kernels.search.gptq_reference import damp, gptq_ref, make_problem, solve
 from fp4pass.kernels.search.joint_reference import CODES, choose_blocks, joint_ref, make_metric
+from fp4pass.kernels.search.naive import gptq_naive
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 
@@ -128,6 +129,19 @@ def test_the_targets_are_those_of_obs(fmt: Format) -> None:
         moved[:, rest] -= error @ upper[here, rest]
         # w - q of the original weight: the error less what it had been moved by.
         taken[:, here] = residual[:, here] - moved[:, here]
+
+
+@pytest.mark.core
+@formats
+def test_the_codes_are_those_of_the_definition(fmt: Format) -> None:
+    """Of scales chosen with the block, rounded to nearest, but where other scales are no worse."""
+    w, hessian = weight("normal"), correlated()
+    g = fmt.global_scale_for(w.abs().max().item())
+    found = quantized(w, hessian, fmt, codes="rtn", order="natural")
+    expected = gptq_naive(w, hessian, g, fmt, OPTIONS["damping"])
+    assert (found == expected).double().mean() > 0.95
+    damped = damp(hessian, OPTIONS["damping"])
+    assert loss(w, found, damped) == pytest.approx(loss(w, expected, damped), rel=1e-3)
 
 
 BETTER = [

@@ -1,5 +1,5 @@
-"""LayerNorm, and norms of sums, with quantization in one kernel: sums to the bit, and the rest
-wherever no last bit decides it. RMSNorm by itself is in test_norm_quantize.py."""
+"""Norms, of sums too, and quantization in one kernel: sums to the bit, and the rest wherever no
+last bit decides it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases, formats_and_dtypes
+from kernels.cases import DTYPES, cases
 from kernels.stable import assert_agree
 from kernels.test_quantize import divisor_of
 from torch import Tensor
@@ -19,12 +19,8 @@ from torch.nn import functional as F
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
-from fp4pass.kernels.quantize.naive import (
-    add_layer_norm_quantize_ref,
-    add_rms_norm_quantize_ref,
-    layer_norm_quantize_ref,
-    quantize_ref,
-)
+from fp4pass.kernels.quantize.naive import norm_quantize_ref, quantize_ref
+from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(
@@ -32,25 +28,27 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EPS = 1e-5
+EPS = 1e-6
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-# Each norm, with and without parameters, in one of the dtypes and the formats.
-KINDS = ["rms", "layer", "bare"]
-ZEROS = [
-    (get_format("nvfp4"), torch.bfloat16, "rms"),
-    (get_format("mxfp4"), torch.float32, "layer"),
-]
+# Each norm, and which of its parameters it has.
+NORMS = {
+    "rms": ("rms", True, False),
+    "layer": ("layer", True, True),
+    "weight alone": ("layer", True, False),
+    "bias alone": ("layer", False, True),
+    "bare": ("layer", False, False),
+}
+SUMS = [(name, adds) for name in NORMS for adds in (False, True)]
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """x and a residual, whose sum has a mean, a weight and a bias."""
+    """x and a residual, whose sum has a mean, a weight and a bias; rows of many sizes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (shape, shape, shape[-1:], shape[-1:])
     made = [torch.randn(each, generator=generator) for each in shapes]
     made[0] = 2 * made[0] + torch.randn((*shape[:-1], 1), generator=generator)
+    sizes = 2.0 ** torch.randint(-6, 6, (*shape[:-1], 1), generator=generator)
+    made[:2] = [each * sizes for each in made[:2]]
     return [each.to(DEVICE, dtype) for each in made]
 
 
@@ -59,146 +57,210 @@ def divisor(fmt: Format, global_scale: float) -> Tensor | None:
     return None if found is None else found.to(DEVICE)
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-    return weight * (wide * inverse).to(x.dtype)
+def arguments(name: str, given: list[Tensor], adds: bool) -> list[object]:
+    """Those of a norm, from x, a residual, a weight and a bias, up to its kind."""
+    kind, *has = NORMS[name]
+    x, residual, *parameters = given
+    kept = [each if has[i] else None for i, each in enumerate(parameters)]
+    return [x, residual if adds else None, *kept, kind]
 
 
-def check(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    g: float = 0.25,
-    sums_alone: bool = False,
-) -> None:
-    """Both norms of the sum, and LayerNorm of x."""
+def rms_norms(x: Tensor, weight: Tensor) -> list[Tensor]:
+    """What the norm may be: by the exact rsqrt, and by those a few roundings to either side."""
+    wide = x.to(torch.float32)
+    exact = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    near = [exact * (1 + i * 2.0**-24) for i in (0, *range(-8, 0), *range(1, 9))]
+    return [weight * (wide * inverse).to(x.dtype) for inverse in near]
+
+
+def check(name: str, given: list[Tensor], adds: bool, fmt: Format, g: float = 0.25) -> None:
+    """The bits of quantizing one of the norms that a sum's order allows."""
     d = divisor(fmt, g)
-    total = x + residual
-    for each in (total,) if sums_alone else (total, x):
-        if each is x:
-            found = module.layer_norm_quantize_triton(x, weight, bias, EPS, d, fmt)
-        else:
-            found = module.add_layer_norm_quantize_triton(x, residual, weight, bias, EPS, d, fmt)
-        normal = F.layer_norm(each, each.shape[-1:], weight, bias, EPS)
-        if len(found) == 3:
-            assert torch.equal(found[0], total)
-        # A mean is off by roundings of the largest value.
-        size = F.layer_norm(each, each.shape[-1:], None, None, EPS).abs().amax(-1, True) + 1
-        factor = torch.ones_like(x[..., :1]) if weight is None else weight.abs()
-        assert_agree(found[-2:], normal, size.float() * factor.float() * 2.0**-20, d, fmt)
-    if weight is not None and not sums_alone:
-        found = module.add_rms_norm_quantize_triton(x, residual, weight, EPS, d, fmt)
-        assert torch.equal(found[0], total)
-        normal = rms_norm(total, weight)
-        assert_agree(found[1:], normal, normal.float().abs() * 2.0**-21, d, fmt)
+    given_arguments = arguments(name, given, adds)
+    total, *found = norm_quantize_triton(*given_arguments, EPS, d, fmt)
+    x = given[0] + given[1] if adds else given[0]
+    assert torch.equal(total, x if adds else x.new_empty(0))
+    _, _, weight, bias, kind = given_arguments
+    if kind == "rms":
+        agrees = torch.zeros(x.shape[:-1], dtype=torch.bool, device=DEVICE)
+        for normal in rms_norms(x, weight):
+            wanted = quantize_ref(normal, d, fmt)
+            assert [each.shape for each in found] == [each.shape for each in wanted]
+            agrees |= (wanted[0] == found[0]).all(-1) & (wanted[1] == found[1]).all(-1)
+        assert agrees.all()
+        return
+    normal = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+    # A mean is off by roundings of the largest value.
+    size = F.layer_norm(x, x.shape[-1:], None, None, EPS).abs().amax(-1, True) + 1
+    factor = torch.ones_like(x[..., :1]) if weight is None else weight.abs()
+    assert_agree(tuple(found), normal, size.float() * factor.float() * 2.0**-20, d, fmt)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_references_are_what_eager_pytorch_computes(dtype: torch.dtype) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     x, residual, weight, bias = inputs((5, 64), dtype)
-    norm = torch.nn.LayerNorm(64, eps=EPS).to(DEVICE, dtype)
-    with torch.no_grad():
+    norms = {"layer": torch.nn.LayerNorm(64, eps=EPS), "rms": llama.LlamaRMSNorm(64, eps=EPS)}
+    for (name, norm), fmt in itertools.product(norms.items(), VARIANTS):
+        norm.to(DEVICE, dtype).requires_grad_(False)
         norm.weight.copy_(weight)
-        norm.bias.copy_(bias)
-        normal, summed = norm(x), norm(x + residual)
-    for fmt in VARIANTS:
-        d = divisor(fmt, 0.5)
-        found = (
-            *layer_norm_quantize_ref(x, weight, bias, EPS, d, fmt),
-            *add_layer_norm_quantize_ref(x, residual, weight, bias, EPS, d, fmt),
-            *add_rms_norm_quantize_ref(x, residual, weight, EPS, d, fmt),
-        )
-        wanted = (
-            *quantize_ref(normal, d, fmt),
-            *(x + residual, *quantize_ref(summed, d, fmt)),
-            *(x + residual, *quantize_ref(rms_norm(x + residual, weight), d, fmt)),
-        )
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
+        if name == "layer":
+            norm.bias.copy_(bias)
+        for adds in (False, True):
+            d, each = divisor(fmt, 0.5), x + residual if adds else x
+            given = arguments(name, [x, residual, weight, bias], adds)
+            wanted = (each if adds else x.new_empty(0), *quantize_ref(norm(each), d, fmt))
+            for a, b in zip(norm_quantize_ref(*given, EPS, d, fmt), wanted, strict=True):
+                assert torch.equal(a, b)
 
 
-@formats_and_dtypes
-def test_triton(fmt: Format, dtype: torch.dtype) -> None:
-    check(*inputs((1, 96), dtype), fmt, 2.0**-8)
-
-
-@pytest.mark.parametrize("dtype", cases([(torch.bfloat16,)], ((dtype,) for dtype in DTYPES)))
-def test_without_weight_or_bias(dtype: torch.dtype) -> None:
-    fmt = get_format("mxfp4")
-    x, residual, weight, bias = inputs((1, 544), dtype)
-    check(x, residual, weight, None, fmt, sums_alone=True)
-    check(x, residual, None, bias, fmt, sums_alone=True)
-    check(x, residual, None, None, fmt)
+# Every format and dtype, one block and more blocks than a program has lanes, with and without sums.
+CASES = [
+    (get_format("nvfp4"), torch.bfloat16, 544, ("rms", False)),
+    (get_format("nvfp4"), torch.bfloat16, 96, ("layer", True)),
+    (get_format("nvfp4:32"), torch.float32, 32, ("rms", True)),
+    (get_format("nvfp4:32"), torch.float16, 96, ("layer", False)),
+    (get_format("mxfp4"), torch.float16, 544, ("bare", False)),
+    (get_format("mxfp4"), torch.bfloat16, 544, ("weight alone", True)),
+    (get_format("mxfp4"), torch.float32, 96, ("bias alone", True)),
+    (get_format("mxfp4:16"), torch.bfloat16, 32, ("rms", True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype", "kind"), cases(ZEROS, itertools.product(VARIANTS, DTYPES, KINDS))
+    ("fmt", "dtype", "columns", "norm"),
+    cases(CASES, itertools.product(VARIANTS, DTYPES, (32, 96, 544), SUMS)),
 )
-def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, kind: str) -> None:
+def test_triton(fmt: Format, dtype: torch.dtype, columns: int, norm: tuple[str, bool]) -> None:
+    name, adds = norm
+    check(name, inputs((2, columns), dtype), adds, fmt, 2.0**-8)
+
+
+# Both ways of dividing by a global scale.
+EXACT = [
+    (get_format("nvfp4"), torch.bfloat16, 3.0),
+    (get_format("nvfp4:32"), torch.float16, 0.25),
+    (get_format("mxfp4"), torch.float32, 0.25),
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "g"), cases(EXACT, itertools.product(VARIANTS, DTYPES, (0.25, 3.0)))
+)
+def test_where_the_mean_is_exact_all_bits_are_equal(
+    fmt: Format, dtype: torch.dtype, g: float
+) -> None:
+    """Small integers whose squares sum to 4^k times K, so that the norm is exact, ties and all."""
+    rows = torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 0.0], [-2.0, -2.0, 2.0, 2.0]])
+    x = rows.repeat(1, 24).to(DEVICE, dtype)
+    weight = (torch.arange(96) % 61 - 30).to(DEVICE, dtype)
+    given = (x, None, weight, None, "rms", 0.0, divisor(fmt, g), fmt)
+    for a, b in zip(norm_quantize_triton(*given), norm_quantize_ref(*given), strict=True):
+        assert torch.equal(a, b)
+
+
+# The kinds of scales.
+ZEROS = [
+    (get_format("nvfp4"), torch.bfloat16, "rms"),
+    (get_format("mxfp4"), torch.float32, "layer"),
+    (get_format("mxfp4"), torch.float16, "rms"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "name"), cases(ZEROS, itertools.product(VARIANTS, DTYPES, NORMS))
+)
+def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, name: str) -> None:
     x, residual, weight, bias = inputs((6, 64), dtype)
     x[1] = residual[1] = 0
     x[2, 5] = torch.nan
-    residual[3, 40] = torch.inf
+    residual[3, 40] = x[3, 40] = torch.inf
     x[4], residual[4] = -0.0, -0.0
     x[5], residual[5] = 3, -3
-    d = divisor(fmt, 0.5)
-    triton, ref, scaling = {
-        "rms": (module.add_rms_norm_quantize_triton, add_rms_norm_quantize_ref, (weight,)),
-        "layer": (
-            module.add_layer_norm_quantize_triton,
-            add_layer_norm_quantize_ref,
-            (weight, bias),
-        ),
-        "bare": (module.add_layer_norm_quantize_triton, add_layer_norm_quantize_ref, (None, None)),
-    }[kind]
-    found = triton(x, residual, *scaling, EPS, d, fmt)
-    wanted = ref(x, residual, *scaling, EPS, d, fmt)
-    assert torch.equal(found[0].isnan(), wanted[0].isnan())
-    assert torch.equal(found[0].nan_to_num(), wanted[0].nan_to_num())
-    assert torch.equal(found[0].signbit()[1], wanted[0].signbit()[1])
-    assert found[0].signbit()[4].all()
-    codes, expected = (unpack_codes(each[1])[1:] for each in (found, wanted))
-    if kind != "rms":
-        # Which zero x - mean is depends on how the mean was summed.
-        codes, expected = (each.where(each != 8, 0) for each in (codes, expected))
-    assert torch.equal(codes, expected) and torch.equal(found[2][1:], wanted[2][1:])
+    weight[3] = -0.0
+    for adds in (False, True):
+        given = (*arguments(name, [x, residual, weight, bias], adds), EPS, divisor(fmt, 0.5), fmt)
+        total, *found = norm_quantize_triton(*given)
+        sums, *wanted = norm_quantize_ref(*given)
+        if adds:
+            assert torch.equal(total.isnan(), sums.isnan())
+            assert torch.equal(total.nan_to_num(), sums.nan_to_num())
+            assert torch.equal(total.signbit()[1], sums.signbit()[1]) and total.signbit()[4].all()
+        # A row with infinity is zeros, and NaN where infinity meets zero.
+        last = 6 if adds else 5
+        codes, expected = (unpack_codes(each[0])[1:last] for each in (found, wanted))
+        if name != "rms":
+            # Which zero x - mean is depends on how the mean was summed.
+            codes, expected = (each.where(each != 8, 0) for each in (codes, expected))
+        assert torch.equal(codes, expected) and torch.equal(found[1][1:last], wanted[1][1:last])
 
 
-@settings(max_examples=3, deadline=None)
+def test_the_signs_of_what_rounds_to_zero() -> None:
+    x, _, weight, _ = inputs((2, 32), torch.bfloat16)
+    weight[::3] *= 1e-20
+    fmt = get_format("mxfp4")
+    _, packed, _ = norm_quantize_triton(x, None, weight, None, "rms", EPS, None, fmt)
+    assert torch.equal(unpack_codes(packed) >> 3, (x.signbit() ^ weight.signbit()).to(torch.uint8))
+
+
+@settings(max_examples=4, deadline=None)
 @given(
-    shape=st.lists(st.integers(0, 2), max_size=1),
-    blocks=st.integers(2, 5),
+    shape=st.lists(st.integers(0, 2), max_size=2),
+    blocks=st.integers(2, 9),
     fmt=st.sampled_from(VARIANTS),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
+    norm=st.sampled_from(SUMS),
 )
 def test_any_shape(
-    shape: list[int], blocks: int, fmt: Format, dtype: torch.dtype, seed: int
+    shape: list[int],
+    blocks: int,
+    fmt: Format,
+    dtype: torch.dtype,
+    seed: int,
+    norm: tuple[str, bool],
 ) -> None:
-    check(*inputs((*shape, blocks * fmt.block), dtype, seed), fmt)
+    name, adds = norm
+    check(name, inputs((*shape, blocks * fmt.block), dtype, seed), adds, fmt)
 
 
-@pytest.mark.parametrize("blocks", [48, 190])
-def test_rows_held_and_rows_read_again(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """By one program, of strided x."""
-    lanes, warps = module._lanes_and_warps(blocks)
-    assert (blocks <= lanes) == (blocks == 48)
-    monkeypatch.setattr(module, "_WARPS", warps)
-    fmt = get_format("nvfp4")
-    x, residual, weight, bias = inputs((2, blocks * fmt.block), torch.bfloat16)
-    check(x.t().contiguous().t(), residual, weight, bias, fmt, sums_alone=True)
+PLANS = {
+    32: (32, 1),
+    64: (64, 1),
+    128: (128, 2),
+    250: (256, 4),
+    33: (32, 1),
+    190: (64, 2),
+    380: (128, 4),
+}
+
+
+@pytest.mark.parametrize("blocks", PLANS)
+def test_every_plan(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """Rows held and rows read twice, by one program, of strided x."""
+    assert module._lanes_and_warps(blocks) == PLANS[blocks]
+    monkeypatch.setattr(module, "_WARPS", PLANS[blocks][1])
+    fmt = get_format("nvfp4" if blocks % 4 else "nvfp4:32")
+    for dtype in DTYPES if DEVICE == "cuda" else [torch.bfloat16]:
+        x, *rest = inputs((2, blocks * fmt.block), dtype)
+        name, adds = ("layer", True) if blocks in (64, 190) else ("rms", False)
+        check(name, [x.t().contiguous().t(), *rest], adds, fmt)
 
 
 def test_float64_is_added_as_it_is() -> None:
     x, residual, *_ = inputs((3, 64), torch.float32)
     x, residual = x.double() / 3, residual.double() / 7
     fmt = get_format("mxfp4")
-    total, packed, scale = module.add_layer_norm_quantize_triton(
-        x, residual, None, None, EPS, None, fmt
-    )
+    given = (x, residual, None, None, "layer", EPS, None, fmt)
+    total, packed, scale = norm_quantize_triton(*given)
     assert torch.equal(total, x + residual)
     normal = F.layer_norm(total.float(), (64,), eps=EPS)
     assert_agree((packed, scale), normal, torch.full_like(normal, 2.0**-18), None, fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [2560, 4096, 16384])
+def test_large(dtype: torch.dtype, columns: int) -> None:
+    check("rms", inputs((1031, columns), dtype), False, get_format("nvfp4"), 2.0**-8)

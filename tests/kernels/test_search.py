@@ -10,13 +10,14 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from blocks import HESSIANS, ROWS, VARIANTS, WEIGHTS, check_optimal, spectrum
+from blocks import ALL, HESSIANS, ROWS, VARIANTS, WEIGHTS, check_optimal, spectrum
 from kernels.cases import cases
 from torch import Tensor
 
 import fp4pass
 from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.core.packing import unpack_codes
+from fp4pass.kernels.search.naive import search_naive
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.observers.observer import OBSERVERS, collect
 
@@ -123,6 +124,17 @@ def test_scales_are_optimal_on_trained_layers(key: str, objective: str) -> None:
         residual = oracle.residuals(weight.view(len(weight), -1, fmt.block), fmt.name, g)
         found = search_ref(weight, hessian, g, fmt, objective)
         check_optimal(weight, residual, fmt, found, hessian)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
+def test_every_format_is_searched_by_the_definition(fmt: Format) -> None:
+    weight = torch.randn(4, 2 * math.lcm(96, fmt.block), generator=torch.Generator().manual_seed(0))
+    g = fmt.global_scale_for(weight.abs().max().item())
+    codes, scale, _ = search_naive(weight, None, g, fmt)
+    packed, found = search_ref(weight, None, g, fmt, "sse")
+    assert torch.equal(found.long(), scale)
+    assert torch.equal(unpack_codes(packed, fmt.element.bits), codes)
 
 
 @formats

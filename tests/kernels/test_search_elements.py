@@ -21,8 +21,10 @@ from fp4pass.core.elements import Element
 from fp4pass.core.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.search import joint_reference, joint_triton
+from fp4pass.kernels.search.hessian_triton import _residual_ptx as residual_ptx
+from fp4pass.kernels.search.hessian_triton import packs_pairs
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.tiles import packs_pairs, residual_ptx, top_code, zero_exponent
+from fp4pass.kernels.search.tiles import top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton

@@ -38,12 +38,7 @@ from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
-from fp4pass.kernels.quantize.norm_triton import (
-    add_layer_norm_quantize_triton,
-    add_rms_norm_quantize_triton,
-    layer_norm_quantize_triton,
-    rms_norm_quantize_triton,
-)
+from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 from fp4pass.kernels.quantize.triton import (
     activate_quantize_triton,
     dynamic_global_scale_triton,
@@ -137,7 +132,7 @@ def _launch_each() -> None:
     x, row = _empty(8192, 4096, dtype=torch.bfloat16), _empty(4096, dtype=torch.bfloat16)
     dynamic_global_scale_triton(x, fmt)
     quantize_triton(x, one, fmt)
-    add_layer_norm_quantize_triton(x, x, row, row, 1e-6, one, fmt)
+    norm_quantize_triton(x, x, row, row, "layer", 1e-6, one, fmt)
     activate_quantize_triton(x, x, "silu", one, fmt)
     _launch_rotations(fmt, torch.bfloat16, (32,))
     observe_triton(x, _empty(128, 32, 32), _empty(1, dtype=torch.int64), _empty(1))
@@ -243,10 +238,10 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     x = _empty(rows, columns, dtype=dtype)
     quantize_triton(x, divisor, fmt)
     weight = _empty(columns, dtype=dtype)
-    rms_norm_quantize_triton(x, weight, 1e-6, divisor, fmt)
-    add_rms_norm_quantize_triton(x, x, weight, 1e-6, divisor, fmt)
-    layer_norm_quantize_triton(x, None, None, 1e-6, divisor, fmt)
-    add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt)
+    norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, x, weight, None, "rms", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, None, None, None, "layer", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, x, weight, weight, "layer", 1e-6, divisor, fmt)
     for activation in ACTIVATIONS if fmt == NVFP4 else ("silu",):
         activate_quantize_triton(x, None, activation, divisor, fmt)
     # Two halves of one tensor, which have gaps between their rows.
@@ -261,8 +256,8 @@ def _launch_searching(fmt: Format, dtype: torch.dtype) -> None:
     divisor = _empty(1) if fmt.has_global_scale else None
     x, weight = _empty(8192, 4096, dtype=dtype), _empty(4096, dtype=dtype)
     quantize_triton(x, divisor, fmt, "sse")
-    rms_norm_quantize_triton(x, weight, 1e-6, divisor, fmt, "sse")
-    add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt, "sse")
+    norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt, "sse")
+    norm_quantize_triton(x, x, weight, weight, "layer", 1e-6, divisor, fmt, "sse")
     activate_quantize_triton(x, x, "silu", divisor, fmt, "sse")
 
 

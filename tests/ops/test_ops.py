@@ -16,7 +16,6 @@ import torch
 from blocks import VARIANTS
 from kernels.cases import cases
 from torch import Tensor
-from torch.nn import functional as F
 
 from fp4pass import ops
 from fp4pass.core.elements import Element
@@ -85,7 +84,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     quantized = (*ops.quantize(x.detach(), divisor_of(fmt), "nvfp4"), divisor_of(fmt))
     group = [[each] * 2 for each in (*stored, bias.detach())]
     rest = (divisor_of(fmt), "nvfp4")
-    norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    statistics = (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     codes, absmax = torch.ops.fp4pass.quantize_codebook(weight, "nf4")
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
@@ -121,10 +120,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "dequantize": (*stored, "nvfp4", torch.bfloat16),
         "dynamic_global_scale": (x, "nvfp4"),
         "quantize": (x, *rest),
-        "rms_norm_quantize": (x, row, *norm),
-        "add_rms_norm_quantize": (x, residual, row, *norm),
-        "layer_norm_quantize": (x, row, row, *norm),
-        "add_layer_norm_quantize": (x, residual, row, row, *norm),
+        "norm_quantize": (x, residual, row, row, "layer", 1e-6, *rest),
         "activate_quantize": (x, residual, "silu", *rest),
         "rotate": (x, 64),
         "rotate_quantize": (x, 64, *rest),
@@ -246,67 +242,48 @@ def test_rotations_say_what_they_want() -> None:
 
 
 @formats_and_shapes
-def test_rms_norm_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
-    for dtype in DTYPES:
-        x = torch.randn(shape, generator=seeded()).to(dtype)
-        weight = torch.randn(shape[-1], generator=seeded(1)).to(dtype)
-        arguments = (x, weight, 1e-6, divisor_of(fmt), fmt.key)
-        opcheck(ops.rms_norm_quantize, *arguments)
-        mean = x.float().square().mean(-1, keepdim=True)
-        normal = weight * (x.float() * torch.rsqrt(mean + 1e-6)).to(dtype)
-        expected = ops.quantize(normal, divisor_of(fmt), fmt.key)
-        for a, b in zip(ops.rms_norm_quantize(*arguments), expected, strict=True):
-            assert torch.equal(a, b)
-    with pytest.raises(ShapeError, match="weight of a norm"):
-        ops.rms_norm_quantize(x.detach(), weight[1:], 1e-6, None, fmt.key)
-    with pytest.raises(ShapeError, match="weight of a norm"):
-        ops.rms_norm_quantize(x.detach(), weight.half(), 1e-6, None, fmt.key)
-
-
-@formats_and_shapes
-def test_norms_of_sums(fmt: Format, shape: tuple[int, ...]) -> None:
-    for dtype in DTYPES:
+def test_norms(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype, kind in itertools.product(DTYPES, ("rms", "layer")):
         x, residual = (torch.randn(shape, generator=seeded(i)).to(dtype) for i in (0, 1))
         weight, bias = (torch.randn(shape[-1], generator=seeded(i)).to(dtype) for i in (2, 3))
-        rest = (1e-6, divisor_of(fmt), fmt.key)
-        normal = F.layer_norm(x + residual, shape[-1:], weight, bias, 1e-6)
-        for plain, summed, scaling, expected in (
-            (ops.rms_norm_quantize, ops.add_rms_norm_quantize, (weight,), None),
-            (ops.layer_norm_quantize, ops.add_layer_norm_quantize, (weight, bias), normal),
-        ):
-            opcheck(plain, x, *scaling, *rest)
-            opcheck(summed, x, residual, *scaling, *rest)
-            wanted = (x + residual, *plain(x + residual, *scaling, *rest))
-            if expected is not None:
-                wanted = (x + residual, *ops.quantize(expected, *rest[1:]))
-            for a, b in zip(summed(x, residual, *scaling, *rest), wanted, strict=True):
-                assert torch.equal(a, b)
-        opcheck(ops.layer_norm_quantize, x, None, None, *rest)
+        given = (weight, bias if kind == "layer" else None, kind, 1e-6, divisor_of(fmt), fmt.key)
+        opcheck(ops.norm_quantize, x, None, *given)
+        opcheck(ops.norm_quantize, x, residual, *given)
+        total = x + residual
+        expected = (total, *ops.norm_quantize(total, None, *given)[1:])
+        for a, b in zip(ops.norm_quantize(x, residual, *given), expected, strict=True):
+            assert torch.equal(a, b)
+    opcheck(ops.norm_quantize, x, None, None, None, *given[2:])
     if x.ndim > 1:
         # As in test_quantize.
         strided = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in (x, residual)]
-        opcheck(ops.add_rms_norm_quantize, *strided, weight, *rest)
-        opcheck(ops.add_layer_norm_quantize, *strided, weight, bias, *rest)
+        opcheck(ops.norm_quantize, *strided, *given)
     x, residual = (torch.randn(shape, requires_grad=True) for _ in range(2))
-    total, *_ = ops.add_layer_norm_quantize(x, residual, None, None, *rest)
+    total, *_ = ops.norm_quantize(x, residual, None, None, *given[2:])
     grad = torch.randn(shape)
     for each in torch.autograd.grad(total, (x, residual), grad):
         assert torch.equal(each, grad)
+    assert not any(
+        each.requires_grad for each in ops.norm_quantize(x, None, None, None, *given[2:])
+    )
 
 
 def test_norms_say_what_they_want() -> None:
     x, row = torch.randn(3, 32), torch.randn(32)
-    rest = (1e-6, None, "mxfp4")
-    with pytest.raises(ShapeError, match="weight of a norm"):
-        ops.add_rms_norm_quantize(x, x, row[1:], *rest)
-    with pytest.raises(ShapeError, match="The bias of a norm"):
-        ops.layer_norm_quantize(x, row, row.half(), *rest)
-    with pytest.raises(ShapeError, match="The residual: expected"):
-        ops.add_layer_norm_quantize(x, row, None, None, *rest)
-    with pytest.raises(ShapeError, match="The residual: expected"):
-        ops.add_rms_norm_quantize(x, x.half(), row, *rest)
-    with pytest.raises(ShapeError, match="multiple of 32"):
-        ops.layer_norm_quantize(x[:, :16], None, None, *rest)
+    layer, rms = (("layer", 1e-6, None, "mxfp4"), ("rms", 1e-6, None, "mxfp4"))
+    for error, match, arguments in (
+        (ShapeError, "weight of a norm", (x, x, row[1:], None, *rms)),
+        (ShapeError, "weight of a norm", (x, None, row.half(), None, *rms)),
+        (ShapeError, "The bias of a norm", (x, None, row, row.half(), *layer)),
+        (ShapeError, "The residual: expected", (x, row, None, None, *layer)),
+        (ShapeError, "The residual: expected", (x, x.half(), row, None, *rms)),
+        (ShapeError, "multiple of 32", (x[:, :16], None, None, None, *layer)),
+        (OptionError, "expected a weight and no bias", (x, None, row, row, *rms)),
+        (OptionError, "expected a weight and no bias", (x, None, None, None, *rms)),
+        (OptionError, "Norm 'batch'", (x, None, row, row, "batch", *layer[1:])),
+    ):
+        with pytest.raises(error, match=match):
+            ops.norm_quantize(*arguments)
 
 
 @pytest.mark.parametrize(

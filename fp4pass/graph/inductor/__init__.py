@@ -3,7 +3,6 @@
 The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says more.
 """
 
-from .install import install_passes
-from .report import CompiledGraph, CompileReport, compile_report
+from .install import CompiledGraph, CompileReport, compile_report, install_passes
 
 __all__ = ["CompileReport", "CompiledGraph", "compile_report", "install_passes"]

@@ -1,21 +1,36 @@
-"""The table of fusions: a pattern, a check, and the operator that replaces both nodes.
+"""Fuse a quantizer with the node that computes its input, by a table of fusions.
 
-To fuse something else with its quantizer, write the operator (ops/activations.py), its formula here
-as the nodes that Inductor makes of it, and an entry of FUSIONS.
+An entry of FUSIONS is a pattern, a check, and the operator that replaces both nodes. To fuse
+something else, write the operator (ops/activations.py), its formula here as the nodes that Inductor
+makes of it, and an entry. The graphs are Inductor's after decompositions and functionalization:
+every node has a fake tensor in `meta["val"]`, and each tensor is quantized once.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from ... import ops
-from .fuse import Fusion, apply_fusions, is_like
-from .pattern import Bound, Either, Narrow, Var, Wide, add, call, mul
+from ..._compat.torch import is_erased, meta_of, statically_equal
+from .pattern import (
+    NARROW_DTYPES,
+    Bound,
+    Either,
+    Narrow,
+    Var,
+    Wide,
+    add,
+    call,
+    dtype_of,
+    match,
+    mul,
+)
 
 aten = torch.ops.aten
 
@@ -87,31 +102,70 @@ ACTIVATIONS = {
     "gelu_new": _gelu_by_tanh(X, call(aten.pow.Tensor_Scalar, X, 3)),
 }
 
+
+def is_like(value: Any, source: fx.Node, shape: Iterable[Any]) -> bool:
+    """Return whether a node gives a tensor of a shape with the dtype and device of another."""
+    if dtype_of(value) is None:
+        return False
+    tensor, like, expected = value.meta["val"], source.meta["val"], tuple(shape)
+    return (
+        tensor.dtype == like.dtype
+        and tensor.device == like.device
+        and len(tensor.shape) == len(expected)
+        and all(statically_equal(a, b) for a, b in zip(tensor.shape, expected, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One way to compute the input of a quantizer together with its codes.
+
+    Attributes:
+        pattern: what computes the input, from a tensor called `x`.
+        check: whether a match, given the input's node and what was bound, is what it looks like.
+        operator: returns the codes and scales of the input; its arguments are x, `operands`, and
+            those of the quantizer but its input.
+        operands: variables of the pattern, None for one that is not in it, or plain values.
+        adds: whether the operator has a residual after x and returns their sum first, so that
+            x = a + b can be computed there too.
+    """
+
+    pattern: Any
+    check: Callable[[fx.Node, Bound], bool]
+    operator: Any
+    operands: tuple[Any, ...]
+    adds: bool = False
+
+
 FUSIONS = (
-    Fusion(
-        rms_norm(),
-        _is_norm,
-        ops.rms_norm_quantize,
-        operands=(WEIGHT, EPS),
-        of_sum=ops.add_rms_norm_quantize,
-    ),
+    Fusion(rms_norm(), _is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
     *(
         Fusion(
             _layer_norm(weight, bias),
             _is_norm,
-            ops.layer_norm_quantize,
-            operands=(WEIGHT, BIAS, EPS),
-            of_sum=ops.add_layer_norm_quantize,
+            ops.norm_quantize,
+            (WEIGHT, BIAS, "layer", EPS),
+            adds=True,
         )
         for weight in (True, False)
         for bias in (True, False)
     ),
     *(
-        Fusion(pattern, _is_activation, ops.activate_quantize, operands=(UP, name))
+        Fusion(pattern, _is_activation, ops.activate_quantize, (UP, name))
         for name, activation in ACTIVATIONS.items()
         for pattern in (mul(activation, UP), activation)
     ),
 )
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A call of `quantize` whose input nothing else reads."""
+
+    node: fx.Node
+    source: fx.Node  # its input
+    # Calls of `linear_quantized` that take their result's dtype from the input.
+    products: tuple[fx.Node, ...]
 
 
 def on_gpu(node: fx.Node) -> bool:
@@ -121,4 +175,108 @@ def on_gpu(node: fx.Node) -> bool:
 
 def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
     """Fuse norms and activations with the quantizers that alone read them, and count these."""
-    return apply_fusions(graph, FUSIONS, eligible)
+    count = 0
+    for quantizer in _find_quantizers(graph, eligible):
+        source = quantizer.source
+        matches = ((fusion, bound) for fusion in FUSIONS for bound in match(fusion.pattern, source))
+        found = next((each for each in matches if each[0].check(source, each[1])), None)
+        if found is not None:
+            _fuse(quantizer, *found)
+            count += 1
+    return count
+
+
+def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> Iterator[Quantizer]:
+    """Yield the quantizers that may be fused with what computes their input."""
+    dtypes = (*NARROW_DTYPES, torch.float32)
+    for node in list(graph.nodes):
+        if node.target is not ops.quantize:
+            continue
+        source, divisor = node.args[:2]
+        if not isinstance(source, fx.Node) or dtype_of(source) not in dtypes:
+            continue
+        products = tuple(user for user in source.users if user is not node)
+        alone = all(_reads_dtype_only(product, source) for product in products)
+        if alone and eligible(source) and not _depends_on(divisor, source):
+            yield Quantizer(node, source, products)
+
+
+def _reads_dtype_only(node: fx.Node, source: fx.Node) -> bool:
+    """Return whether a node is a product that takes no more than the dtype of its result."""
+    if node.target is not ops.linear_quantized:
+        return False
+    return node.args[0] is source and source not in node.args[1:] and not node.kwargs
+
+
+def _depends_on(node: Any, source: fx.Node) -> bool:
+    """Return whether a node is computed from another one, or is it; None is not."""
+    waiting, seen = [node], set()
+    while waiting:
+        each = waiting.pop()
+        if each is source:
+            return True
+        if isinstance(each, fx.Node) and each not in seen:
+            seen.add(each)
+            waiting.extend(each.all_input_nodes)
+    return False
+
+
+def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
+    """Put the operator of a fusion in a quantizer's place, and its sum in that of x = a + b."""
+    node, x = quantizer.node, bound["x"]
+    operands = [bound.get(o.name) if isinstance(o, Var) else o for o in fusion.operands]
+    # What follows the input: global divisor, format, and how scales are chosen.
+    arguments = (*operands, *node.args[1:])
+    inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
+    addends = _addends(x, inputs - {x}) if fusion.adds else None
+    leading = addends or ((x, None) if fusion.adds else (x,))
+    last = next(each for each in reversed(node.graph.nodes) if each in inputs)
+    with node.graph.inserting_after(last) if addends else node.graph.inserting_before(node):
+        fused = node.graph.call_function(fusion.operator, (*leading, *arguments))
+    values = node.meta["val"]
+    if fusion.adds:
+        total = x.meta["val"]
+        values = (total if addends else total.new_empty(0), *values)
+    fused.meta = meta_of(node, val=values)
+    for user in list(node.users):
+        index: Any = user.args[1]
+        user.args = (fused, index + fusion.adds)
+    if addends:
+        with node.graph.inserting_after(fused):
+            x_again = node.graph.call_function(operator.getitem, (fused, 0))
+        x_again.meta = dict(x.meta)
+        x.replace_all_uses_with(x_again)
+        _erase(quantizer, x_again)
+        node.graph.erase_node(x)
+    else:
+        _erase(quantizer, x)
+
+
+def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
+    """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
+    if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
+        return None
+    shape = x.meta["val"].shape
+    if not all(is_like(each, x, shape) for each in x.args):
+        return None
+    if any(_depends_on(other, x) for other in others):
+        return None
+    order = {node: i for i, node in enumerate(x.graph.nodes)}
+    last = max(order[node] for node in (x, *others))
+    return None if any(order[user] <= last for user in x.users) else x.args
+
+
+def _erase(quantizer: Quantizer, x: fx.Node) -> None:
+    """Erase a quantizer and what only its input was computed from."""
+    graph = quantizer.node.graph
+    for product in quantizer.products:
+        product.replace_input_with(quantizer.source, x)
+        product.meta = meta_of(product)
+    graph.erase_node(quantizer.node)
+    waiting = [quantizer.source]
+    while waiting:
+        node = waiting.pop()
+        if node.users or node.op != "call_function" or is_erased(node) or node is x:
+            continue
+        waiting.extend(node.all_input_nodes)
+        graph.erase_node(node)

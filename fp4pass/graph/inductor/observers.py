@@ -37,9 +37,15 @@ def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
     """Observe once, into zeros, and add what that finds to the statistics of all nodes."""
     call = _call_of(members[0])
     with graph.inserting_before(members[0]):
-        zeros = tuple(_zeros_like(graph, state) for state in call.changed)
-        seen = replace(call, changed=zeros).insert(graph)
-        found = [_item(graph, seen, i + 1) for i in range(len(zeros))]
+        zeros, found = [], []
+        for value in (state.meta["val"] for state in call.changed):
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            zeros.append(graph.call_function(aten.full.default, (list(value.shape), 0), options))
+            zeros[-1].meta["val"] = torch.zeros_like(value)
+        seen = replace(call, changed=tuple(zeros)).insert(graph)
+        for i in range(len(zeros)):
+            found.append(graph.call_function(operator.getitem, (seen, i + 1)))
+            found[-1].meta["val"] = seen.meta["val"][i + 1]
     for node in members:
         with graph.inserting_before(node):
             # A layer called twice adds to what the node before has put in its place.
@@ -59,19 +65,3 @@ def _call_of(node: fx.Node) -> MutatingCall:
     call = MutatingCall.of(node)
     assert call is not None
     return call
-
-
-def _zeros_like(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """Return a node that gives zeros in the shape, dtype and device of another."""
-    value = state.meta["val"]
-    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    node = graph.call_function(aten.full.default, (list(value.shape), 0), options)
-    node.meta["val"] = torch.zeros_like(value)
-    return node
-
-
-def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    """Return a node that takes an item from the results of another."""
-    item = graph.call_function(operator.getitem, (node, index))
-    item.meta["val"] = node.meta["val"][index]
-    return item

@@ -21,6 +21,12 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 # Operators whose two arguments match in either order.
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
+# The keyword arguments that calls may have, where there are any.
+_PLAIN: dict[Any, tuple[dict[str, Any], ...]] = {
+    aten.var_mean.correction: ({"correction": 0, "keepdim": True},),
+    aten.sum.dim_IntList: ({}, {"dtype": torch.float32}),
+}
+
 # What the variables of a pattern stand for, by their names.
 Bound = dict[str, Any]
 
@@ -130,7 +136,9 @@ def _match_call(pattern: Call, value: Any, bound: Bound) -> Iterator[Bound]:
     """Match the arguments of a call, for a commutative operator in either order."""
     if not isinstance(value, fx.Node) or value.target not in pattern.targets:
         return
-    if not _has_plain_options(value) or len(value.args) != len(pattern.args):
+    # Other keyword arguments change the result: another dtype, alpha or correction.
+    plain = _PLAIN.get(value.target, ({},))
+    if dict(value.kwargs) not in plain or len(value.args) != len(pattern.args):
         return
     orders = [value.args]
     if value.target in COMMUTATIVE:
@@ -140,12 +148,3 @@ def _match_call(pattern: Call, value: Any, bound: Bound) -> Iterator[Bound]:
         for each, arg in zip(pattern.args, args, strict=True):
             found = [more for so_far in found for more in match(each, arg, so_far)]
         yield from found
-
-
-def _has_plain_options(node: fx.Node) -> bool:
-    """Return whether keyword arguments change nothing: no other dtype, alpha or correction."""
-    if node.target is aten.var_mean.correction:
-        return dict(node.kwargs) == {"correction": 0, "keepdim": True}
-    if node.target is aten.sum.dim_IntList:
-        return dict(node.kwargs) in ({}, {"dtype": torch.float32})
-    return not node.kwargs

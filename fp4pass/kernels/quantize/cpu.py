@@ -16,11 +16,8 @@ from ..experts.naive import experts_quantize_ref
 from ..rotate.naive import rotate_quantize_ref
 from .naive import (
     activate_quantize_ref,
-    add_layer_norm_quantize_ref,
-    add_rms_norm_quantize_ref,
-    layer_norm_quantize_ref,
+    norm_quantize_ref,
     quantize_ref,
-    rms_norm_quantize_ref,
 )
 
 
@@ -58,22 +55,13 @@ def quantize_cpu(
         rounding.global_scale, rounding.full = float(factor), float(full)
     x = x.contiguous()
     packed, scale = empty_blocks(x, fmt)
-    call(
-        x.data_ptr(),
-        packed.data_ptr(),
-        scale.data_ptr(),
-        scale.numel(),
-        fmt.block,
-        byref(rounding),
-        threads_for(x.numel()),
-    )
+    blocks, threads = scale.numel(), threads_for(x.numel())
+    pointers = (each.data_ptr() for each in (x, packed, scale))
+    call(*pointers, blocks, fmt.block, byref(rounding), threads)
     return packed, scale
 
 
 activate_quantize_cpu = partial(activate_quantize_ref, quantize=quantize_cpu)
-rms_norm_quantize_cpu = partial(rms_norm_quantize_ref, quantize=quantize_cpu)
-add_rms_norm_quantize_cpu = partial(add_rms_norm_quantize_ref, quantize=quantize_cpu)
-layer_norm_quantize_cpu = partial(layer_norm_quantize_ref, quantize=quantize_cpu)
-add_layer_norm_quantize_cpu = partial(add_layer_norm_quantize_ref, quantize=quantize_cpu)
+norm_quantize_cpu = partial(norm_quantize_ref, quantize=quantize_cpu)
 experts_quantize_cpu = partial(experts_quantize_ref, quantize=quantize_cpu)
 rotate_quantize_cpu = partial(rotate_quantize_ref, quantize=quantize_cpu)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.formats import Format
+from ...core.formats import Format, power_reaching
 from ...core.packing import pack_codes
 from ..common.rounding import (
     global_multiplier,
     in_chunks,
     naive_scale,
-    power_of_two,
     round_to_codes_,
     round_to_scale,
     scale_values,
@@ -81,16 +80,12 @@ def _quantize_blocks(
 
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
     """Return the global scale [1] for the amax of what is finite in x, as it is stored."""
-    # The same rule as `Format.global_scale_for`, on the tensor's own device.
     if not fmt.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
-    x = x.to(torch.float32)
-    finite = x.nan_to_num(0.0, 0.0, 0.0)
-    amax = finite.abs_().amax().view(1) if x.numel() else x.new_zeros(1)
-    mantissa, exponent = torch.frexp(amax)
-    full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
-    k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
-    return torch.where(amax == 0, 1.0, power_of_two(k if fmt.multiplies else -k))
+    finite = x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    amax = finite.abs_().amax().view(1) if x.numel() else finite.new_zeros(1)
+    found = power_reaching(amax, fmt.scale.max * fmt.element.max)
+    return found if fmt.multiplies else 1.0 / found
 
 
 def _gelu_new(x: Tensor) -> Tensor:
@@ -123,26 +118,26 @@ def activate_quantize_ref(
     return quantize(active if up is None else active * up, global_scale, fmt, scale_method)
 
 
-def rms_norm_quantize_ref(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-    *,
-    quantize: Quantize = quantize_ref,
-) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
+def _rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    """Return the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return quantize(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
+    return weight * (wide * inverse).to(x.dtype)
 
 
-def add_rms_norm_quantize_ref(
+# By the name that crosses the operator: functions of x, weight, bias and eps.
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "rms": _rms_norm,
+    "layer": lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+}
+
+
+def norm_quantize_ref(
     x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
@@ -150,44 +145,8 @@ def add_rms_norm_quantize_ref(
     *,
     quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + residual, rounded to their dtype, and what its RMSNorm is quantized to."""
-    total = (x + residual).contiguous()
-    return total, *rms_norm_quantize_ref(
-        total, weight, eps, global_scale, fmt, scale_method, quantize=quantize
-    )
-
-
-def layer_norm_quantize_ref(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-    *,
-    quantize: Quantize = quantize_ref,
-) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of x [..., K] over its last dimension, weight and bias [K]."""
-    return quantize(
-        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
-    )
-
-
-def add_layer_norm_quantize_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-    *,
-    quantize: Quantize = quantize_ref,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + residual, rounded, and what F.layer_norm of it is quantized to."""
-    total = (x + residual).contiguous()
-    return total, *layer_norm_quantize_ref(
-        total, weight, bias, eps, global_scale, fmt, scale_method, quantize=quantize
-    )
+    """Quantize the norm of x [..., K], or of x + residual: that sum, codes and scale bits."""
+    # kind: of NORMS. The sum is rounded to the dtype of x, and empty, [0], without a residual.
+    total = x.new_empty(0) if residual is None else (x + residual).contiguous()
+    normal = NORMS[kind](x if residual is None else total, weight, bias, eps)
+    return total, *quantize(normal, global_scale, fmt, scale_method)

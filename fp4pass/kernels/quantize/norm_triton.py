@@ -17,66 +17,23 @@ from .word_tiles import pack_word, scale_word
 _WARPS = 16 * 132
 
 
-def rms_norm_quantize_triton(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`)."""
-    # Here and below means are summed in another order: what is quantized is a rounding away.
-    return add_rms_norm_quantize_triton(x, None, weight, eps, global_scale, fmt, scale_method)[1:]
-
-
-def add_rms_norm_quantize_triton(
+def norm_quantize_triton(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize the RMSNorm of the sum (`add_rms_norm_quantize_ref`)."""
-    quantization = (global_scale, fmt, scale_method)
-    return add_layer_norm_quantize_triton(
-        x, residual, weight, None, eps, *quantization, center=False
-    )
-
-
-def layer_norm_quantize_triton(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of a tensor (`layer_norm_quantize_ref`)."""
-    quantization = (global_scale, fmt, scale_method)
-    return add_layer_norm_quantize_triton(x, None, weight, bias, eps, *quantization)[1:]
-
-
-def add_layer_norm_quantize_triton(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-    *,
-    center: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
-    # Without a residual the sum is x. center: whether the mean is subtracted; RMSNorm does not.
+    """Quantize the norm of x, or of x + residual, and return that sum (`norm_quantize_ref`)."""
+    # Means are summed in another order than there: what is quantized is a rounding away.
+    total = x.new_empty(0 if residual is None else x.shape)
     if residual is not None and x.dtype not in DTYPES:
-        x, residual = (x + residual).contiguous(), None
-    total = x if residual is None else x.new_empty(x.shape)
+        x = total = (x + residual).contiguous()
+        residual = None
     packed, scale = empty_blocks(x, fmt)
     blocks = x.shape[-1] // fmt.block
     if packed.numel():
@@ -87,7 +44,7 @@ def add_layer_norm_quantize_triton(
             *(global_scale, None if residual is None else as_words(total)),
             *(packed.view(torch.int64), scale, rows, eps),
             BLOCKS=blocks,
-            CENTER=center,
+            CENTER=kind == "layer",
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
             SEARCHES=scale_method == "sse",
@@ -225,18 +182,12 @@ def add_words(words, others, DTYPE: tl.constexpr):
         sums = ()
         for i in tl.static_range(len(words)):
             x, y = unpack_word(words[i], DTYPE), unpack_word(others[i], DTYPE)
-            sums = sums + (pack_word(add_each(x, y), DTYPE),)
+            each = ()
+            for j in tl.static_range(len(x)):
+                each = each + (x[j] + y[j],)
+            sums = sums + (pack_word(each, DTYPE),)
     else:
         sums = words
-    return sums
-
-
-@triton.jit
-def add_each(x, y):
-    """Return the sums of two tuples of tensors, one by one."""
-    sums = ()
-    for i in tl.static_range(len(x)):
-        sums = sums + (x[i] + y[i],)
     return sums
 
 

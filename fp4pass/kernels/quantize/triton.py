@@ -142,23 +142,19 @@ def _dynamic_global_scale_kernel(
 def stored_global_scale(bits, FMT: tl.constexpr):
     """Return the global scale for the float bits of a finite amax >= 0, as it is stored."""
     exponent = (bits >> 23) - 126
-    above = ((bits & 0x7FFFFF) > full_mantissa(FMT)).to(tl.int32)
-    k = tl.minimum(tl.maximum(exponent - full_exponent(FMT) + above, -126), 126)
+    FULL: tl.constexpr = full_bits(FMT)
+    above = ((bits & 0x7FFFFF) > (FULL & 0x7FFFFF)).to(tl.int32)
+    k = tl.minimum(tl.maximum(exponent - ((FULL >> 23) - 126) + above, -126), 126)
     if not FMT.multiplies:
         k = -k
     return tl.where(bits == 0, 1.0, float_of((127 + k) << 23))
 
 
 @triton.constexpr_function
-def full_exponent(FMT):
-    """Return the exponent, as frexp has it, of the largest value at a global scale of 1."""
-    return math.frexp(FMT.scale.max * FMT.element.max)[1]
-
-
-@triton.constexpr_function
-def full_mantissa(FMT):
-    """Return the mantissa bits, as of float32, of the largest value at a global scale of 1."""
-    return round((math.frexp(FMT.scale.max * FMT.element.max)[0] * 2 - 1) * 2**23)
+def full_bits(FMT):
+    """Return the float32 bits of the largest value at a global scale of 1."""
+    mantissa, exponent = math.frexp(FMT.scale.max * FMT.element.max)
+    return round((mantissa * 2 - 1) * 2**23) | (exponent + 126) << 23
 
 
 @triton.jit
@@ -169,7 +165,7 @@ def max_finite(largest, word, DTYPE: tl.constexpr):
         for half in tl.static_range(2):
             magnitude = (word >> (32 * half)).to(tl.int32) & 0x7FFF7FFF
             # x + 0 x is NaN where x is not finite, and the maximum ignores NaN.
-            largest = max_pairs(largest, fma_pairs(magnitude, 0, magnitude))
+            largest = max_pairs(largest, fma_pairs(magnitude, 0, magnitude), False)
     else:
         values = unpack_word(word, DTYPE)
         for i in tl.static_range(len(values)):

@@ -24,8 +24,14 @@ from ..common.tiles import (
     rounded,
     scale_value,
 )
-from ..quantize.block_tiles import input_byte, load_global_scale, signed_code
-from ..quantize.scale_search_tiles import candidate_byte, candidates, competes
+from ..quantize.block_tiles import (
+    candidate_byte,
+    candidates,
+    competes,
+    input_byte,
+    load_global_scale,
+    signed_code,
+)
 from ..search.tiles import normalization
 from .naive import rotate_ref
 

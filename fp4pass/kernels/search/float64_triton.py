@@ -78,12 +78,10 @@ def factorize_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def decide_kernel(
-    weight_ptr,
-    metric_ptr,
-    packed_ptr,
-    scale_ptr,
-    undecided_ptr,
-    count_ptr,
+    weight,
+    metric,
+    out,
+    doubts,
     rows,
     blocks,
     global_scale,
@@ -91,20 +89,22 @@ def decide_kernel(
     FMT: tl.constexpr,
 ):
     """Decide the listed blocks of a block column in float64, with H itself: a scale a lane."""
-    # metric: of factorize_kernel; undecided, count: of the search. Overwrites codes and scales.
+    # metric: of factorize_kernel; doubts: of the search. Overwrites `out`, codes and scales.
+    packed_ptr, scale_ptr = out
+    undecided_ptr, count_ptr = doubts
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     block = tl.program_id(0)
     count = tl.load(count_ptr + block)
-    metric_ptr += block * (N * N)
+    metric += block * (N * N)
     undecided_ptr += block.to(tl.int64) * rows
     for listed in range(tl.program_id(1), count, tl.num_programs(1)):
         entry = tl.load(undecided_ptr + listed)
         place = (entry >> 16) * blocks + block
         x = ()
         for i in tl.static_range(N):
-            x = x + (tl.load(weight_ptr + place * N + i).to(tl.float32),)
+            x = x + (tl.load(weight + place * N + i).to(tl.float32),)
         span = entry.to(tl.int32)
         last = span & 0xFF
         best = last
@@ -114,8 +114,7 @@ def decide_kernel(
             scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * global_scale
             r = _residuals(x, scale, ELEMENT)
             # Never anything but 0; it keeps all of the metric from being held in registers.
-            here = metric_ptr + ((listed + start) >> 30)
-            error = _energy(r, here)
+            error = _energy(r, metric + ((listed + start) >> 30))
             error = tl.where(byte <= last, error, float("inf"))
             smallest = tl.min(error, axis=0)
             found = tl.min(tl.where(error == smallest, byte, 256), axis=0)

@@ -6,13 +6,26 @@ for blocks whose best two scales float32 cannot tell apart. docs/kernels.md expl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...core.elements import Record
 from ...core.formats import Format
-from ..common.tiles import LAUNCH, PTX, cdiv, power, scale_value
+from ..common.tiles import (
+    LAUNCH,
+    PTX,
+    cdiv,
+    code_value,
+    min_exponent,
+    power,
+    reciprocal,
+    round_to_codes,
+    scale_value,
+)
 from ..statistics.naive import HESSIAN_BLOCK
 from .float64_triton import decide_kernel, factorize_kernel
 from .tiles import (
@@ -20,12 +33,11 @@ from .tiles import (
     code_scale,
     codes_at,
     floor_byte,
-    metric_error,
+    nearby_codes,
     needs_division,
     normalization,
     octave_start,
-    packs_pairs,
-    through_dot,
+    top_code,
     zero_exponent,
 )
 
@@ -34,6 +46,25 @@ _ROWS = 16
 
 # Programs of one block column that decide in float64.
 _SPLIT = 64
+
+
+@dataclass(frozen=True, repr=False)
+class Arithmetic(Record):
+    """How the residuals of a weight are computed."""
+
+    fmt: Format
+    divides: bool  # whether quotients need a true division
+    packs: bool  # whether residuals are float16 numbers
+
+    __hash__ = Record.__hash__
+
+
+def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
+    """Return whether residuals are float16 numbers, and float16 quotients decide every tie."""
+    # docs/kernels.md proves it for bfloat16 weights, the elements of E2M1, and mantissas of E4M3.
+    element = fmt.element
+    proved = element.minifloat == (1, 0) and element.max == 6.0 and fmt.scale.mantissa_bits <= 3
+    return dtype == torch.bfloat16 and proved
 
 
 def search_hessian(
@@ -51,27 +82,102 @@ def search_hessian(
     undecided = weight.new_empty((blocks, rows), dtype=torch.int64)
     count = weight.new_zeros(blocks, dtype=torch.int32)
     divides = needs_division(weight, global_scale)
-    packs = PTX.value and not divides and packs_pairs(weight.dtype, fmt)
-    shape = (rows, blocks, global_scale)
+    how = Arithmetic(fmt, divides, PTX.value and not divides and packs_pairs(weight.dtype, fmt))
+    doubts, shape = (undecided, count), (rows, blocks, global_scale)
     factorize_kernel[(blocks,)](
         hessian, metric, factor, bounds, n, HESSIAN_BLOCK, num_warps=1, **LAUNCH
     )
     _search_kernel[(blocks, cdiv(rows, _ROWS))](
-        *(weight, factor, bounds, packed, scale, undecided, count),
-        *shape,
-        *(_ROWS, fmt, divides, packs),
+        *(weight, (factor, bounds), (packed, scale), doubts, *shape, _ROWS, how),
         num_warps=1,
         # No bit of the result depends on it.
         enable_fp_fusion=True,
     )
     decide_kernel[(blocks, _SPLIT)](
-        *(weight, metric, packed.view(torch.int64), scale, undecided, count),
-        *shape,
-        *(32, fmt),
+        *(weight, metric, (packed.view(torch.int64), scale), doubts, *shape, 32, fmt),
         num_warps=1,
         # In float64 no bit that matters depends on it.
         enable_fp_fusion=True,
     )
+
+
+@triton.constexpr_function
+def _residual_ptx(ELEMENT, CLIPS):
+    """Return the PTX of x - s RTN(x / s) for two float16, given x, 2^-14 / s and -2^14 s."""
+    # The quotient is scaled so that the smallest normal element is the smallest normal number: bits
+    # from `place` on are its code. Its error is less than an ulp and downward, so that half a code
+    # less 1 decides ties of even codes, half a code and 1 those of odd. Residuals have 11 bits.
+    place = 10 - ELEMENT.minifloat[0]
+    top = top_code(ELEMENT) << place
+    half = (1 << (place - 1)) - 1
+
+    def twice(bits: int) -> str:
+        return 2 * f"{bits:04X}"
+
+    clip = "min.f16x2 y, y, top; max.f16x2 y, y, bottom;" if CLIPS else ""
+    return f"""{{
+        .reg .b32 y, odd, top, bottom;
+        mov.b32 top, 0x{twice(top)};
+        mov.b32 bottom, 0x{twice(0x8000 | top)};
+        mul.rn.f16x2 y, $1, $2;
+        {clip}
+        shr.u32 odd, y, {place - 1};
+        and.b32 odd, odd, 0x00020002;
+        add.u32 y, y, 0x{twice(half)};
+        add.u32 y, y, odd;
+        and.b32 y, y, 0x{twice(-(1 << place) & 0xFFFF)};
+        fma.rn.f16x2 $0, y, $3, $1;
+    }}"""
+
+
+@triton.jit
+def _metric_error(x, scale, factor, HOW: tl.constexpr, CLIPS: tl.constexpr):
+    """Return r^T (H + e I) r of blocks x float32 [R, N] at scales [R]."""
+    # x is normalized so that a scale of 1 rounds all of it to zero. factor: the high and the low
+    # part of L, L L^T = H + e I.
+    ELEMENT: tl.constexpr = HOW.fmt.element
+    scale = tl.minimum(scale, 1.0)
+    if HOW.packs:
+        inverse = (reciprocal(scale) * power(-14 - min_exponent(ELEMENT))).to(tl.float16)
+        back = (scale * -power(14 + min_exponent(ELEMENT))).to(tl.float16)
+        r = tl.inline_asm_elementwise(
+            _residual_ptx(ELEMENT, CLIPS),
+            "=r,r,r,r",
+            [x.to(tl.float16), inverse[:, None], back[:, None]],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        z = tl.dot(r, factor[0])
+        z = tl.dot(r, factor[1], z)
+    else:
+        scale = tl.maximum(scale, power(-100))
+        if HOW.divides:
+            code = round_to_codes(tl.math.div_rn(x, scale[:, None]), ELEMENT)
+        else:
+            inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
+            code = nearby_codes(x, inverse[:, None], ELEMENT)
+        r = tl.fma(code_value(code, ELEMENT), -scale[:, None], tl.abs(x))
+        r = tl.where(x < 0, -r, r)
+        first = r.to(tl.float16)
+        second = ((r - first.to(tl.float32)) * power(12)).to(tl.float16)
+        z = tl.dot(first, factor[0])
+        z = tl.dot(first, factor[1], z)
+        z = tl.fma(tl.dot(second, factor[0]), power(-12), z)
+    return tl.sum(z * z, axis=1)
+
+
+@triton.jit
+def _through_dot(x, N: tl.constexpr, PARTS: tl.constexpr):
+    """Return x float32 [R, N] < 1 in the layout of a product, which the search never leaves."""
+    i = tl.arange(0, N)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(tl.float16)
+    y = tl.zeros_like(x)
+    for part in tl.static_range(PARTS):
+        half = (x * power(12 * part)).to(tl.float16)
+        y = tl.fma(tl.dot(half, identity), power(-12 * part), y)
+        x = x - half.to(tl.float32) * power(-12 * part)
+    return y
 
 
 @triton.jit
@@ -83,45 +189,31 @@ def _keep_best(error, byte, best, least, next_least):
 
 
 @triton.jit
-def _search_octave(
-    x, unit, start, factor, FMT: tl.constexpr, DIVIDES: tl.constexpr, PACKS: tl.constexpr
-):
+def _search_octave(x, unit, start, factor, HOW: tl.constexpr):
     """Try the octave of scales from byte `start` on: the best byte, its error and the next."""
-    ELEMENT: tl.constexpr = FMT.element
-    SCALE: tl.constexpr = FMT.scale
+    SCALE: tl.constexpr = HOW.fmt.scale
     best = tl.minimum(start, SCALE.last)
     least = tl.full(unit.shape, float("inf"), tl.float32)
     next_least = least
     for step in range(SCALE.octave):
         byte = start + step
         scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
-        error = metric_error(x, scale, factor, ELEMENT, DIVIDES, PACKS, False)
+        error = _metric_error(x, scale, factor, HOW, False)
         error = tl.where(byte <= SCALE.last, error, float("inf"))
         best, least, next_least = _keep_best(error, byte, best, least, next_least)
     return best, least, next_least
 
 
 @triton.jit
-def _scales_between(
-    x,
-    amax,
-    bound,
-    delta,
-    full_trace,
-    roots_ptr,
-    factor,
-    FMT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    PACKS: tl.constexpr,
-):
+def _scales_between(x, amax, bound, delta, full_trace, roots_ptr, factor, HOW: tl.constexpr):
     """Return what a scale must lie between for an error <= bound (reference.hessian_interval)."""
-    ELEMENT: tl.constexpr = FMT.element
-    N: tl.constexpr = FMT.block
+    ELEMENT: tl.constexpr = HOW.fmt.element
+    N: tl.constexpr = HOW.fmt.block
     magnitude = tl.abs(x)
     most = tl.sqrt(bound) * (1 + SLACK)
     reach = most[:, None] * tl.load(roots_ptr + tl.arange(0, N))[None, :] * (1 + SLACK)
     clipped = tl.max(magnitude - reach, axis=1) / ELEMENT.max
-    weight = tl.sqrt(metric_error(x, most * 0 + 1.0, factor, ELEMENT, DIVIDES, PACKS, False))
+    weight = tl.sqrt(_metric_error(x, most * 0 + 1.0, factor, HOW, False))
     vanished = (weight - delta - most) / (tl.sqrt(N * full_trace) * ELEMENT.max)
     floor = tl.maximum(clipped, vanished) * (1 - SLACK)
     kept = tl.min(tl.where(magnitude > reach, magnitude, 2 * amax[:, None]), axis=1)
@@ -129,22 +221,10 @@ def _scales_between(
 
 
 @triton.jit
-def _search_beyond(
-    x,
-    unit,
-    start,
-    first,
-    last,
-    found,
-    factor,
-    FMT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    PACKS: tl.constexpr,
-):
+def _search_beyond(x, unit, start, first, last, found, factor, HOW: tl.constexpr):
     """Try the scales from `first` to `last` outside the octave that begins at `start`."""
     # found: the best byte so far, its error and the next. Returns them anew.
-    ELEMENT: tl.constexpr = FMT.element
-    SCALE: tl.constexpr = FMT.scale
+    SCALE: tl.constexpr = HOW.fmt.scale
     best, least, next_least = found
     # First the scales above the octave, then those below it.
     above = tl.maximum(last - start - (SCALE.octave - 1), 0)
@@ -152,7 +232,7 @@ def _search_beyond(
     for step in range(tl.max(count, axis=0)):
         byte = tl.where(step < above, start + SCALE.octave + step, start - 1 + above - step)
         scale = scale_value(byte, SCALE) * unit
-        error = metric_error(x, scale, factor, ELEMENT, DIVIDES, PACKS, True)
+        error = _metric_error(x, scale, factor, HOW, True)
         error = tl.where(step < count, error, float("inf"))
         best, least, next_least = _keep_best(error, byte, best, least, next_least)
     return best, least, next_least
@@ -160,32 +240,30 @@ def _search_beyond(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _search_kernel(
-    weight_ptr,
-    factor_ptr,
-    bounds_ptr,
-    packed_ptr,
-    scale_ptr,
-    undecided_ptr,
-    count_ptr,
+    weight,
+    metric,
+    out,
+    doubts,
     rows,
     blocks,
     global_scale,
     ROWS: tl.constexpr,
-    FMT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    PACKS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Store scales and codes of ROWS blocks of a block column, and list those in doubt."""
-    # undecided [J, rows] int64: row << 16 | first byte << 8 | last byte of what is in doubt.
-    SCALE: tl.constexpr = FMT.scale
-    ELEMENT: tl.constexpr = FMT.element
-    N: tl.constexpr = FMT.block
+    # metric: factor and bounds of factorize_kernel; out: codes and scales; doubts: the list, int64
+    # [J, rows], of row << 16 | first byte << 8 | last byte, and how many [J].
+    SCALE: tl.constexpr = HOW.fmt.scale
+    ELEMENT: tl.constexpr = HOW.fmt.element
+    N: tl.constexpr = HOW.fmt.block
+    factor_ptr, bounds_ptr = metric
+    undecided_ptr, count_ptr = doubts
     block = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
     i = tl.arange(0, N)
     place = row.to(tl.int64) * blocks + block
-    loaded = tl.load(weight_ptr + place[:, None] * N + i[None, :], mask=mask[:, None], other=0.0)
+    loaded = tl.load(weight + place[:, None] * N + i[None, :], mask=mask[:, None], other=0.0)
     loaded = loaded.to(tl.float32)
     first_factor, second_factor = normalization(
         tl.max(tl.abs(loaded), axis=1), global_scale, zero_exponent(ELEMENT)
@@ -195,9 +273,9 @@ def _search_kernel(
     # Below 2^-17 a float16 has fewer bits than a bfloat16.
     magnitude = tl.abs(normalized)
     small = (magnitude > 0) & (magnitude < power(-17))
-    doubtful = PACKS & (tl.max(small.to(tl.int32), axis=1) > 0)
+    doubtful = HOW.packs & (tl.max(small.to(tl.int32), axis=1) > 0)
 
-    x = through_dot(normalized, N, 1 if PACKS else 3)
+    x = _through_dot(normalized, N, 1 if HOW.packs else 3)
     factor_ptr += block * (2 * N * N) + i[:, None] * N + i[None, :]
     factor = (tl.load(factor_ptr), tl.load(factor_ptr + N * N))
     bounds_ptr += block * (N + 2)
@@ -208,26 +286,23 @@ def _search_kernel(
     start = floor_byte(amax * octave_start(ELEMENT) / unit, SCALE) + 1
     # Where even the largest scale clips, all are in doubt.
     clips = start > SCALE.last
-    best, least, next_least = _search_octave(x, unit, start, factor, FMT, DIVIDES, PACKS)
+    best, least, next_least = _search_octave(x, unit, start, factor, HOW)
 
     square = tl.sum(x * x, axis=1)
     full_trace = trace + N * ridge
     delta = (N + 16) * power(-24) * tl.sqrt(full_trace * square)
     root = tl.sqrt(least) + delta
     bound = root * root + ridge * square
-    floor, ceiling = _scales_between(
-        x, amax, bound, delta, full_trace, bounds_ptr, factor, FMT, DIVIDES, PACKS
-    )
+    floor, ceiling = _scales_between(x, amax, bound, delta, full_trace, bounds_ptr, factor, HOW)
     first = tl.where(clips, start, floor_byte(floor / unit, SCALE) + 1)
     last = tl.where(clips, 0, floor_byte(ceiling / unit, SCALE))
-    best, least, next_least = _search_beyond(
-        x, unit, start, first, last, (best, least, next_least), factor, FMT, DIVIDES, PACKS
-    )
+    found = (best, least, next_least)
+    best, least, next_least = _search_beyond(x, unit, start, first, last, found, factor, HOW)
     upper = tl.sqrt(least) + delta
     lower = tl.maximum(tl.sqrt(next_least) - delta, 0.0)
     doubt = lower * lower - ridge * square <= upper * upper
     # Where x is clipped that far, its residual has more bits than a float16.
-    doubt |= clips | (PACKS & (scale_value(first, SCALE) * unit < amax * power(-6)))
+    doubt |= clips | (HOW.packs & (scale_value(first, SCALE) * unit < amax * power(-6)))
     best = tl.where(amax > 0, best, 1)
     first = tl.where(clips, 1, tl.minimum(first, best))
     last = tl.where(clips, SCALE.last, tl.maximum(last, start + SCALE.octave - 1))
@@ -235,7 +310,7 @@ def _search_kernel(
     span = (first << 8) | last
     doubt = (doubt & (amax > 0)).to(tl.int32)
 
-    _store_blocks(loaded, normalized, unit, best, place, packed_ptr, scale_ptr, mask, FMT, DIVIDES)
+    _store_blocks(loaded, normalized, unit, best, out, place, mask, HOW)
     listed = mask & ((doubt > 0) | doubtful)
     position = tl.atomic_add(count_ptr + block + row * 0, 1, mask=listed, sem="relaxed")
     entry = (row.to(tl.int64) << 16) | span
@@ -243,17 +318,14 @@ def _search_kernel(
 
 
 @triton.jit
-def _store_blocks(
-    x, y, unit, byte, place, packed_ptr, scale_ptr, mask, FMT: tl.constexpr, DIVIDES: tl.constexpr
-):
+def _store_blocks(x, y, unit, byte, out, place, mask, HOW: tl.constexpr):
     """Store the codes of blocks x [R, N], normalized y, at scale bytes [R]."""
-    ELEMENT: tl.constexpr = FMT.element
-    SCALE: tl.constexpr = FMT.scale
+    packed_ptr, scale_ptr = out
     ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
-    scale = code_scale(byte, unit, SCALE)
-    codes = codes_at(x, y, scale[:, None], ELEMENT, DIVIDES)
+    scale = code_scale(byte, unit, HOW.fmt.scale)
+    codes = codes_at(x, y, scale[:, None], HOW.fmt.element, HOW.divides)
     even, odd = tl.split(tl.reshape(codes, (ROWS, HALF, 2)))
-    out = packed_ptr + place[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    tl.store(out, (even | (odd << 4)).to(tl.uint8), mask=mask[:, None])
+    at = packed_ptr + place[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=mask[:, None])
     tl.store(scale_ptr + place, byte.to(tl.uint8), mask=mask)

@@ -43,7 +43,7 @@ def choose_blocks_triton(
     q, loss = x.new_empty(x.shape), x.new_empty(shape)
     found = x.new_empty(shape, dtype=torch.int64)
     given = None if byte is None else byte.contiguous()
-    _launch(x.contiguous(), metric, unit, fmt, codes, given, q, found, loss=loss)
+    _launch(x.contiguous(), metric, unit, fmt, codes, given, (q, found, loss, None, None))
     return q, found, loss
 
 
@@ -57,12 +57,8 @@ def settle_triton(
     revise: bool,
 ) -> None:
     """Choose scales and codes of one block column, in place (joint_reference.py)."""
-    _launch(
-        *(target.unsqueeze(0), metric, unit, fmt, codes, column.given, column.q, column.byte),
-        original=column.x,
-        residual=column.residual,
-        revise=revise,
-    )
+    out = (column.q, column.byte, None, column.x, column.residual)
+    _launch(target.unsqueeze(0), metric, unit, fmt, codes, column.given, out, revise)
 
 
 CHOOSER = Chooser(choose_blocks_triton, settle_triton)
@@ -79,28 +75,22 @@ def _launch(
     fmt: Format,
     codes: str,
     given: Tensor | None,
-    q: Tensor,
-    byte: Tensor,
-    *,
-    loss: Tensor | None = None,
-    original: Tensor | None = None,
-    residual: Tensor | None = None,
+    out: tuple[Tensor | None, ...],
     revise: bool = False,
 ) -> None:
-    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q."""
+    """Choose for x [J, n, R], and fill `out`: q, byte, and loss or residual = original - q."""
     # All tensors but unit are contiguous.
     columns, _, rows = x.shape
     if not x.numel():
         return
     unit = unit.expand(columns, rows)
     _choose[(cdiv(rows, _LANES), columns)](
-        *(x, metric.sequential, metric.pivots, metric.descent, unit, given),
-        *(q, byte, loss, original, residual),
+        *(x, (metric.sequential, metric.pivots, metric.descent), unit, given, out),
         *(rows, *unit.stride(), revise, 0),
         _LANES,
         fmt,
         candidate_steps(fmt.scale),
-        codes != "rtn",
+        codes == "rtn",
         PASSES if codes == "joint" else 0,
         num_warps=1,
         **LAUNCH,
@@ -142,9 +132,10 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
+def _round(x, index, step, factor, ALONE: tl.constexpr, ELEMENT: tl.constexpr):
     """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES]."""
-    # SEQUENTIAL: whether targets include the residuals of the elements before.
+    # ALONE: whether targets leave out the residuals of the elements before.
+    sequential, pivots = factor
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
     q = x
@@ -153,7 +144,7 @@ def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT
     for i in tl.static_range(x.shape[0]):
         value = _row(x, index, i)
         pulled = _row(pull, index, i)
-        target = value + pulled if SEQUENTIAL else value
+        target = value if ALONE else value + pulled
         rounded = _nearest(target, step, inverse, limit, ELEMENT)
         residual = value - rounded
         q = tl.where(index == i, rounded[None, :], q)
@@ -175,8 +166,9 @@ def _product(coefficients, residual, index):
 
 
 @triton.jit
-def _loss(residual, index, sequential, pivots):
+def _loss(residual, index, factor):
     """Return the losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
+    sequential, pivots = factor
     error = residual + _product(sequential, residual, index)
     loss = _row(error, index, 0) * 0.0
     for i in range(residual.shape[0]):
@@ -220,16 +212,7 @@ def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
 
 @triton.jit
 def _best_candidate(
-    x,
-    unit,
-    first,
-    index,
-    sequential,
-    pivots,
-    zero,
-    COUNT: tl.constexpr,
-    FMT: tl.constexpr,
-    SEQUENTIAL: tl.constexpr,
+    x, unit, first, index, factor, zero, COUNT: tl.constexpr, FMT: tl.constexpr, ALONE: tl.constexpr
 ):
     """Try COUNT scales from byte `first` on: the best one's q [N, LANES], byte and loss [LANES]."""
     SCALE: tl.constexpr = FMT.scale
@@ -241,9 +224,8 @@ def _best_candidate(
     for step in range(COUNT + 1):
         byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
         # A compiler that knew zero would read the coefficients once, into too many registers.
-        here = sequential + step * zero
-        size = _step_size(byte, unit, SCALE)
-        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, ELEMENT)
+        here = (factor[0] + step * zero, factor[1])
+        q, loss = _round(x, index, _step_size(byte, unit, SCALE), here, ALONE, ELEMENT)
         better = loss < least
         best = tl.where(better, byte, best)
         least = tl.where(better, loss, least)
@@ -253,16 +235,10 @@ def _best_candidate(
 @triton.jit(do_not_specialize=["rows", "unit_column", "unit_row", "revise", "zero"])
 def _choose(
     x_ptr,
-    sequential_ptr,
-    pivots_ptr,
-    descent_ptr,
+    metric,
     unit_ptr,
     given_ptr,
-    q_ptr,
-    byte_ptr,
-    loss_ptr,
-    original_ptr,
-    residual_ptr,
+    out,
     rows,
     unit_column,
     unit_row,
@@ -271,10 +247,12 @@ def _choose(
     LANES: tl.constexpr,
     FMT: tl.constexpr,
     STEPS: tl.constexpr,
-    SEQUENTIAL: tl.constexpr,
+    ALONE: tl.constexpr,
     PASSES: tl.constexpr,
 ):
     """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
+    sequential_ptr, pivots_ptr, descent_ptr = metric
+    q_ptr, byte_ptr, loss_ptr, original_ptr, residual_ptr = out
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
@@ -288,8 +266,7 @@ def _choose(
     inside = (column * N + flat // LANES) * rows + start + flat % LANES
     # The row of each element of a tile: a constant of every register.
     index = tl.arange(0, N)[:, None] + tl.zeros((N, LANES), tl.int32)
-    sequential = sequential_ptr + column * N * N
-    pivots = pivots_ptr + column * N
+    factor = (sequential_ptr + column * N * N, pivots_ptr + column * N)
     x = tl.reshape(tl.load(x_ptr + inside, mask=whole, other=0.0), (N, LANES))
     unit = tl.load(unit_ptr + column * unit_column + lane * unit_row, mask=mask, other=1.0)
 
@@ -299,20 +276,18 @@ def _choose(
     else:
         COUNT: tl.constexpr = 0
         first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
-    q, best, least = _best_candidate(
-        x, unit, first, index, sequential, pivots, zero, COUNT, FMT, SEQUENTIAL
-    )
+    q, best, least = _best_candidate(x, unit, first, index, factor, zero, COUNT, FMT, ALONE)
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)
         descent = descent_ptr + column * N * N
         lower = _descend(x, q, index, size, descent, PASSES, ELEMENT)
-        descended = _loss(x - lower, index, sequential, pivots)
+        descended = _loss(x - lower, index, factor)
         # Rounding may have raised the least loss there is.
         q = tl.where((descended < least)[None, :], lower, q)
         least = tl.minimum(descended, least)
     if revise:
         old = tl.reshape(tl.load(q_ptr + inside, mask=whole, other=0.0), (N, LANES))
-        better = least < _loss(x - old, index, sequential, pivots)
+        better = least < _loss(x - old, index, factor)
         q = tl.where(better[None, :], q, old)
         best = tl.where(better, best, tl.load(byte_ptr + place, mask=mask, other=1).to(tl.int32))
 

@@ -107,7 +107,11 @@ def _observe_kernel(
         if HESSIANS:
             factor = tile if PTX else tile.to(tl.float32)
             total = tl.dot(tl.trans(factor), factor, total, input_precision="tf32x3")
-        folded = tl.reshape(magnitude_bits(tile), (TOKENS // FOLDED, FOLDED, COLUMNS))
+        # The bits of |x|, which order magnitudes below infinity below NaN.
+        WIDTH: tl.constexpr = tile.dtype.primitive_bitwidth
+        bits = tile.to(tl.int16 if WIDTH == 16 else tl.int32, bitcast=True)
+        bits &= 0x7FFF if WIDTH == 16 else 0x7FFFFFFF
+        folded = tl.reshape(bits, (TOKENS // FOLDED, FOLDED, COLUMNS))
         largest = tl.maximum(largest, tl.max(folded, axis=0).to(tl.int32))
     peak = tl.max(tl.max(largest, axis=1), axis=0)
     tl.atomic_max(amax, float_bits(peak, x.dtype.element_ty))
@@ -132,16 +136,6 @@ def _observe_kernel(
                 for i in range(1, shares):
                     total += tl.load(sums + i * size + at, mask=kept, cache_modifier=".cg")
                 tl.store(hessian + at, tl.load(hessian + at, mask=kept) + total, mask=kept)
-
-
-@triton.jit
-def magnitude_bits(x):
-    """Return the bits of |x|, which order magnitudes below infinity below NaN."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-    else:
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return bits
 
 
 @triton.jit

@@ -1,20 +1,22 @@
-"""Fold scales of channels out of what makes a tensor, into the linears that alone read it.
+"""Folds that a whole graph proves: scales of channels and rotations go into weights.
 
-Dividing channel j of a fold's parameters by s_j divides channel j of the tensor, and multiplying
-the columns j of the linears by s_j makes up for it: every result stays as it was, to the bit if
-s_j is a power of two and no value leaves the range of its dtype.
+Scales: dividing channel j of a fold's parameters by s_j divides channel j of a tensor, and
+multiplying the columns j of the linears that alone read it by s_j makes up for it: every result
+stays as it was, to the bit if s_j is a power of two and no value leaves the range of its dtype.
+Rotations: D goes into the rows of the linear before the linears that would rotate their input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
+from .match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
 
 _aten = torch.ops.aten
 
@@ -33,6 +35,17 @@ _VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 _NORMS: dict[object, tuple[str, ...]] = {
     _aten.layer_norm.default: ("weight", "bias"),
     _aten.rms_norm.default: ("weight",),
+}
+
+# What commutes with a product along the last dimension, as long as that stays as it is.
+_KEEPS = {
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.contiguous.default,
+    _aten.detach.default,
+    _aten.dropout.default,
+    _aten.reshape.default,
+    _aten.view.default,
 }
 
 
@@ -115,18 +128,16 @@ class _Finder:
         groups: dict[fx.Node, list[LinearNode]] = {}
         for linear in find_linears(self.graph):
             groups.setdefault(linear.source, []).append(linear)
-        found = (self._fold(source, linears) for source, linears in groups.items())
-        return [fold for fold in found if fold is not None]
-
-    def _fold(self, source: fx.Node, linears: list[LinearNode]) -> ScaleFold | None:
-        weights = _all([self._weight(linear, rows=False) for linear in linears])
-        if weights is None or any(linear.bias is source for linear in linears):
-            return None
-        readers = {linear.node for linear in linears}
-        divided = self._divided(source, readers, len(weights[0].tensor))
-        if divided is None:
-            return None
-        return ScaleFold(tuple(linears), tuple(divided), tuple(weights))
+        folds = []
+        for source, linears in groups.items():
+            weights = _all([self._weight(linear, rows=False) for linear in linears])
+            if weights is None or any(linear.bias is source for linear in linears):
+                continue
+            readers = {linear.node for linear in linears}
+            divided = self._divided(source, readers, len(weights[0].tensor))
+            if divided is not None:
+                folds.append(ScaleFold(tuple(linears), tuple(divided), tuple(weights)))
+        return folds
 
     def _divided(self, node: object, readers: set[fx.Node], width: int) -> list[Channels] | None:
         """Return the parameters that scale the channels of a value [..., width], or None."""
@@ -138,7 +149,11 @@ class _Finder:
             return self._rows(linear, width)
         if node.op == "get_attr":
             path, _, name = str(node.target).rpartition(".")
-            return _all([self._vector(self.module.get_submodule(path), name, width)])
+            holder = self.module.get_submodule(path)
+            vector = holder._parameters.get(name)
+            if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
+                return None
+            return [Channels(holder, name, 0)]
         if node.target in _NORMS:
             return self._of_norm(node, width)
         operands = node.args[:2]
@@ -175,13 +190,12 @@ class _Finder:
 
     def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
         """Return the rows of a linear's weight, and its bias."""
-        rows = _all([self._weight(linear, rows=True)])
-        if rows is None or len(rows[0].tensor) != width:
+        weight = self._weight(linear, rows=True)
+        if weight is None or len(weight.tensor) != width:
             return None
-        if linear.bias is None:
-            return rows
-        bias = self._divided(linear.bias, {linear.node}, width)
-        return None if bias is None else rows + bias
+        none: list[Channels] = []
+        bias = none if linear.bias is None else self._divided(linear.bias, {linear.node}, width)
+        return None if bias is None else [weight, *bias]
 
     def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
         """Return the weight of a linear, by its rows, which make outputs, or by its columns."""
@@ -189,13 +203,6 @@ class _Finder:
         if weight is None or weight.ndim != 2 or linear.called or not self._is_own(weight):
             return None
         return Channels(linear.holder, "weight", int(rows == linear.transposed))
-
-    def _vector(self, holder: nn.Module, name: str, width: int) -> Channels | None:
-        """Return a parameter of one number for each channel."""
-        vector = holder._parameters.get(name)
-        if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
-            return None
-        return Channels(holder, name, 0)
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Return whether one node alone reads a parameter, and it may be written to."""
@@ -241,3 +248,77 @@ def _is_exact(tensor: Tensor, exponents: Tensor) -> Tensor:
     scaled = tensor * factors
     same = (scaled / factors == tensor) & scaled.isfinite()
     return same.reshape(len(tensor), -1).all(1)
+
+
+def fold_rotations(
+    model: fx.GraphModule, rotations: Mapping[nn.Module, int]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Find the linears that can give rotated outputs to those that would rotate them.
+
+    Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
+    and nothing shares their parameters; the bias of the first is a parameter beside its weight. By
+    holder, `rotations` are the columns of its input that it rotates together, and the result the
+    fields of its config that change: `output_rotation` of a first linear, `folded` of the others.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    shared = Counter(id(parameter) for _, parameter in named)
+    linears = find_linears(model.graph)
+    uses = Counter(linear.holder for linear in linears)
+
+    def is_free(linear: LinearNode) -> bool:
+        own = linear.holder._parameters.values()
+        is_shared = any(shared[id(parameter)] > 1 for parameter in own)
+        return linear.holder in rotations and uses[linear.holder] == 1 and not is_shared
+
+    by_node = {linear.node: linear for linear in linears}
+    changes: dict[nn.Module, dict[str, Any]] = {}
+    for first in linears:
+        readers = _readers(first.node, by_node)
+        if not readers or not all(map(is_free, (first, *readers))) or not _owns_bias(first):
+            continue
+        sizes = {rotations[each.holder] for each in readers}
+        size = sizes.pop()
+        if not sizes and size:
+            changes.setdefault(first.holder, {})["output_rotation"] = size
+            for each in readers:
+                changes.setdefault(each.holder, {})["folded"] = True
+    return changes
+
+
+def _readers(node: fx.Node, by_node: dict[fx.Node, LinearNode]) -> list[LinearNode]:
+    """Return the linears that a value reaches as it is, none if it reaches anything else."""
+    found, waiting = [], [node]
+    while waiting:
+        value = waiting.pop()
+        for user in value_users(value):
+            linear = by_node.get(user)
+            if linear is not None and linear.source is value and linear.bias is not value:
+                found.append(linear)
+            elif _keeps(user, value):
+                waiting.append(user)
+            else:
+                return []
+    return found
+
+
+def _keeps(node: fx.Node, value: fx.Node) -> bool:
+    """Return whether each last dimension of a value is one of the node's result, unchanged."""
+    if node.target not in _KEEPS or node.args[0] is not value:
+        return False
+    if node.target is _aten.dropout.default:
+        return node.args[2] is False
+    if node.target not in (_aten.reshape.default, _aten.view.default):
+        return True
+    before, after = value.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    return before.shape[-1] == after.shape[-1]
+
+
+def _owns_bias(linear: LinearNode) -> bool:
+    """Return whether the bias of a linear is read beside its weight, and nowhere else."""
+    if linear.called or linear.bias is None:
+        return True
+    path = f"{linear.path}.bias" if linear.path else "bias"
+    own = linear.bias.op == "get_attr" and linear.bias.target == path
+    return own and len(linear.bias.users) == 1
