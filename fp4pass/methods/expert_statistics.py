@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.experts.naive import expert_hessian, hessian_of_all
+from ..kernels.experts.statistics import expert_hessian, hessian_of_all
 from ..kernels.statistics.reference import diagonal_blocks
 from .statistics import Stats
 

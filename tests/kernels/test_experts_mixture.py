@@ -161,20 +161,6 @@ def test_more_experts_of_a_token_than_warps(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(run(NVFP4, ids, SILU, experts=24), together, rtol=2**-6, atol=1e-3)
 
 
-def test_other_dtypes_are_composed() -> None:
-    """float16 and float32, of products of the kernels."""
-    fmt, ids = NVFP4, routed(4, 2, 5)
-    both = (*stack(fmt, 5, 96, 64), None, *stack(fmt, 5, 64, 48), None)
-    routing = torch.rand(4, 2).to(DEVICE)
-    for dtype in (torch.float16, torch.float32):
-        x = numbers(4, 64, dtype=dtype) * 0.125
-        options = (*both, "silu", False, 1.0, 0.0, None, fmt)
-        found = experts_mixture_triton(x, ids, routing, *options)
-        expected = flat("experts_mixture", "reference")(x, ids, routing, *options)
-        assert found.dtype == dtype
-        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
-
-
 def test_sorted_in_the_launch_that_routes() -> None:
     """What `route` and `arranged` give."""
     x, ids = numbers(70, 176, dtype=torch.bfloat16), routed(70, 2, 3)

@@ -6,5 +6,5 @@ naive.py dequantizes to the dtype of x and calls F.linear. The kernels decode we
 registers, exactly, and give each result within the rounding of a float32 sum; for many rows they
 multiply a dense weight (tiling.py says when). A group of weights gives the bits of its members.
 
-The products of a codebook and of int8_naive.py are those of fp4pass.nn's other layers.
+The products of a codebook and of int8_reference.py are those of fp4pass.nn's other layers.
 """
