@@ -19,7 +19,7 @@ from fp4pass.kernels.experts.naive import Gate
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch
-from fp4pass.kernels.linear.decode_triton import arranged
+from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 
 experts_mixture_triton = flat("experts_mixture")
 
@@ -167,8 +167,7 @@ def test_sorted_in_the_launch_that_routes() -> None:
     (order, tiles), out = route_and_arrange(ids, 3, 16, x, 16, NVFP4)
     expected = route(ids, 3, 16)
     assert torch.equal(order, expected[0]) and torch.equal(tiles, expected[1])
-    words = x.view(torch.int64).flatten()
-    assert torch.equal(out, arranged(words, None, 70, 176, x.dtype, 1, 16, NVFP4, True))
+    assert torch.equal(out, arranged(InputRows.of_numbers(x), 70, 176, 16, NVFP4, True))
 
 
 class TestGpu:

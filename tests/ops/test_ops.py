@@ -149,6 +149,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.core
 def test_every_operator_is_here() -> None:
     """A new operator needs a call above."""
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "fp4pass::" in n}
@@ -160,6 +161,7 @@ def test_every_operator_is_traced(name: str) -> None:
     opcheck(getattr(ops, name), *calls()[name], checks=TRACED)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     declared = OPERATORS[name]
@@ -232,6 +234,7 @@ def test_rotations(fmt: Format, shape: tuple[int, ...]) -> None:
         opcheck(ops.rotate_quantize, x, 64, None, fmt.key, "sse")
 
 
+@pytest.mark.core
 def test_rotations_say_what_they_want() -> None:
     x = torch.randn(3, 96)
     with pytest.raises(ShapeError, match="multiple of 64"):
@@ -293,6 +296,7 @@ def test_norms_of_sums(fmt: Format, shape: tuple[int, ...]) -> None:
         assert torch.equal(each, grad)
 
 
+@pytest.mark.core
 def test_norms_say_what_they_want() -> None:
     x, row = torch.randn(3, 32), torch.randn(32)
     rest = (1e-6, None, "mxfp4")
@@ -323,6 +327,7 @@ def test_activate_quantize(fmt: Format, activation: str) -> None:
         opcheck(ops.activate_quantize, x, up, *rest)
 
 
+@pytest.mark.core
 def test_activations_say_what_they_want() -> None:
     x = torch.randn(3, 32)
     with pytest.raises(ShapeError, match="The factor: expected"):
