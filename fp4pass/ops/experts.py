@@ -17,8 +17,8 @@ from ..kernels.experts.naive import (
     experts_mixture_ref,
     experts_outer_ref,
     experts_quantize_ref,
-    observe_experts_ref,
 )
+from ..kernels.experts.statistics import observe_experts_ref
 from .activations import ROUNDING
 from .checks import (
     require_expert_scales,

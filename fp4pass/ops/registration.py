@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache, partial, wraps
 from importlib import import_module
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -268,13 +268,9 @@ def _crossing(
     record = get_args(given)[0] if columns else given
     if not (hasattr(record, "_fields") or is_dataclass(record)):
         return [parameter], None
-    prefix = "".join(parameter.name.rpartition("_")[:2])
-
-    def of(field: Any) -> Any:
-        return Sequence[field] if columns else field
-
+    prefix, several = "".join(parameter.name.rpartition("_")[:2]), cast(Any, Sequence)
     flat = [
-        parameter.replace(name=prefix + name, annotation=of(kind))
+        parameter.replace(name=prefix + name, annotation=several[kind] if columns else kind)
         for name, kind in get_type_hints(record).items()
     ]
     return flat, partial(_rows_of, record) if columns else record

@@ -153,6 +153,7 @@ FUSED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name: str) -> None:
     arguments, change = tensors(), Fused()
@@ -179,6 +180,7 @@ UNFUSED: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", UNFUSED)
 def test_not_fused(name: str) -> None:
     change = Fused()
@@ -199,6 +201,7 @@ def other_copies(k: Tensor) -> Tensor:
     return k[:, None].expand(2, 2, 2, 20, 16).reshape(2, 4, 20, 16)
 
 
+@pytest.mark.core
 def test_heads_that_are_copied_in_another_order_keep_their_copies() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, other_copies(k), other_copies(v), MASK)

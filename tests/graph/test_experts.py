@@ -86,6 +86,7 @@ def run(
     return found, counts, left[-1]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("gate", [silu, gelu_tanh, limited])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_call(gate: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:

@@ -207,6 +207,7 @@ def operands(*sizes: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.core
 def test_products_are_grouped_where_the_first_one_stood() -> None:
     x, weights = torch.randn(3, 64), operands(8, 24, 16)
     traced = make_fx(products)(x, *weights)
@@ -221,6 +222,7 @@ def test_products_are_grouped_where_the_first_one_stood() -> None:
     assert "fp4pass.linear.default" not in names
 
 
+@pytest.mark.core
 def test_a_weight_that_is_made_later_is_not_grouped() -> None:
     def function(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         y = ops.linear(x, packed, scale, None, None, "mxfp4")
@@ -233,6 +235,7 @@ def test_a_weight_that_is_made_later_is_not_grouped() -> None:
     assert group_linears(traced.graph) == 0
 
 
+@pytest.mark.core
 def test_calls_are_shared_only_where_all_arguments_are_equal() -> None:
     def function(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         parts = [ops.quantize(x, each, "nvfp4") for each in (a, b, a)]

@@ -31,6 +31,7 @@ from fp4pass.kernels.experts.naive import experts_quantize_ref
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.tiling import ExpertTiles, config
+from fp4pass.kernels.linear.decode_triton import InputRows
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
@@ -94,9 +95,8 @@ def run(
         y = experts_linear_triton(x, ids, *weights, bias, fmt)
     else:
         y = x.new_empty((*ids.shape, n))
-        words = module.as_words(x)
         stored = PackedWeight(*weights, bias)
-        module.multiply(words, None, None, ids, stored, y, not each, dtype, fmt, tiles)
+        module.multiply(InputRows.of_numbers(x), ids, stored, y, not each, fmt, tiles)
     assert y.dtype == dtype
     check(y, x, ids, PackedWeight(*weights, bias), fmt)
     return y
@@ -156,7 +156,7 @@ def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
     ids = torch.zeros(len(eye), 1, dtype=torch.int64, device=DEVICE)
     y = eye.new_empty(len(eye), 1, len(scale))
     stored = PackedWeight(packed.unsqueeze(0), scale.unsqueeze(0), None)
-    module.multiply(module.as_words(eye), None, None, ids, stored, y, True, eye.dtype, fmt, tiles)
+    module.multiply(InputRows.of_numbers(eye), ids, stored, y, True, fmt, tiles)
     expected = dequantize_ref(packed, scale, None, fmt, torch.bfloat16)[:, : 16 : (step + 1) // 2]
     assert torch.equal(y[:, 0], expected.t())
 
@@ -230,6 +230,7 @@ def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (seen == 1).all()
 
 
+@pytest.mark.core
 def test_rows_do_not_meet() -> None:
     """What is not finite stays in its token."""
     fmt = get_format("nvfp4")
@@ -239,9 +240,7 @@ def test_rows_do_not_meet() -> None:
         x = numbers(4, 64, dtype=torch.bfloat16)
         x[3] = float("inf")
         y = x.new_empty((4, 2, 20))
-        module.multiply(
-            module.as_words(x), None, None, ids, stored, y, True, torch.bfloat16, fmt, tiles,
-        )  # fmt: skip
+        module.multiply(InputRows.of_numbers(x), ids, stored, y, True, fmt, tiles)
         assert y[:3].isfinite().all() and not y[3].isfinite().any()
         assert not y[2, 0].any()
 
@@ -272,6 +271,7 @@ def test_any_memory_layout() -> None:
         assert torch.equal(experts_linear_triton(a, i, p, turned, stored, None, fmt), expected)
 
 
+@pytest.mark.core
 def test_tiles_fit() -> None:
     """Every choice for the chips from sm_80 on."""
     for tokens, (experts, k), n, terms, shared in itertools.product(

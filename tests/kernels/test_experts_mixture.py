@@ -19,7 +19,7 @@ from fp4pass.kernels.experts.naive import Gate
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch
-from fp4pass.kernels.linear.decode_triton import arranged
+from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 
 experts_mixture_triton = flat("experts_mixture")
 
@@ -161,28 +161,13 @@ def test_more_experts_of_a_token_than_warps(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(run(NVFP4, ids, SILU, experts=24), together, rtol=2**-6, atol=1e-3)
 
 
-def test_other_dtypes_are_composed() -> None:
-    """float16 and float32, of products of the kernels."""
-    fmt, ids = NVFP4, routed(4, 2, 5)
-    both = (*stack(fmt, 5, 96, 64), None, *stack(fmt, 5, 64, 48), None)
-    routing = torch.rand(4, 2).to(DEVICE)
-    for dtype in (torch.float16, torch.float32):
-        x = numbers(4, 64, dtype=dtype) * 0.125
-        options = (*both, "silu", False, 1.0, 0.0, None, fmt)
-        found = experts_mixture_triton(x, ids, routing, *options)
-        expected = flat("experts_mixture", "reference")(x, ids, routing, *options)
-        assert found.dtype == dtype
-        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
-
-
 def test_sorted_in_the_launch_that_routes() -> None:
     """What `route` and `arranged` give."""
     x, ids = numbers(70, 176, dtype=torch.bfloat16), routed(70, 2, 3)
     (order, tiles), out = route_and_arrange(ids, 3, 16, x, 16, NVFP4)
     expected = route(ids, 3, 16)
     assert torch.equal(order, expected[0]) and torch.equal(tiles, expected[1])
-    words = x.view(torch.int64).flatten()
-    assert torch.equal(out, arranged(words, None, 70, 176, x.dtype, 1, 16, NVFP4, True))
+    assert torch.equal(out, arranged(InputRows.of_numbers(x), 70, 176, 16, NVFP4, True))
 
 
 class TestGpu:

@@ -88,6 +88,7 @@ def test_rows_of_numbers(dtype: torch.dtype) -> None:
     assert torch.equal(values.double(), nearest(quotient))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("key", KEYS)
 def test_rows_of_codes(key: str) -> None:
     fmt = get_format(key)
@@ -105,6 +106,7 @@ def test_rows_of_codes(key: str) -> None:
         assert torch.equal(values.double() / power[:, None], exact)
 
 
+@pytest.mark.core
 def test_exponents_of_a_row_may_span_14() -> None:
     fmt = get_format("mxfp4")
     codes = torch.full((2, 32), 0x17, dtype=torch.uint8)  # the codes 6 and 0.5
@@ -119,6 +121,7 @@ def test_exponents_of_a_row_may_span_14() -> None:
     assert fp8.is_exact(codes, scale, fmt)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
 def test_products(key: str) -> None:
     fmt = get_format(key)
@@ -297,6 +300,7 @@ def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(z, linear_quantized_triton(x, *codes, *weight, None, fmt))
 
 
+@pytest.mark.core
 def test_tiles_fit_every_gpu() -> None:
     for m, n in itertools.product((1, 64, 100, 256, 512, 8192), (16, 4096, 14336)):
         for shared_memory in (99, 163, 227):

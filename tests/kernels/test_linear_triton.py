@@ -31,6 +31,7 @@ from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import tiling
 from fp4pass.kernels.linear import triton as module
+from fp4pass.kernels.linear.decode_triton import InputRows
 from fp4pass.kernels.linear.tiling import Tiles, config
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
@@ -67,9 +68,8 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
         y = linear_triton(x, packed, scale, divisor, bias, fmt)
     else:
         out = x.new_empty(m, n)
-        words = module.as_words(x)
         stored = PackedWeight(packed, scale, divisor, bias)
-        y = module.multiply(words, None, None, stored, out, dtype, fmt, tiles)
+        y = module.multiply(InputRows.of_numbers(x), stored, out, fmt, tiles)
     assert y.dtype == dtype
     check(y, x, packed, scale, [divisor], bias, fmt)
     return y
@@ -115,6 +115,7 @@ def test_programs_share_a_sum(n: int, k: int, warps_share: bool) -> None:
     check(y, x, packed, scale, divisors, bias, fmt)
 
 
+@pytest.mark.core
 def test_few_rows_do_not_meet() -> None:
     """What is not finite at the end of a row, or beyond the last, stays out of the others."""
     fmt = get_format("nvfp4")
@@ -212,6 +213,7 @@ def test_far_activations(value: float) -> None:
         assert y[1:].isfinite().all()
 
 
+@pytest.mark.core
 def test_a_dense_weight_where_it_is_faster() -> None:
     nvfp4, mxfp4 = get_format("nvfp4"), get_format("mxfp4")
     assert tiling.fuses(256, 14336, torch.bfloat16, nvfp4)

@@ -7,11 +7,10 @@ import torch
 from kernels.test_fp8 import as_weight, packed, seeded
 
 from fp4pass.core.formats import get_format
-from fp4pass.kernels.common.tiles import as_words
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.operands_triton import operands
-from fp4pass.kernels.linear.decode_triton import arranged
+from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 from fp4pass.kernels.linear.gluon import multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
@@ -47,7 +46,7 @@ def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> Non
     left, right = values.double() * factor[:, None], dense.double() * w_factor[:, None]
     _compare(found, left, right, bias, 2.0**-10)
 
-    x_sorted = arranged(as_words(x), None, m, k, x.dtype, 1, tiles.words, fmt, False)[0]
+    x_sorted = arranged(InputRows.of_numbers(x), m, k, tiles.words, fmt, False)[0]
     stored = weight._replace(bias=bias)
     found = multiply_wide(x_sorted, None, stored, None, None, out, fmt, tiles)
     dense = dequantize_ref(*weight[:3], fmt, torch.float32)
@@ -63,6 +62,7 @@ def _compare(
     assert (off <= sums * size).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("key", "m", "n", "k", "tiles"),
     [
@@ -82,7 +82,5 @@ def _compare(
         ("nvfp4", 513, 14336, 4096, None),
     ],
 )
-def test_tiles_are_those_that_times_on_an_h200_chose(
-    key: str, m: int, n: int, k: int, tiles: Tiles | None
-) -> None:
+def test_tiles(key: str, m: int, n: int, k: int, tiles: Tiles | None) -> None:
     assert wide_config(m, n, k, get_format(key)) == tiles

@@ -183,6 +183,7 @@ def test_derivatives_agree() -> None:
     assert torch.autograd.gradcheck(lambda b: call(x.detach(), b), (bias,), check_forward_ad=True)
 
 
+@pytest.mark.core
 def test_biases_keep_their_dtype() -> None:
     ids, fmt = ROUTINGS["never"], get_format("mxfp4")
     x, bias = rows_of(ids, 64, torch.bfloat16, False), torch.ones(5, 6, requires_grad=True)
@@ -230,6 +231,7 @@ def test_every_routing_is_traced(routing: str) -> None:
             torch.library.opcheck(op, (*args, *stack(fmt), None, fmt.key), test_utils=checks)
 
 
+@pytest.mark.core
 def test_errors_name_the_argument() -> None:
     fmt = get_format("nvfp4")
     packed, scale, divisors = stack(fmt)

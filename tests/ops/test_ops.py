@@ -146,6 +146,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.core
 def test_every_operator_is_here() -> None:
     """A new operator needs a call above."""
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "fp4pass::" in n}
@@ -157,6 +158,7 @@ def test_every_operator_is_traced(name: str) -> None:
     opcheck(getattr(torch.ops.fp4pass, name).default, *calls()[name], checks=TRACED)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     declared = OPERATORS[name]
@@ -229,6 +231,7 @@ def test_rotations(fmt: Format, shape: tuple[int, ...]) -> None:
         opcheck(ops.rotate_quantize, x, 64, None, fmt.key, "sse")
 
 
+@pytest.mark.core
 def test_rotations_say_what_they_want() -> None:
     x = torch.randn(3, 96)
     with pytest.raises(ShapeError, match="multiple of 64"):
@@ -268,6 +271,7 @@ def test_norms(fmt: Format, shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.core
 def test_norms_say_what_they_want() -> None:
     x, row = torch.randn(3, 32), torch.randn(32)
     layer, rms = (("layer", 1e-6, None, "mxfp4"), ("rms", 1e-6, None, "mxfp4"))
@@ -301,6 +305,7 @@ def test_activate_quantize(fmt: Format, activation: str) -> None:
         opcheck(ops.activate_quantize, x, up, *rest)
 
 
+@pytest.mark.core
 def test_activations_say_what_they_want() -> None:
     x = torch.randn(3, 32)
     with pytest.raises(ShapeError, match="The factor: expected"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..dequantize.naive import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.naive import ACTIVATIONS, Quantize, quantize_ref
-from ..statistics.naive import observe_full_ref, observe_ref
 
 
 @dataclass(frozen=True)
@@ -120,59 +119,6 @@ def experts_outer_ref(grad: Tensor, x: Tensor, ids: Tensor, experts: int) -> Ten
     return out
 
 
-def observe_experts_ref(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    hessian: Tensor,
-    count: Tensor,
-    amax: Tensor,
-    routing: Tensor,
-    *,
-    observe: Callable[..., None] = observe_ref,
-) -> None:
-    """Add the rows of each expert to its Hessian [E, ...], count and routing weight, in place."""
-    # hessian: of blocks [E, J, 32, 32] or whole [E, K, K]; amax [1] is that of all.
-    add = observe_full_ref if hessian.ndim == 3 else observe
-    for index, pairs in chosen(ids, len(hessian)):
-        add(rows_of(x, pairs), hessian[index], count[index : index + 1], amax)
-        routing[index] += weights[pairs].sum()
-
-
-def expert_hessian(
-    inputs: Sequence[tuple[Tensor, Tensor]], index: int, device: torch.device
-) -> Tensor:
-    """Return the whole Hessian [K, K] of what one expert reads of pairs of x and ids."""
-    rows = (rows_of(x, _pairs(ids, index)) for x, ids in inputs)
-    return _sum_of(rows, inputs[0][0].shape[-1], device)
-
-
-def hessian_of_all(
-    inputs: Sequence[tuple[Tensor, Tensor]], experts: int, device: torch.device
-) -> Tensor:
-    """Return the sum [K, K] of the whole Hessians of all experts."""
-    columns = inputs[0][0].shape[-1]
-    total = torch.zeros(columns, columns, device=device)
-    for x, ids in inputs:
-        is_expert = (ids >= 0) & (ids < experts)
-        if x.ndim == 3:
-            total += _sum_of([x[is_expert]], columns, device)
-            continue
-        # A token counts once for each of its experts.
-        counts = is_expert.sum(-1)
-        for count in counts.unique().tolist():
-            total += count * _sum_of([x[counts == count]], columns, device)
-    return total
-
-
-def _sum_of(rows: Iterable[Tensor], columns: int, device: torch.device) -> Tensor:
-    """Return the whole Hessian [K, K] of rows [..., K]."""
-    total, count = torch.zeros(columns, columns, device=device), torch.zeros(1, dtype=torch.int64)
-    for each in rows:
-        observe_full_ref(each.to(device), total, count, torch.zeros(1, device=device))
-    return total
-
-
 def experts_linear_transposed_ref(
     grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format
 ) -> Tensor:
@@ -202,10 +148,10 @@ def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, tuple[Tensor, Tenso
     """Yield each expert that ids [T, k] name, and where: its tokens, and their places in k."""
     for index in ids.unique().tolist():
         if 0 <= index < experts:
-            yield index, _pairs(ids, index)
+            yield index, pairs_of(ids, index)
 
 
-def _pairs(ids: Tensor, index: int) -> tuple[Tensor, Tensor]:
+def pairs_of(ids: Tensor, index: int) -> tuple[Tensor, Tensor]:
     """Return where ids [T, k] name an expert: its tokens, and their places in k."""
     # By the place first and then by token, as transformers gathers them: the order of rows may tell
     # how a product sums.

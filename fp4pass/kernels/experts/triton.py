@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
+from ..common.tiles import LAUNCH, cdiv, overlapping
 from ..dequantize.triton import packed_words
-from ..linear.decode_triton import arranged
+from ..linear.decode_triton import InputRows, arranged
 from ..linear.ptx_triton import small_scales
-from ..linear.tiling import TERMS, shared_memory_of
+from ..linear.tiling import shared_memory_of
 from .matmul_triton import experts_kernel, pairs_kernel
 from .naive import Gate, experts_linear_quantized_ref, experts_linear_ref
 from .routing_triton import route
@@ -31,7 +31,7 @@ def experts_linear_triton(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: For
     out = x.new_empty((*ids.shape, weight.packed.shape[1]))
     tokens = tokens_at_once(ids, weight.packed)
     for rows, chosen, y in zip(x.split(tokens), ids.split(tokens), out.split(tokens), strict=True):
-        multiply(as_words(rows), None, None, chosen, weight, y, x.ndim == 2, x.dtype, fmt)
+        multiply(InputRows.of_numbers(rows), chosen, weight, y, x.ndim == 2, fmt)
     return out
 
 
@@ -50,8 +50,8 @@ def experts_linear_quantized_triton(
         x_global_scale = None
     parts = (each.split(tokens) for each in (x_packed, x_scale, ids, out))
     for codes, scales, chosen, y in zip(*parts, strict=True):
-        rows = (packed_words(codes), scales.contiguous(), x_global_scale)
-        multiply(*rows, chosen, weight, y, x_packed.ndim == 2, None, fmt)
+        rows = InputRows.of_codes(codes, scales, x_global_scale)
+        multiply(rows, chosen, weight, y, x_packed.ndim == 2, fmt)
     return out
 
 
@@ -63,31 +63,27 @@ def tokens_at_once(ids: Tensor, packed: Tensor) -> int:
 
 
 def multiply(
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_global_scale: Tensor | None,
+    x: InputRows,
     ids: Tensor,
     weight: PackedWeight,
     out: Tensor,
     shared: bool,
-    dtype: torch.dtype | None,
     fmt: Format,
     tiles: ExpertTiles | None = None,
 ) -> None:
     """Fill `out` [T, k, N]; shared: a row of x is that of all k experts of a token."""
-    # x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
     if not out.numel():
         return
     (tokens, fan), (experts, n, _) = ids.shape, weight.packed.shape
-    terms = 1 if dtype is None else TERMS[dtype]
-    tiles = tiles or config(tokens * fan, experts, n, terms, shared_memory_of(out.device))
+    tiles = tiles or config(tokens * fan, experts, n, x.terms, shared_memory_of(out.device))
     rows, k = tokens if shared else tokens * fan, 2 * weight.packed.shape[2]
-    if not tiles.warps_share or dtype != torch.bfloat16:
-        x = arranged(x, x_scale, rows, k, dtype, terms, group_of(tiles), fmt, True)
+    numbers = x.words
+    if not tiles.warps_share or x.dtype != torch.bfloat16:
+        numbers = arranged(x, rows, k, group_of(tiles), fmt, True)
     ids = ids.contiguous()
     routing = None if tiles.m == 1 else route(ids, experts, tiles.m)
-    x = x.view(torch.bfloat16)
-    launch(x, x_global_scale, weight, out, ids, routing, shared, terms, fmt, tiles)
+    numbers = numbers.view(torch.bfloat16)
+    launch(numbers, x.global_scale, weight, out, ids, routing, shared, x.terms, fmt, tiles)
 
 
 def group_of(tiles: ExpertTiles) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from ..common.tiles import (
     DTYPES,
     LAUNCH,
     PTX,
+    as_words,
     bits_of,
     cdiv,
     decode_scale,
@@ -23,34 +26,48 @@ from ..common.tiles import (
     unpack_word,
     wait,
 )
-from ..dequantize.triton import signed_value
+from ..dequantize.triton import packed_words, signed_value
 from .ptx_triton import LARGE, decode_assembly, offset, step_assembly
+from .tiling import TERMS
 
 # Words to a thread block of `_arrange`.
 _BLOCK = 512
 
 
-def arranged(
-    x: Tensor,
-    x_scale: Tensor | None,
-    m: int,
-    k: int,
-    dtype: torch.dtype | None,
-    terms: int,
-    group: int,
-    fmt: Format,
-    releases: bool,
-) -> Tensor:
+class InputRows(NamedTuple):
+    """Rows of x as words of numbers of a dtype, or of codes, which have no dtype and scales."""
+
+    words: Tensor
+    dtype: torch.dtype | None
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @staticmethod
+    def of_numbers(x: Tensor) -> InputRows:
+        """Return rows of numbers."""
+        return InputRows(as_words(x), x.dtype)
+
+    @staticmethod
+    def of_codes(packed: Tensor, scale: Tensor, global_scale: Tensor | None) -> InputRows:
+        """Return rows of packed codes."""
+        return InputRows(packed_words(packed), None, scale.contiguous(), global_scale)
+
+    @property
+    def terms(self) -> int:
+        """Bfloat16 numbers that hold one of x."""
+        return 1 if self.dtype is None else TERMS[self.dtype]
+
+
+def arranged(x: InputRows, m: int, k: int, group: int, fmt: Format, releases: bool) -> Tensor:
     """Return x in bfloat16 terms, its columns sorted to follow decoded codes: [terms, m, K]."""
-    # x: words of numbers of `dtype`, or of codes if it is None, which have scale bits x_scale.
-    # terms: bfloat16 numbers that hold one of x. group: words whose columns are sorted by their
-    # place in a word; zeros fill the last group. releases: as `overlapping` takes it.
+    # group: words whose columns are sorted by their place in a word; zeros fill the last group.
+    # releases: as `overlapping` takes it.
     words = cdiv(k // 8, group) * group
-    out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
+    out = x.words.new_empty((x.terms, m, 8 * words), dtype=torch.bfloat16)
     _arrange[(cdiv(m * words, _BLOCK),)](
-        x, x_scale, out, m * words,
-        K=k, FMT=fmt, DTYPE=None if dtype is None else DTYPES[dtype], TERMS=terms,
-        GROUP=group, BLOCK=_BLOCK, **overlapping(x.device, releases), **LAUNCH,
+        x.words, x.scale, out, m * words,
+        K=k, FMT=fmt, DTYPE=None if x.dtype is None else DTYPES[x.dtype], TERMS=x.terms,
+        GROUP=group, BLOCK=_BLOCK, **overlapping(out.device, releases), **LAUNCH,
     )  # fmt: skip
     return out
 

@@ -33,7 +33,7 @@ _MANY = 8192
 
 @dataclass(frozen=True, repr=False)
 class Tiles(Record):
-    """Sizes of the programs of a product: `n` weights by `m` rows of x. TILES in kernels."""
+    """Sizes of programs: `n` weights by `m` rows of x. Kernels read them as TILES."""
 
     __hash__ = Record.__hash__
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
+from ..common.tiles import LAUNCH, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..fp8.naive import uses_fp8
 from ..fp8.triton import multiply_fp8
-from .decode_triton import arranged
+from .decode_triton import InputRows, arranged
 from .gluon import multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
 from .naive import linear_quantized_ref, linear_ref
@@ -42,7 +42,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         if tiles := wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
-            x_sorted = arranged(as_words(x), None, rows, k, x.dtype, 1, tiles.words, fmt, early)[0]
+            x_sorted = arranged(InputRows.of_numbers(x), rows, k, tiles.words, fmt, early)[0]
             y = x.new_empty((rows, n))
             multiply_wide(x_sorted, None, weight, None, None, y, fmt, tiles)
             return y.view(*x.shape[:-1], n)
@@ -50,7 +50,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         dense = dequantize_triton(*weight[:3], fmt, x.dtype)
         return F.linear(x, dense, None if weight.bias is None else weight.bias.to(x.dtype))
     out = x.new_empty((*x.shape[:-1], n))
-    return multiply(as_words(x), None, None, weight, out, x.dtype, fmt)
+    return multiply(InputRows.of_numbers(x), weight, out, fmt)
 
 
 def linear_quantized_triton(
@@ -82,7 +82,7 @@ def linear_quantized_triton(
     scales = x_scale.reshape(rows, x_scale.shape[-1]).split(MAX_ROWS)
     for c, s, part in zip(codes, scales, out.split(MAX_ROWS), strict=True):
         if dense is None:
-            multiply(packed_words(c), s.contiguous(), x_global_scale, weight, part, None, fmt)
+            multiply(InputRows.of_codes(c, s, x_global_scale), weight, part, fmt)
         else:
             # Code times block scale is exact in bfloat16, whatever the global scales are.
             c = dequantize_triton(c, s, None, fmt, torch.bfloat16)
@@ -98,7 +98,7 @@ def linear_group_triton(
     if (tiles := _group_tiles(x, x.dtype, weights, fmt)) is None:
         return [linear_triton(x, each, fmt, compute) for each in weights]
     out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in weights]
-    multiply_few(as_words(x), None, None, weights, out, x.dtype, fmt, tiles)
+    multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles)
     return out
 
 
@@ -110,14 +110,13 @@ def linear_quantized_group_triton(
     compute: str = "input",
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
-    x_packed, x_scale, x_global_scale = x_rows
-    if x.dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, weights, fmt)) is None:
+    packed = x_rows.packed
+    if x.dtype == torch.float64 or (tiles := _group_tiles(packed, None, weights, fmt)) is None:
         one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute)
         return [one(weight=each) for each in weights]
-    shapes = [(*x_packed.shape[:-1], each.packed.shape[0]) for each in weights]
-    out = [x_packed.new_empty(shape, dtype=x.dtype) for shape in shapes]
-    c, s = packed_words(x_packed), x_scale.contiguous()
-    multiply_few(c, s, x_global_scale, weights, out, None, fmt, tiles)
+    shapes = [(*packed.shape[:-1], each.packed.shape[0]) for each in weights]
+    out = [packed.new_empty(shape, dtype=x.dtype) for shape in shapes]
+    multiply_few(InputRows.of_codes(*x_rows), weights, out, fmt, tiles)
     return out
 
 
@@ -140,49 +139,37 @@ def _group_tiles(
 
 
 def multiply(
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_global_scale: Tensor | None,
-    weight: PackedWeight,
-    out: Tensor,
-    dtype: torch.dtype | None,
-    fmt: Format,
-    tiles: Tiles | None = None,
+    x: InputRows, weight: PackedWeight, out: Tensor, fmt: Format, tiles: Tiles | None = None
 ) -> Tensor:
     """Fill `out` [..., N] with a product, and return it."""
-    # x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
     if not out.numel():
         return out
     n, k = weight.packed.shape[0], 2 * weight.packed.shape[1]
     m = out.numel() // n
-    terms = 1 if dtype is None else TERMS[dtype]
-    step = step_of_warps(out, dtype, m, k, fmt)
-    tiles = tiles or config(m, n, k, terms, shared_memory_of(out.device), step=step)
+    step = step_of_warps(out, x.dtype, m, k, fmt)
+    tiles = tiles or config(m, n, k, x.terms, shared_memory_of(out.device), step=step)
     if tiles.warps_share:
-        multiply_few(x, x_scale, x_global_scale, [weight], [out], dtype, fmt, tiles)
+        multiply_few(x, [weight], [out], fmt, tiles)
         return out
     weight = weight._replace(packed=packed_words(weight.packed), scale=weight.scale.contiguous())
     whole = tiles.parts == 1
-    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, tiles.releases)
+    x_sorted = arranged(x, m, k, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
-        x, x_global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=terms, TILES=tiles,
+        x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
         **overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        add_parts(sums, x_global_scale, weight, out, fmt, offset(fmt), tiles.releases)
+        add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
     return out
 
 
 def multiply_few(
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_global_scale: Tensor | None,
+    x: InputRows,
     weights: Sequence[PackedWeight],
     out: Sequence[Tensor],
-    dtype: torch.dtype | None,
     fmt: Format,
     tiles: Tiles,
 ) -> None:
@@ -191,11 +178,11 @@ def multiply_few(
     sizes = tuple(each.shape[0] for each in packed)
     k = 2 * packed[0].shape[1]
     m = out[0].numel() // sizes[0]
-    terms = 1 if dtype is None else TERMS[dtype]
-    if dtype != torch.bfloat16:
+    rows = x.words
+    if x.dtype != torch.bfloat16:
         # More rows than one took 2.5 us longer where this let their kernel start early.
-        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, releases=m == 1)
-    x = x.view(torch.bfloat16)
+        rows = arranged(x, m, k, 1, fmt, releases=m == 1)
+    rows = rows.view(torch.bfloat16)
     *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
     columns = PackedWeight(
         tuple(map(packed_words, packed)),
@@ -204,18 +191,18 @@ def multiply_few(
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        multiply_row(x, columns, tuple(out), tuple(starts), programs, fmt, tiles)
+        multiply_row(rows, columns, tuple(out), tuple(starts), programs, fmt, tiles)
         return
     sums = tuple(out)
     if tiles.parts > 1:
         # The sum of several programs is of one weight.
         sums = (out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32),)
     few_rows_kernel[(programs, tiles.parts)](
-        x, x_global_scale, columns, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=terms,
+        rows, x.global_scale, columns, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
         ROWS=1 if m == 1 else tiles.m, TILES=tiles,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
         shift = offset(fmt)
-        add_parts(sums[0], x_global_scale, weights[0], out[0], fmt, shift, tiles.releases)
+        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, shift, tiles.releases)
