@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from kernels.cases import DEVICE, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Element, Format, Scale
@@ -16,12 +17,8 @@ from fp4pass.kernels.linear.triton import linear_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
-# What the interpreter's numpy says of infinite and absent quotients.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 DOUBLED = Element.binary("doubled", bits=4, mantissa_bits=1, min_exponent=1)
 HALVED = Element.binary("halved", bits=4, mantissa_bits=1, min_exponent=-1)
@@ -49,6 +46,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     assert not supports(REFUSED[name])
@@ -56,7 +54,7 @@ def test_what_is_refused(name: str) -> None:
 
 
 def numbers(fmt: Format) -> Tensor:
-    x = torch.randn(12, 96, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(12, 96, generator=seeded(0))
     x[3] = 0
     x[4, ::7] *= 20
     x[5] = torch.tensor(fmt.element.values * 6) * 0.5

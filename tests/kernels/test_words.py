@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from kernels.cases import DEVICE, seeded
 from torch import Tensor
 
 from fp4pass.core.codebooks import get_scheme
@@ -17,8 +18,6 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Bytes before a storage begins, and elements before a tensor does: all ways to be aligned or not.
 PLACES = list(itertools.product((0, 4, 2, 8), (0, 1, 2, 4, 8)))
@@ -70,7 +69,7 @@ def test_the_global_scale_of_few_numbers() -> None:
 
 
 def test_quantizing_and_back_from_anywhere() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(1, 32, generator=generator)
     fmt, book = get_format("nvfp4"), get_scheme("nf4:32")
     factor = torch.ones(1)
