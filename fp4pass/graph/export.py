@@ -16,10 +16,10 @@ from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_dec
 from .._compat.transformers_heads import HEADS, head_names
 from ..errors import OptionError, ShapeError, StateError, TraceError, expected
 
-# How many tokens the cache of a decoder holds where its config allows more.
+# Tokens in the cache of a decoder whose config allows more.
 _LENGTH = 2048
 
-# What torch.export raises for models that it cannot trace, and what models raise while it does.
+# Errors of torch.export for models that it cannot trace, and of models while it does.
 _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -38,7 +38,7 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
         model: Any module, in evaluation mode, its parameters on the devices where it runs.
         example: A batch as for `calibrate`, of two rows or more. Its values do not matter; what is
             no tensor is fixed.
-        cache_length: How many tokens the cache holds, prompt included; 0 for a graph without one.
+        cache_length: The tokens that the cache holds, prompt included; 0 for no cache.
             By default what the model's config allows, up to 2048.
 
     Returns:

@@ -31,13 +31,13 @@ _HOMOGENEOUS = {
 _CASTS = {_aten.to.dtype, _aten._to_copy.default}
 _VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 
-# The parameters of what they return, after (input, normalized_shape).
+# The parameters that scale and shift their results, after (input, normalized_shape).
 _NORMS: dict[object, tuple[str, ...]] = {
     _aten.layer_norm.default: ("weight", "bias"),
     _aten.rms_norm.default: ("weight",),
 }
 
-# What commutes with a product along the last dimension, as long as that stays as it is.
+# These commute with a product along the last dimension, as long as that stays as it is.
 _KEEPS = {
     _aten.alias.default,
     _aten.clone.default,
@@ -222,7 +222,7 @@ def _all(found: list[Channels | None]) -> list[Channels] | None:
 def _is_to_float(node: fx.Node) -> bool:
     """Return whether a cast is to a floating point dtype."""
     dtypes = [*node.args[1:], *node.kwargs.values()]
-    # An input's dtype, as norms cast back to: what it is of multiplied a linear's weight.
+    # A node is the dtype of an input, which norms cast back to: a linear takes floats alone.
     return all(
         isinstance(each, fx.Node) or (isinstance(each, torch.dtype) and each.is_floating_point)
         for each in dtypes

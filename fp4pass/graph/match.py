@@ -31,7 +31,7 @@ _PRODUCTS: dict[object, tuple[tuple[str, ...], bool]] = {
     torch.ops.aten.mm.default: (("input", "weight"), True),
 }
 
-# What may stand between two readers of a tensor without a schema that says what it writes to.
+# These may stand between two readers of a tensor, and have no schema to say that they write.
 _READERS = frozenset({operator.getitem, F.linear, "view"})
 
 # A forward of a linear that names anything else is not run to be traced.

@@ -21,7 +21,7 @@ from .match import (
     only_reads,
 )
 
-# Where the holder of a weight keeps what observes its input.
+# The attribute of a weight's holder with the observers of its input.
 OBSERVERS = "_fp4pass_observers"
 
 # Of the observers in a graph's module.

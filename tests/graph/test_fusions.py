@@ -195,6 +195,7 @@ def test_on_a_cpu_nothing_is_fused_unless_asked() -> None:
     assert counts == [0]
 
 
+@pytest.mark.core
 def test_a_sum_that_is_read_too_early_stays() -> None:
     """The operator that adds can only stand where all of its operands are there."""
 

@@ -61,6 +61,7 @@ class Sum(nn.Module):
         return torch.addmm(self.inner.bias, x, self.inner.weight.t(), **self.factors)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("factors", [{}, {"alpha": 2}, {"beta": 0.5}], ids=str)
 def test_a_sum_with_a_factor_is_no_linear_layer(factors: dict[str, float]) -> None:
     graph = torch.export.export(Sum(**factors), (torch.ones(3, K),)).module().graph
@@ -179,6 +180,7 @@ def test_graphs_are_observed_once_for_what_shares_an_input(door: str) -> None:
     fp4pass.convert(other)
 
 
+@pytest.mark.core
 def test_observers_outlive_dead_code_elimination() -> None:
     model = exported(built(Mlp))
     fp4pass.prepare(model)
@@ -188,6 +190,7 @@ def test_observers_outlive_dead_code_elimination() -> None:
     fp4pass.convert(model)
 
 
+@pytest.mark.core
 def test_a_second_run_of_every_pass_changes_nothing() -> None:
     model = exported(built(Mlp))
     layers = scan_layers(model)
@@ -287,6 +290,7 @@ def test_products_that_export_takes_apart_are_rows() -> None:
             assert "without a linear" in reason
 
 
+@pytest.mark.core
 def test_the_root_may_be_a_linear() -> None:
     for door in DOORS.values():
         model = door(built(lambda: nn.Linear(K, 96)))
@@ -308,6 +312,7 @@ def test_converted_graphs_are_copied_and_saved() -> None:
     assert torch.equal(other(batch()), model(batch()))
 
 
+@pytest.mark.core
 def test_writes_between_readers_are_seen() -> None:
     aten = torch.ops.aten
     graph = fx.Graph()
@@ -333,6 +338,7 @@ class Twice(Mlp):
         return self.down(F.silu(self.left(x)) * self.up(x) + self.left(x))
 
 
+@pytest.mark.core
 def test_a_layer_that_reads_a_tensor_twice_has_seen_it_twice() -> None:
     model, live = exported(built(Twice)), built(Twice)
     for each in (model, live):
@@ -418,6 +424,7 @@ def test_exported_graphs_do_not_take_equal_scales_for_one() -> None:
     assert torch.equal(models[0](batch()), models[1](batch()))
 
 
+@pytest.mark.core
 def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
     """Else a graph could quantize with the scale of one layer and multiply with that of another."""
     model = exported(built(Mlp))

@@ -105,6 +105,7 @@ MATCHES: dict[str, tuple[Any, Callable[..., Tensor], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", MATCHES)
 def test_every_way_to_match_is_found(name: str) -> None:
     pattern, function, expected = MATCHES[name]
@@ -115,6 +116,7 @@ SQUARE = Narrow(mul(Wide(A), Wide(A)))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("dtype", "wide", "result", "found"),
     [
@@ -143,6 +145,7 @@ def test_casts_to_float32_and_back(
     assert any(each == {"a": "x"} for each in ways) if found else not ways
 
 
+@pytest.mark.core
 def test_what_is_bound_already_must_agree() -> None:
     graph = traced(lambda x, y: x * y, torch.float32)
     x, y, product, _ = graph.nodes

@@ -126,18 +126,21 @@ def test_what_does_not_commute_blocks_it(
     assert calls(model, "rotate_quantize") == 2
 
 
+@pytest.mark.core
 def test_one_value_and_several_readers() -> None:
     model = fp4pass.convert(exported(Fork()), "mxfp4", "naive", rotation=64)
     assert folded(model) == {"first": (False, 64), "a": (True, 0), "b": (True, 0)}
     assert calls(model, "rotate_quantize") == calls(model, "quantize") == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("also", ["output", "twice", "other"])
 def test_another_reader_blocks_it(also: str) -> None:
     model = fp4pass.convert(exported(Fork(also)), "mxfp4", "naive", rotation=64)
     assert set(folded(model).values()) == {(False, 0)}
 
 
+@pytest.mark.core
 def test_rules_and_sizes_that_block_it() -> None:
     for rules in ([("a", None)], [("first", None)], [("b", {"rotation": 32})]):
         model = fp4pass.convert(exported(Fork()), "mxfp4", "naive", rotation=64, rules=rules)

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
-from typing import Any
-
 import pytest
 import torch
 from blocks import VARIANTS
-
+from collections.abc import Callable, Iterable, Sequence
 from fp4pass.core.formats import Format, get_format
 from fp4pass.ops.registration import OPERATORS
+from importlib import import_module
+from torch import Tensor
+from typing import Any
 
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+KEYS = [fmt.key for fmt in VARIANTS]
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# What the interpreter's numpy says of infinite and absent quotients, which nothing uses.
+quiet = pytest.mark.filterwarnings(
+    "ignore:(overflow|underflow|divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """A test for a GPU alone."""
+    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="there is no CUDA device")(test))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def divisor_of(fmt: Format, global_scale: float, device: str = "cpu") -> Tensor | None:
+    """The stored global scale of a format, None for one without."""
+    return torch.tensor([1.0 / global_scale], device=device) if fmt.has_global_scale else None
+
+
+def divisor(fmt: Format, global_scale: float) -> Tensor | None:
+    return divisor_of(fmt, global_scale, DEVICE)
 
 
 def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -9,9 +9,8 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases
+from kernels.cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
 from kernels.stable import assert_agree
-from kernels.test_quantize import divisor_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,13 +18,8 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.quantize.naive import ACTIVATIONS, activate_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import _words_and_gap, activate_quantize_triton
 
-# What the interpreter's numpy says of infinite and absent quotients.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|underflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 # Every activation in one format and dtype, and every format and every dtype with one activation.
 TABLE = [
@@ -41,15 +35,10 @@ table = pytest.mark.parametrize(
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A gate and a factor, halves of one tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     both = 3 * torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator)
     gate, up = both.to(DEVICE, dtype).chunk(2, -1)
     return gate, up
-
-
-def divisor(fmt: Format, global_scale: float) -> Tensor | None:
-    found = divisor_of(fmt, global_scale)
-    return None if found is None else found.to(DEVICE)
 
 
 def check(x: Tensor, up: Tensor | None, activation: str, g: float, fmt: Format) -> None:
@@ -147,7 +136,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
     each = 8 // x.element_size()
     assert _words_and_gap(x)[1] == _words_and_gap(up)[1] == 64 // each
     assert _words_and_gap(up)[0].data_ptr() == up.data_ptr()
-    flat = torch.randn(5 * 65 + 1, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    flat = torch.randn(5 * 65 + 1, generator=seeded(1)).to(DEVICE, dtype)
     for other in (
         flat[1:].view(5, 65)[:, :64],
         flat[: 5 * 65].view(5, 65)[:, 1:],
@@ -161,7 +150,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
             activate_quantize_triton(other, None, "silu", None, fmt), wanted, strict=True
         ):
             assert torch.equal(a, b)
-        factor = torch.randn(other.shape, generator=torch.Generator().manual_seed(2))
+        factor = torch.randn(other.shape, generator=seeded(2))
         factor = factor.to(DEVICE, dtype)
         wanted = activate_quantize_triton(other.clone(), factor, "silu", None, fmt)
         for a, b in zip(

@@ -9,9 +9,20 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, VARIANTS, check_optimal
-from kernels.cases import DTYPES, cases
+from kernels.cases import (
+    DEVICE,
+    DTYPES,
+    cases,
+    divisor,
+    divisor_of,
+    dtypes,
+    formats,
+    gpu,
+    quiet,
+    seeded,
+)
 from kernels.near import candidates, errors_at
-from kernels.test_quantize import INPUTS, divisor_of
+from kernels.test_quantize import INPUTS
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,25 +37,10 @@ from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 from fp4pass.kernels.quantize.triton import activate_quantize_triton, quantize_triton
 from fp4pass.kernels.search.reference import search_ref
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 PRODUCT = list(itertools.product(VARIANTS, DTYPES))
-
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def on_device(fmt: Format, global_scale: float) -> Tensor | None:
-    divisor = divisor_of(fmt, global_scale)
-    return None if divisor is None else divisor.to(DEVICE)
 
 
 @formats
@@ -81,7 +77,7 @@ def test_what_is_not_finite_poisons_its_block_alone(fmt: Format, dtype: torch.dt
     x = torch.randn(4, 64, generator=seeded()).to(DEVICE, dtype)
     bad = x.clone()
     bad[1, 40], bad[2, 40], bad[3, 40] = math.nan, math.inf, -math.inf
-    d = on_device(fmt, 0.25)
+    d = divisor(fmt, 0.25)
     for quantize in (quantize_ref, quantize_triton):
         packed, scale = quantize(torch.cat((x, bad)), d, fmt, "sse")
         clean, poisoned = scale.chunk(2)
@@ -138,7 +134,7 @@ def test_the_kernel_has_the_best_of_its_candidates(
     x = spread(24, 96).to(dtype)
     g = fmt.global_scale_for(x.abs().max().item()) if g is None else g
     packed, scale = (
-        each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
+        each.cpu() for each in quantize_triton(x.to(DEVICE), divisor(fmt, g), fmt, "sse")
     )
     naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
     near = candidates(x, naive, g, fmt)
@@ -160,7 +156,7 @@ def test_the_kernel_has_the_best_of_its_candidates(
 )
 def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
     x = torch.randn(16, 256, generator=seeded()).bfloat16().to(DEVICE)
-    d = on_device(fmt, fmt.global_scale_for(x.abs().max().item()))
+    d = divisor(fmt, fmt.global_scale_for(x.abs().max().item()))
     errors = []
     for quantize, scales in (
         (quantize_ref, "naive"),
@@ -195,7 +191,7 @@ def test_fused_kernels_search_what_they_compute(
     weight[::16] = 28
     other = torch.randn(2, 96, generator=seeded()).to(DEVICE, dtype)
     large = 2.0 ** torch.randint(5, 8, (2, 96), generator=seeded(1)).to(DEVICE, dtype)
-    d = on_device(fmt, 0.25)
+    d = divisor(fmt, 0.25)
     exact = torch.cat((x.sign() * weight, large * other))
     wanted = quantize_triton(exact, d, fmt, "sse")
     assert not torch.equal(wanted[1], quantize_ref(exact, d, fmt)[1])
@@ -215,6 +211,7 @@ def test_fused_kernels_search_what_they_compute(
     assert torch.equal(packed, wanted[0][half]) and torch.equal(scale, wanted[1][half])
 
 
+@pytest.mark.core
 @formats
 def test_references_search_what_they_compute(fmt: Format) -> None:
     x, other = (torch.randn(16, 96, generator=seeded(seed)) for seed in range(2))
@@ -239,14 +236,13 @@ def test_references_search_what_they_compute(fmt: Format) -> None:
     assert moved
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@gpu
 @formats
 @dtypes
 def test_large(fmt: Format, dtype: torch.dtype) -> None:
     x = spread(512, 4096).to(dtype)
     g = fmt.global_scale_for(x.abs().max().item())
-    _, scale = quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
+    _, scale = quantize_triton(x.to(DEVICE), divisor(fmt, g), fmt, "sse")
     naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
     near = candidates(x, naive, g, fmt)
     least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
-from kernels.cases import cases
+from kernels.cases import cases, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import FORMATS, Format, get_format
@@ -29,7 +29,7 @@ def small(name: str) -> Format:
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Make blocks float64 [B, n], metrics [J, n, n] from round to steep, and which is whose."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(BLOCKS, SIZE, generator=generator, dtype=torch.float64)
     x /= x.abs().amax(1, keepdim=True)
     root = torch.randn(4, SIZE, 5, generator=generator, dtype=torch.float64)
@@ -112,6 +112,7 @@ def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
         assert not proved.any()
 
 
+@pytest.mark.core
 def test_more_nodes_never_prove_less() -> None:
     fmt = small("nvfp4")
     runs = [search(fmt, 2.0**-5, budget)[0] for budget in (32, 128, 512)]
@@ -154,7 +155,7 @@ CURVATURES = ["identity", "mild", "singular", "indefinite"]
 def test_weights_only_get_better(key: str, curvature: str, name: str) -> None:
     """By the losses of the dequantized weight, which are those of the certificate."""
     fmt = get_format(key)
-    w, hessian = WEIGHTS[name](torch.Generator().manual_seed(0)), HESSIANS[curvature]()
+    w, hessian = WEIGHTS[name](seeded(0)), HESSIANS[curvature]()
     g = fmt.global_scale_for(w.abs().max().item())
     before = joint_ref(w, *search_ref(w, hessian, g, fmt, "hessian"), hessian, g, fmt)
     *after, loss, bound = prove(w, *before, hessian, g, fmt, 64)

@@ -6,11 +6,10 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import flat
-
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
+from kernels.cases import flat, formats, seeded
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,6 +19,7 @@ def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_codes(codes.repeat(len(scale), 1)), scale
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("fmt", "exponent"),
@@ -42,7 +42,8 @@ def test_dequantize_is_exact(fmt: Format, exponent: int, dtype: torch.dtype) -> 
     assert dense[~inside].isinf().all()
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.core
+@formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_scale_nan_decodes_to_nan(fmt: Format, dtype: torch.dtype) -> None:
     packed, scale = every_code_at_every_scale(fmt)
@@ -65,7 +66,7 @@ def test_a_foreign_divisor(divisor: float) -> None:
     assert torch.equal(half, dense.bfloat16())
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats
 def test_leading_dimensions_and_strides(fmt: Format) -> None:
     packed = torch.randint(256, (2, 3, 32), dtype=torch.uint8)
     scale = torch.randint(100, 120, (2, 3, 64 // fmt.block), dtype=torch.uint8)
@@ -79,9 +80,9 @@ def test_leading_dimensions_and_strides(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats
 def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     packed = torch.randint(256, (5, 32), dtype=torch.uint8, generator=generator)
     scale = torch.randint(110, 126, (5, 64 // fmt.block), dtype=torch.uint8, generator=generator)
     divisor = torch.tensor([4.0]) if fmt.has_global_scale else None
@@ -98,10 +99,11 @@ def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) 
     assert ((y.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.core
 def test_a_stored_multiplier() -> None:
     """As ModelOpt dequantizes: the stored number times the block scale, which no divisor gives."""
     fmt = get_format("nvfp4")
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     packed = torch.randint(256, (64, 32), generator=generator, dtype=torch.uint8)
     scale = torch.randint(1, 127, (64, 4), generator=generator, dtype=torch.uint8)
     g = torch.tensor([0.4375 / 2688])

@@ -7,17 +7,16 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import DEVICE, dtypes, formats, gpu, quiet, seeded
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 GLOBAL_SCALES = [None, 3.7, 2.0**-110, 2.0**110]
 
-# numpy, in the interpreter, says when a value leaves float16.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -38,8 +37,8 @@ def compare(packed, scale, number, fmt, dtype) -> None:
     assert_same_bits(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@dtypes
+@formats
 def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None:
     scale = torch.arange(fmt.scale.nan + 1, dtype=torch.uint8).view(-1, 1)
     codes = torch.arange(fmt.block // 2, dtype=torch.uint8)
@@ -55,7 +54,7 @@ def test_any_shape(data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(VARIANTS))
     leading = data.draw(st.lists(st.integers(0, 5), max_size=2))
     blocks = data.draw(st.integers(1, 40))
-    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    seed = seeded(data.draw(st.integers(0, 99)))
     shape = (*leading, blocks * fmt.block // 2)
     packed = torch.randint(256, shape, dtype=torch.uint8, generator=seed)
     scale = torch.randint(fmt.scale.nan, (*leading, blocks), dtype=torch.uint8, generator=seed)
@@ -64,7 +63,8 @@ def test_any_shape(data: st.DataObject) -> None:
     compare(packed, scale, number, fmt, data.draw(st.sampled_from(DTYPES)))
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.core
+@formats
 def test_any_memory_layout(fmt: Format) -> None:
     packed = torch.randint(256, (6, 96), dtype=torch.uint8, device=DEVICE)
     scale = torch.randint(1, 120, (6, 192 // fmt.block), dtype=torch.uint8, device=DEVICE)
@@ -95,9 +95,8 @@ def test_several_at_once(fmt: str, given: tuple[float | None, ...], dtype: torch
             assert_same_bits(got, dequantize_ref(*each, fmt, dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@gpu
+@formats
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_large(fmt: Format, dtype: torch.dtype) -> None:
     packed = torch.randint(256, (4097, 11008 // 2), dtype=torch.uint8, device=DEVICE)

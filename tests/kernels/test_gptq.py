@@ -9,8 +9,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from blocks import ALL, COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
-from kernels.cases import cases
+from blocks import ALL, COLUMNS, HESSIANS, ROWS, WEIGHTS
+from kernels.cases import KEYS, cases, formats, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -32,13 +32,10 @@ from fp4pass.kernels.statistics.naive import diagonal_blocks
 OPTIONS = {"damping": 0.01, "codes": "joint", "scales": "inside", "order": "loss", "sweeps": 0}
 EPS = torch.finfo(torch.float32).eps
 
-KEYS = [fmt.key for fmt in VARIANTS]
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-
 
 def correlated(columns: int = COLUMNS, tokens: int = 400, seed: int = 0) -> Tensor:
     """Return a Hessian [K, K] of inputs that a few directions dominate."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     mix = torch.randn(columns, columns, generator=generator)
     x = torch.randn(tokens, columns, generator=generator) * 0.97 ** torch.arange(columns)
     x = x @ mix
@@ -46,7 +43,7 @@ def correlated(columns: int = COLUMNS, tokens: int = 400, seed: int = 0) -> Tens
 
 
 def weight(name: str = "normal") -> Tensor:
-    return WEIGHTS[name](torch.Generator().manual_seed(0))
+    return WEIGHTS[name](seeded(0))
 
 
 def quantized(w: Tensor, hessian: Tensor, fmt: Format, **options: Any) -> Tensor:
@@ -69,6 +66,7 @@ SUMS = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("key", "codes", "order"),
     cases(SUMS, itertools.product(KEYS, CODES, ["forwards", "backwards"])),
@@ -108,12 +106,13 @@ def test_losses_of_blocks_add_up(key: str, codes: str, order: str) -> None:
     assert total == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.core
 @formats
 def test_the_targets_are_those_of_obs(fmt: Format) -> None:
     """By W_rest -= (w_b - q_b) U_bb^-1 U_b,rest with U^T U = H^-1, in float64."""
     hessian = damp(correlated(), 0.01)
     problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=False)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     residual = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
     # If block b is left with an error of residual[:, b], the others move as OBS says.
@@ -177,13 +176,14 @@ def test_sweeps_only_lower_the_loss(key: str) -> None:
     assert static[0] > static[1]
 
 
+@pytest.mark.core
 @formats
 def test_one_sweep_is_the_best_of_each_block_as_the_others_are(fmt: Format) -> None:
     """With all others fixed, the target of a block is where the gradient is zero."""
     hessian = damp(correlated(), 0.01)
     problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=True)
     assert problem.sweeping is not None
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     residual = torch.randn(COLUMNS, ROWS, generator=generator, dtype=torch.float64)
     here = slice(fmt.block, 2 * fmt.block)
     residual[here] = 0
@@ -204,7 +204,7 @@ def test_blocks_may_come_in_any_order(key: str, codes: str, sweeps: int) -> None
     fmt = get_format(key)
     w, hessian = weight(), correlated()
     g = fmt.global_scale_for(w.abs().max().item())
-    order = torch.randperm(COLUMNS // fmt.block, generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(COLUMNS // fmt.block, generator=seeded(3))
     columns = (order.unsqueeze(1) * fmt.block + torch.arange(fmt.block)).flatten()
     options = OPTIONS | {"codes": codes, "sweeps": sweeps}
     packed, scale = gptq_ref(w, hessian, g, fmt, **options)
@@ -246,7 +246,7 @@ def test_same_bits_again_and_row_by_row(
 @pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
 def test_all_formats_and_one_block(fmt: Format) -> None:
     """With one block nothing compensates for it: the joint choice by itself."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     w = torch.randn(7, fmt.block, generator=generator)
     hessian = correlated(fmt.block, 2 * fmt.block)
     g = fmt.global_scale_for(w.abs().max().item())
@@ -286,7 +286,7 @@ def test_singular_hessians(key: str, tokens: int) -> None:
     """Fewer tokens than columns, or none: the damping decides what they leave open."""
     fmt = get_format(key)
     w = weight()
-    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(tokens, COLUMNS, generator=seeded(4))
     q = quantized(w, x.mT @ x, fmt, sweeps=1)
     assert q.isfinite().all()
     g = fmt.global_scale_for(w.abs().max().item())
@@ -301,7 +301,7 @@ def test_singular_hessians(key: str, tokens: int) -> None:
 def test_no_damping_is_below_the_rounding_of_the_hessian() -> None:
     """Of float32 sums over few tokens, some eigenvalues are rounded to less than zero."""
     fmt, w = get_format("nvfp4"), weight()
-    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(5, COLUMNS, generator=seeded(4))
     hessian = x.mT @ x
     assert torch.linalg.eigvalsh(hessian.double())[0] < 0
     assert quantized(w, hessian, fmt, damping=1e-12).isfinite().all()
@@ -441,7 +441,7 @@ def test_a_tiny_weight_against_all_codes() -> None:
     fmt = dataclasses.replace(get_format("nvfp4"), block=2, blocks=(2,))
     hessian = correlated(4, 40)
     damped = damp(hessian, 0.01)
-    w = torch.randn(10, 4, generator=torch.Generator().manual_seed(5))
+    w = torch.randn(10, 4, generator=seeded(5))
     g = fmt.global_scale_for(w.abs().max().item())
     packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS | {"sweeps": 2})
     q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)

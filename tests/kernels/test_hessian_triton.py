@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import cases
+from kernels.cases import DEVICE, DTYPES, cases, dtypes, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.kernels.statistics import triton as module
@@ -17,10 +17,7 @@ from fp4pass.kernels.statistics.naive import observe_ref
 from fp4pass.kernels.statistics.triton import observe_triton
 
 # numpy warns of infinity times zero in the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+pytestmark = quiet
 
 
 def empty_statistics(columns: int, hessian: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +48,7 @@ def check(x: Tensor, hessian: bool = True) -> None:
         assert ((sums.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.core
 def test_hidden_tokens_are_left_out() -> None:
     x = heavy_tailed((40, 64)).to(DEVICE)
     visible = torch.arange(40, device=DEVICE) % 3 > 0
@@ -62,7 +60,7 @@ def test_hidden_tokens_are_left_out() -> None:
 
 
 def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     normal = torch.randn(shape, generator=generator)
     return normal / (torch.rand(shape, generator=generator) + 0.1)
 
@@ -95,9 +93,9 @@ def test_shares_of_tokens(dtype: torch.dtype, tokens: int) -> None:
     check(heavy_tailed((tokens, 96)).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_small_integers_give_the_bits_of_the_reference(dtype: torch.dtype) -> None:
-    x = torch.randint(-9, 10, (300, 80), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(-9, 10, (300, 80), generator=seeded(0))
     found, expected = empty_statistics(80), empty_statistics(80)
     observe_triton(x.to(DEVICE, dtype), *found)
     observe_ref(x.to(DEVICE, dtype), *expected)
@@ -136,9 +134,8 @@ def test_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         check(heavy_tailed((350, 40)).to(dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@gpu
+@dtypes
 @pytest.mark.parametrize("shape", [(4096, 9728), (5000, 2560), (3, 11008), (1 << 20, 64)])
 def test_large(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """1e-3 of sqrt(H_ii H_jj), and the same bits each time."""
@@ -157,8 +154,7 @@ def test_large(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         assert error.max() < 2e-4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@gpu
 def test_in_a_graph() -> None:
     x = torch.ones(700, 2560, device=DEVICE, dtype=torch.bfloat16)
     statistics = empty_statistics(2560)

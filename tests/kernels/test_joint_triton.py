@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
-from kernels.cases import cases
+from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
 import fp4pass
@@ -36,18 +36,13 @@ from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-gpu = pytest.mark.skipif(not GPU, reason="there is no CUDA device")
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 EPS = torch.finfo(torch.float32).eps
-KEYS = [fmt.key for fmt in VARIANTS]
 
 # Sequential rounding and descent at 6 scales, and at 17 of the other scale type. Codes rounded to
 # nearest and blocks of 32 are among the given scales, the candidates and the shapes.
 CHOICES = [("mxfp4:16", "babai"), ("mxfp4:16", "joint"), ("nvfp4", "babai")]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = quiet
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +65,7 @@ def problem(fmt: Format, columns: int, rows: int = 50) -> tuple[Tensor, Tensor, 
     Hessians of condition 1e2 and 1e7 in turn. Blocks: zero, far below the smallest scale, above the
     largest, of one element, heavy-tailed and normal.
     """
-    n, generator = fmt.block, torch.Generator().manual_seed(fmt.block)
+    n, generator = fmt.block, seeded(fmt.block)
     mix = torch.linalg.qr(torch.randn(columns, n, n, generator=generator, dtype=torch.float64))[0]
     steep = torch.tensor([2.0, 7.0], dtype=torch.float64).repeat(columns)[:columns].view(-1, 1)
     values = 10 ** (-steep * torch.linspace(0, 1, n, dtype=torch.float64))
@@ -174,7 +169,7 @@ def test_the_scale_is_the_best_of_the_candidates(codes: str) -> None:
 def test_the_candidates_are_those_of_the_reference(key: str) -> None:
     """Only an element that is not the largest counts, so that any scale may be the best."""
     fmt = get_format(key)
-    n, generator = fmt.block, torch.Generator().manual_seed(0)
+    n, generator = fmt.block, seeded(0)
     x = torch.rand(1, n, 64, generator=generator) * 0.5
     x[:, 0] = 2 ** torch.rand(64, generator=generator)
     unit = torch.full((1, 64), 2.0**-6)
@@ -235,23 +230,21 @@ GPTQ = [("babai", "inside", "loss", 0), ("joint", "inside", "loss", 1)]
 )
 def test_gptq(key: str, options: tuple[str, str, str, int]) -> None:
     fmt = get_format(key)
-    w = WEIGHTS["heavy-tailed"](torch.Generator().manual_seed(0))[:, : 2 * fmt.block]
+    w = WEIGHTS["heavy-tailed"](seeded(0))[:, : 2 * fmt.block]
     check_gptq(w, correlated(2 * fmt.block, 400), fmt, options)
 
 
 @gpu
-@pytest.mark.gpu
 @formats
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("scales", ["inside", "static"])
 def test_gptq_of_a_layer(fmt: Format, codes: str, scales: str) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     w = torch.randn(512, 2048, generator=generator) * 0.02
     check_gptq(w, correlated(2048, 4096), fmt, (codes, scales, "loss", 1))
 
 
 @gpu
-@pytest.mark.gpu
 def test_methods_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*args: Any) -> None:
         raise AssertionError("the reference runs")
@@ -268,7 +261,7 @@ def test_methods_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def correlated(columns: int, tokens: int) -> Tensor:
     """Return a Hessian [K, K] of inputs that a few directions dominate."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     x = torch.randn(tokens, columns, generator=generator)
     x = x * 100 ** -torch.linspace(0, 1, columns)
     x = x @ torch.randn(columns, columns, generator=generator)
@@ -293,7 +286,7 @@ def check_gptq(w: Tensor, hessian: Tensor, fmt: Format, options: tuple[str, str,
 def test_joint(fmt: Format, curvature: str) -> None:
     """No block gets worse by the kernel either, and all together are as good as the reference's."""
     columns = COLUMNS if GPU else 16
-    w = WEIGHTS["adversarial"](torch.Generator().manual_seed(0))[:, :columns]
+    w = WEIGHTS["adversarial"](seeded(0))[:, :columns]
     hessian = HESSIANS[curvature]()[: -(-columns // 32)]
     g = fmt.global_scale_for(w.abs().max().item())
     before = search_ref(w, hessian, g, fmt, "hessian")

@@ -10,9 +10,8 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases
+from kernels.cases import DEVICE, DTYPES, cases, divisor, dtypes, gpu, quiet, seeded
 from kernels.stable import assert_agree
-from kernels.test_quantize import divisor_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,12 +21,8 @@ from fp4pass.kernels.quantize import norm_triton as module
 from fp4pass.kernels.quantize.naive import norm_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 
-# What the interpreter's numpy says of infinite and absent quotients.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
 
 # Each norm, and which of its parameters it has.
@@ -43,18 +38,13 @@ SUMS = [(name, adds) for name in NORMS for adds in (False, True)]
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     """x and a residual, whose sum has a mean, a weight and a bias; rows of many sizes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     shapes = (shape, shape, shape[-1:], shape[-1:])
     made = [torch.randn(each, generator=generator) for each in shapes]
     made[0] = 2 * made[0] + torch.randn((*shape[:-1], 1), generator=generator)
     sizes = 2.0 ** torch.randint(-6, 6, (*shape[:-1], 1), generator=generator)
     made[:2] = [each * sizes for each in made[:2]]
     return [each.to(DEVICE, dtype) for each in made]
-
-
-def divisor(fmt: Format, global_scale: float) -> Tensor | None:
-    found = divisor_of(fmt, global_scale)
-    return None if found is None else found.to(DEVICE)
 
 
 def arguments(name: str, given: list[Tensor], adds: bool) -> list[object]:
@@ -96,7 +86,8 @@ def check(name: str, given: list[Tensor], adds: bool, fmt: Format, g: float = 0.
     assert_agree(tuple(found), normal, size.float() * factor.float() * 2.0**-20, d, fmt)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.core
+@dtypes
 def test_the_references_are_what_eager_pytorch_computes(dtype: torch.dtype) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     x, residual, weight, bias = inputs((5, 64), dtype)
@@ -195,6 +186,7 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, name: str
         assert torch.equal(codes, expected) and torch.equal(found[1][1:last], wanted[1][1:last])
 
 
+@pytest.mark.core
 def test_the_signs_of_what_rounds_to_zero() -> None:
     x, _, weight, _ = inputs((2, 32), torch.bfloat16)
     weight[::3] *= 1e-20
@@ -258,9 +250,8 @@ def test_float64_is_added_as_it_is() -> None:
     assert_agree((packed, scale), normal, torch.full_like(normal, 2.0**-18), None, fmt)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@gpu
+@dtypes
 @pytest.mark.parametrize("columns", [2560, 4096, 16384])
 def test_large(dtype: torch.dtype, columns: int) -> None:
     check("rms", inputs((1031, columns), dtype), False, get_format("nvfp4"), 2.0**-8)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-
 import oracle
 import pytest
 import torch
-from blocks import VARIANTS
-from kernels.cases import flat
-from torch import Tensor
-
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
+from kernels.cases import divisor_of, flat, formats, seeded
+from torch import Tensor
+from types import SimpleNamespace
 
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96
-
-
-def divisor_of(fmt: Format, global_scale: float) -> Tensor | None:
-    return torch.tensor([1.0 / global_scale]) if fmt.has_global_scale else None
 
 
 def special(generator: torch.Generator) -> Tensor:
@@ -55,10 +48,10 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats
 @pytest.mark.parametrize("name", INPUTS)
 def test_quantize(fmt: Format, name: str) -> None:
-    x = INPUTS[name](torch.Generator().manual_seed(0))
+    x = INPUTS[name](seeded(0))
     before = x.clone()
     g = fmt.global_scale_for(x.abs().max().item())
     packed, scale = quantize_ref(x, divisor_of(fmt, g), fmt)
@@ -68,9 +61,10 @@ def test_quantize(fmt: Format, name: str) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", INPUTS)
 def test_dynamic_global_scale_is_that_of_the_format(name: str) -> None:
-    x = INPUTS[name](torch.Generator().manual_seed(0))
+    x = INPUTS[name](seeded(0))
     fmt = get_format("nvfp4")
     for row in x:
         g = fmt.global_scale_for(row.abs().max().float().item())
@@ -78,6 +72,7 @@ def test_dynamic_global_scale_is_that_of_the_format(name: str) -> None:
         assert dynamic_global_scale_ref(row, fmt.with_multiplier()).tolist() == [g]
 
 
+@pytest.mark.core
 def test_dynamic_global_scale_at_boundaries() -> None:
     fmt = get_format("nvfp4")
     for k in (*range(-149, -120), -1, 0, 1, *range(110, 128)):
@@ -104,6 +99,7 @@ def test_dynamic_global_scale_of_nothing_and_of_what_is_not_finite() -> None:
     )
 
 
+@pytest.mark.core
 def test_a_scale_that_rounds_to_zero() -> None:
     """At half the smallest scale and below, codes 0; just above, the smallest scale is used."""
     fmt = get_format("nvfp4")
@@ -119,6 +115,7 @@ def test_a_scale_that_rounds_to_zero() -> None:
     assert codes[2].tolist() == [13] + [5] * 15
 
 
+@pytest.mark.core
 def test_a_mantissa_from_1_75_rounds_the_exponent_up() -> None:
     fmt = get_format("mxfp4")
     x = torch.zeros(4, 32)
@@ -127,10 +124,11 @@ def test_a_mantissa_from_1_75_rounds_the_exponent_up() -> None:
     assert scale.flatten().tolist() == [125, 126, 125, 126]
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.core
+@formats
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_poisons_its_row_alone(fmt: Format, bad: float) -> None:
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 64, generator=seeded(0))
     clean = quantize_ref(x, torch.ones(1) if fmt.has_global_scale else None, fmt)
     x[2, 40] = bad
     divisor = torch.ones(1) if fmt.has_global_scale else None
@@ -146,6 +144,7 @@ def test_what_is_not_finite_poisons_its_row_alone(fmt: Format, bad: float) -> No
     assert y[2].isnan().all() and y[rows].isfinite().all()
 
 
+@pytest.mark.core
 def test_a_static_scale_saturates() -> None:
     fmt = get_format("nvfp4")
     x = torch.full((1, 16), 1e6)
@@ -158,10 +157,10 @@ def test_a_static_scale_saturates() -> None:
     assert scale.item() == 126 and (unpack_codes(packed) == 7).all()
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (2, 0, 64), (2, 1, 1, 32)])
 def test_any_leading_shape(fmt: Format, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=seeded(0))
     divisor = torch.ones(1) if fmt.has_global_scale else None
     packed, scale = quantize_ref(x, divisor, fmt)
     assert packed.shape == (*shape[:-1], shape[-1] // 2)
@@ -215,7 +214,7 @@ def judged(generator: torch.Generator) -> Tensor:
 def test_compressed_tensors_agrees(name: str, static: float) -> None:
     """In float32 there is no difference at all."""
     fmt = get_format(name)
-    x = judged(torch.Generator().manual_seed(0))
+    x = judged(seeded(0))
     for values in (x, x.bfloat16().float()):
         g = fmt.global_scale_for(static or values.abs().max().item())
         divisor = divisor_of(fmt, g)
@@ -229,7 +228,7 @@ def test_compressed_tensors_agrees_in_bfloat16(name: str) -> None:
     """For bfloat16 inputs it divides amax by 6 in bfloat16 before it rounds to E4M3, where we
     divide in float32: scales differ where that first rounding crosses a tie, and nothing else."""
     fmt = get_format(name)
-    x = judged(torch.Generator().manual_seed(0)).bfloat16()
+    x = judged(seeded(0)).bfloat16()
     divisor = divisor_of(fmt, fmt.global_scale_for(x.abs().max().item()))
     packed, scale = quantize_ref(x, divisor, fmt)
     ours = dequantize_ref(packed, scale, divisor, fmt, torch.bfloat16)

@@ -10,8 +10,19 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DTYPES, cases, formats_and_dtypes
-from kernels.test_quantize import INPUTS, divisor_of
+from kernels.cases import (
+    DEVICE,
+    DTYPES,
+    cases,
+    divisor_of,
+    dtypes,
+    formats,
+    formats_and_dtypes,
+    gpu,
+    quiet,
+    seeded,
+)
+from kernels.test_quantize import INPUTS
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -19,12 +30,8 @@ from fp4pass.kernels.quantize import triton as module
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 
-# What the interpreter's numpy says of infinite and absent quotients.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.bfloat16, torch.float16]
 
 # 1 / g of power-of-two and other global scales, some beyond what a reciprocal serves.
@@ -42,14 +49,14 @@ def check(x: Tensor, divisor: Tensor | None, fmt: Format) -> None:
 
 def spread(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     """Normal numbers times powers of two, all rows and columns of other sizes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(shape, generator=generator)
     return x * 2.0 ** torch.randint(-9, 9, shape, generator=generator)
 
 
 def inputs(name: str, dtype: torch.dtype | None) -> Tensor:
     """One of the reference's own inputs, within the range of the dtype if one is asked for."""
-    x = INPUTS[name](torch.Generator().manual_seed(0))
+    x = INPUTS[name](seeded(0))
     if dtype is not None:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest).to(dtype)
@@ -96,7 +103,7 @@ def test_the_dynamic_global_scale_at_boundaries(k: int) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4")
     rows = [[0.0] * 16, [math.nan] * 16, [3.0, math.inf, -math.inf, math.nan] * 4]
@@ -150,7 +157,7 @@ def test_ties_at_every_scale(block: int, dtype: torch.dtype) -> None:
         check((x * g).to(DEVICE), torch.tensor([1 / g]), fmt)
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
@@ -203,7 +210,7 @@ def test_more_than_one_tile_and_program(
 @pytest.mark.parametrize("multiplier", [0.0123, 0.25, 7.7])
 def test_a_stored_multiplier(multiplier: float) -> None:
     fmt = get_format("nvfp4").with_multiplier()
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
+    x = torch.randn(9, 64, generator=seeded(1), device="cpu").to(DEVICE)
     g = torch.tensor([multiplier], device=DEVICE)
     check(x, g, fmt)
     # The law: the block scale is amax / (6 g), rounded.
@@ -218,10 +225,9 @@ def test_no_global_scale_is_one() -> None:
         check(spread((3, 48)).to(DEVICE, dtype), None, fmt)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@gpu
+@formats
+@dtypes
 def test_large(fmt: Format, dtype: torch.dtype) -> None:
     x = spread((1000, 11008)).to(DEVICE, dtype)
     for g in (1.0, 2.0**-6, 0.3):
@@ -229,8 +235,7 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
     assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@gpu
 def test_in_a_graph_and_on_two_streams() -> None:
     fmt = get_format("nvfp4")
     inputs = [(spread((64, 4096), seed) * 4.0**seed).to(DEVICE).bfloat16() for seed in range(4)]

@@ -7,10 +7,10 @@ import math
 import oracle
 import pytest
 import torch
-from blocks import ALL, VARIANTS
+from blocks import ALL
+from kernels.cases import DEVICE, divisor_of, dtypes, formats, gpu, quiet, seeded
 from kernels.near import candidates, errors_at
 from kernels.stable import assert_agree
-from kernels.test_quantize import divisor_of
 from torch import Tensor
 
 from fp4pass.core.formats import Format
@@ -28,20 +28,10 @@ from fp4pass.kernels.rotate.naive import (
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 sizes = pytest.mark.parametrize("rotation", ROTATIONS[1:])
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def matrix(rotation: int, columns: int) -> Tensor:
@@ -59,6 +49,7 @@ def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.core
 @sizes
 def test_the_matrix_is_symmetric_and_orthogonal(rotation: int) -> None:
     d = matrix(rotation, rotation)
@@ -68,6 +59,7 @@ def test_the_matrix_is_symmetric_and_orthogonal(rotation: int) -> None:
     assert torch.equal(ours @ ours, rotation * torch.eye(rotation, dtype=torch.float64))
 
 
+@pytest.mark.core
 @sizes
 def test_products_are_those_without_a_rotation(rotation: int) -> None:
     x, w = (torch.randn(n, 256, generator=seeded(n), dtype=torch.float64) for n in (7, 5))
@@ -91,6 +83,7 @@ def test_there_is_one_rounding(rotation: int, dtype: torch.dtype) -> None:
     assert weight.dtype == torch.float32 and ((weight - exact).abs() <= exact.abs() * 2**-23).all()
 
 
+@pytest.mark.core
 @sizes
 def test_hessians_are_those_of_rotated_inputs(rotation: int) -> None:
     x = torch.randn(400, 256, generator=seeded()) @ torch.randn(256, 256, generator=seeded(1))
@@ -109,6 +102,7 @@ def test_hessians_are_those_of_rotated_inputs(rotation: int) -> None:
     assert ((found - diagonal_blocks(expected)).abs() <= diagonal_blocks(close)).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
 def test_what_is_quantized_is_not_rounded_before(fmt: Format) -> None:
     x = torch.randn(6, 2 * math.lcm(128, fmt.block), generator=seeded()).bfloat16()
@@ -196,8 +190,7 @@ def test_what_is_not_finite_poisons_what_it_is_rotated_with(
         assert not packed[4:][where.repeat_interleave(fmt.block // 2, 1)].any()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@gpu
 @sizes
 @dtypes
 def test_large(rotation: int, dtype: torch.dtype) -> None:

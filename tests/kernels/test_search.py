@@ -10,8 +10,8 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from blocks import ALL, HESSIANS, ROWS, VARIANTS, WEIGHTS, check_optimal, spectrum
-from kernels.cases import cases
+from blocks import ALL, HESSIANS, ROWS, WEIGHTS, check_optimal, spectrum
+from kernels.cases import KEYS, cases, formats, seeded
 from torch import Tensor
 
 import fp4pass
@@ -22,8 +22,6 @@ from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.observers.observer import OBSERVERS, collect
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_lm"
-KEYS = [fmt.key for fmt in VARIANTS]
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 
 # Every weight by its squares, each Hessian with a weight that it is hard on; then, of the other
 # formats, no global scale (mxfp4), another block, and both.
@@ -50,7 +48,7 @@ OPTIMAL = [
 
 
 def make(name: str) -> Tensor:
-    return WEIGHTS[name](torch.Generator().manual_seed(0))
+    return WEIGHTS[name](seeded(0))
 
 
 @lru_cache(maxsize=1)
@@ -129,7 +127,7 @@ def test_scales_are_optimal_on_trained_layers(key: str, objective: str) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
 def test_every_format_is_searched_by_the_definition(fmt: Format) -> None:
-    weight = torch.randn(4, 2 * math.lcm(96, fmt.block), generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(4, 2 * math.lcm(96, fmt.block), generator=seeded(0))
     g = fmt.global_scale_for(weight.abs().max().item())
     codes, scale, _ = search_naive(weight, None, g, fmt)
     packed, found = search_ref(weight, None, g, fmt, "sse")
@@ -137,6 +135,7 @@ def test_every_format_is_searched_by_the_definition(fmt: Format) -> None:
     assert torch.equal(unpack_codes(packed, fmt.element.bits), codes)
 
 
+@pytest.mark.core
 @formats
 def test_equal_errors_go_to_the_smaller_scale(fmt: Format) -> None:
     """A single non-zero element fits exactly at every scale that divides it by a magnitude."""
@@ -182,8 +181,9 @@ def test_zero_blocks_take_the_smallest_scale(key: str, curvature: str) -> None:
     assert (packed[0] == 0).all() and (packed[1] == 0x88).all()
 
 
+@pytest.mark.core
 def test_a_hessian_that_is_zero_means_sse() -> None:
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(8, 64, generator=seeded(0))
     fmt = FORMATS["nvfp4"]
     zero = search_ref(weight, torch.zeros(2, 32, 32), 2.0**-10, fmt, "hessian")
     sse = search_ref(weight, None, 2.0**-10, fmt, "sse")
@@ -192,7 +192,7 @@ def test_a_hessian_that_is_zero_means_sse() -> None:
 
 @formats
 def test_tiles_and_strides_change_nothing(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(40, 128, generator=seeded(0))
     hessian = spectrum(0.9)[:4]
     whole = search_ref(weight, hessian, 2.0**-9, fmt, "hessian")
     strided = search_ref(weight.t().contiguous().t(), hessian, 2.0**-9, fmt, "hessian")
@@ -212,7 +212,7 @@ SMALL = [("nvfp4", "sse"), ("nvfp4", "hessian"), ("mxfp4", "hessian")]
 def test_small_blocks_of_many_shapes_are_optimal(key: str, objective: str) -> None:
     """Few distinct magnitudes, or one large one among small ones: where pruning errs first."""
     fmt = get_format(key)
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     rows, columns = 192, 3 * fmt.block
     small = torch.rand(rows, columns, generator=generator) * torch.rand(rows, 1).mul(0.6)
     large = torch.rand(rows, columns, generator=generator) < 2 / fmt.block
@@ -229,6 +229,7 @@ def test_small_blocks_of_many_shapes_are_optimal(key: str, objective: str) -> No
     assert (chosen <= errors.amin(0) * (1 + 1e-6)).all()
 
 
+@pytest.mark.core
 def test_the_optimum_may_lie_below_naive() -> None:
     x = torch.full((1, 32), 0.3)
     x[0, 0] = 4.0
@@ -244,7 +245,7 @@ def test_the_optimum_may_lie_below_naive() -> None:
 def test_the_weight_is_only_read(fmt: Format, objective: str, rows: int, count: int) -> None:
     """Of one row or one block too, of which a tile in blocks could be a view."""
     columns = count * fmt.block
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(rows, columns, generator=seeded(0))
     hessian = spectrum(0.9)[: math.ceil(columns / 32)] if objective == "hessian" else None
     copies = weight.clone(), None if hessian is None else hessian.clone()
     search_ref(weight, hessian, 2.0**-9, fmt, objective)

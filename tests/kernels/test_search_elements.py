@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS, WEIGHTS, spectrum
-from kernels.cases import cases
+from kernels.cases import DEVICE, cases, seeded
 from torch import Tensor
 
 from fp4pass.core.elements import Element
@@ -30,8 +30,6 @@ from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
 from fp4pass.parity import codebook_reference as codebook_ref
 from fp4pass.parity import codebook_triton
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # 4-bit elements of no registered format. The search derives all it needs from them, also where
 # other kernels ask for more (`supports`).
@@ -79,7 +77,7 @@ def test_constants(fmt: Format) -> None:
 )
 def test_formats_that_do_not_exist(fmt: Format, dtype: torch.dtype) -> None:
     """The bits of the reference; by the Hessian an error as small."""
-    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:6, :16].to(dtype)
+    weight = WEIGHTS["bfloat16"](seeded(0))[:6, :16].to(dtype)
     for objective in ("naive", "sse", "hessian"):
         hessian = spectrum(0.9)[:1] if objective == "hessian" else None
         expected = search_ref(weight, hessian, 1.0, fmt, objective)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import oracle
 import pytest
 import torch
-from kernels.cases import cases
+from kernels.cases import DEVICE, KEYS, cases, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -17,11 +17,9 @@ from fp4pass.kernels.search.joint_reference import joint_ref
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KEYS = ["nvfp4", "nvfp4:32", "mxfp4", "mxfp4:16"]
 F0, MAGNITUDES = Fraction(0), list(enumerate(map(Fraction, oracle.MAGNITUDES.tolist())))
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = quiet
 
 
 def spanning(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -92,7 +90,7 @@ def exact_error(x: list[float], scale: float, metric: list[list[float]]) -> Frac
 @pytest.mark.parametrize("key", KEYS)
 def test_the_best_of_all_scales(key: str, objective: str) -> None:
     """Of thousands of blocks, to what float64 sums are rounded; and the codes of that scale."""
-    fmt, generator = get_format(key), torch.Generator().manual_seed(0)
+    fmt, generator = get_format(key), seeded(0)
     weight = spanning(64, 16 * fmt.block, generator)
     g = fmt.global_scale_for(weight.abs().max().item())
     metric = hessians(16, fmt.block, generator) if objective == "hessian" else None
@@ -122,7 +120,7 @@ QUICK = [("nvfp4", "naive"), ("mxfp4", "sse"), ("mxfp4", "hessian")]
 def test_the_kernels_find_the_same(
     key: str, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fmt, generator, given = get_format(key), torch.Generator().manual_seed(1), None
+    fmt, generator, given = get_format(key), seeded(1), None
     # The interpreter takes 0.5 s for each block that is decided in float64, as most are here.
     count = 16 if DEVICE == "cuda" else 2 if objective == "hessian" else 8
     if DEVICE == "cpu":

@@ -8,25 +8,18 @@ import math
 import oracle
 import pytest
 import torch
-from blocks import HESSIANS, ROWS, VARIANTS, WEIGHTS, spectrum
+from blocks import HESSIANS, ROWS, WEIGHTS, spectrum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import cases
+from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_stack_triton, search_triton
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-gpu = pytest.mark.skipif(not GPU, reason="there is no CUDA device")
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+pytestmark = quiet
 
-# The interpreter divides and overflows as the kernels may: what comes of it is not used.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-KEYS = [fmt.key for fmt in VARIANTS]
 
 # Each weight and each Hessian once: 16-bit weights without a division, others with one.
 PAIRS = [
@@ -102,7 +95,7 @@ def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objecti
 )
 def test_blocks(key: str, name: str, objective: str) -> None:
     fmt = get_format(key)
-    weight = WEIGHTS[name](torch.Generator().manual_seed(0))
+    weight = WEIGHTS[name](seeded(0))
     g = fmt.global_scale_for(weight.abs().max().item())
     check(weight, None, g, fmt, objective)
 
@@ -116,7 +109,7 @@ def test_a_stack_is_searched_as_each_of_its_weights(
 ) -> None:
     """Of other global scales, in memory that is no stack's, and in two launches."""
     fmt = get_format(key)
-    one = WEIGHTS[name](torch.Generator().manual_seed(0))[:5, :96].contiguous().to(DEVICE)
+    one = WEIGHTS[name](seeded(0))[:5, :96].contiguous().to(DEVICE)
     stack = torch.stack((one, one / 8, one.flip(0) / 64), dim=1).transpose(0, 1)
     monkeypatch.setattr("fp4pass.kernels.search.triton._AT_ONCE", 2 * one.numel())
     scales = [fmt.global_scale_for(w.abs().max().item()) for w in stack]
@@ -137,7 +130,7 @@ def test_a_stack_is_searched_as_each_of_its_weights(
 )
 def test_hessian(key: str, pair: tuple[str, str]) -> None:
     fmt, (name, curvature) = get_format(key), pair
-    weight = WEIGHTS[name](torch.Generator().manual_seed(0))
+    weight = WEIGHTS[name](seeded(0))
     columns = weight.shape[1] if GPU else 32
     # Blocks that go to float64, here most, take the interpreter 0.1 s each.
     rows = ROWS if GPU or name not in ("heavy-tailed", "least", "largest", "float64") else 5
@@ -152,7 +145,7 @@ def test_hessian(key: str, pair: tuple[str, str]) -> None:
 def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: float) -> None:
     """As the tensor functions allow: quotients are divided, and the largest scale may clip."""
     fmt = get_format(key)
-    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(1))[:, :32]
+    weight = WEIGHTS["bfloat16"](seeded(1))[:, :32]
     # Where scales clip, float64 decides all blocks.
     weight = weight if GPU or factor > 1 else weight[:1, : fmt.block]
     g = fmt.global_scale_for(weight.abs().max().item()) * factor
@@ -163,7 +156,7 @@ def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: f
 @pytest.mark.parametrize(("key",), cases([("nvfp4",)], itertools.product(KEYS)))
 def test_a_hessian_that_is_zero_means_sse(key: str) -> None:
     fmt = get_format(key)
-    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:4, : fmt.block].to(DEVICE)
+    weight = WEIGHTS["bfloat16"](seeded(0))[:4, : fmt.block].to(DEVICE)
     g = fmt.global_scale_for(weight.abs().max().item())
     zero = search_triton(weight, torch.zeros(1, 32, 32, device=DEVICE), g, fmt, "hessian")
     sse = search_triton(weight, None, g, fmt, "sse")
@@ -179,7 +172,7 @@ POWERS = (-150, -60, 60, 118)
 )
 def test_the_size_of_a_hessian_does_not_matter(key: str, power: int) -> None:
     fmt = get_format(key)
-    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:, :32]
+    weight = WEIGHTS["bfloat16"](seeded(0))[:, :32]
     hessian = spectrum(0.95)[:1].double().mul(2.0**power).float()
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
@@ -198,7 +191,7 @@ def test_shapes(key: str, objective: str, shape: tuple[int, int]) -> None:
     """No rows, one block, blocks that fill no program; and a weight that is a strided view."""
     fmt, (rows, count) = get_format(key), shape
     columns = count * fmt.block
-    weight = torch.randn(columns, rows, generator=torch.Generator().manual_seed(rows)).t()
+    weight = torch.randn(columns, rows, generator=seeded(rows)).t()
     for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
         check(weight.to(dtype), spectrum(0.9)[: math.ceil(columns / 32)], 2.0**-9, fmt, objective)
 
@@ -206,7 +199,7 @@ def test_shapes(key: str, objective: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("key", ["mxfp4:16"])
 def test_a_view_that_is_not_aligned(key: str) -> None:
     fmt = get_format(key)
-    storage = torch.randn(1 + 4 * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    storage = torch.randn(1 + 4 * 64, generator=seeded(0)).bfloat16()
     for objective in OBJECTIVES:
         weight = storage.to(DEVICE)[1:].view(4, 64)
         hessian = spectrum(0.9)[:2].to(DEVICE)
@@ -216,7 +209,6 @@ def test_a_view_that_is_not_aligned(key: str) -> None:
 
 
 @gpu
-@pytest.mark.gpu
 @formats
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @settings(max_examples=25, deadline=None)
@@ -229,7 +221,7 @@ def test_a_view_that_is_not_aligned(key: str) -> None:
 def test_random_shapes(
     fmt: Format, objective: str, rows: int, count: int, dtype: torch.dtype, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     columns = count * fmt.block
     weight = torch.randn(rows, columns, generator=generator)
     weight = (weight / (torch.rand(rows, columns, generator=generator) + 0.05)).to(dtype)
@@ -239,7 +231,6 @@ def test_random_shapes(
 
 
 @gpu
-@pytest.mark.gpu
 @formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-
 import pytest
 import torch
-from kernels.cases import flat
-from torch import Tensor
-
 from fp4pass.core.elements import Element
-from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Format, Scale
+from fp4pass.core.formats import E2M1, E4M3, E8M0, Format, INT4, MXFP4, NVFP4, Scale, UE4M4
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
+from kernels.cases import DEVICE, flat, quiet, seeded
+from torch import Tensor
 
-# What the interpreter's numpy says of infinite and absent quotients.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = quiet
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 DOUBLED = Element.binary("doubled", bits=4, mantissa_bits=1, min_exponent=1)
 HALVED = Element.binary("halved", bits=4, mantissa_bits=1, min_exponent=-1)
@@ -50,6 +44,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     assert not supports(REFUSED[name])
@@ -57,7 +52,7 @@ def test_what_is_refused(name: str) -> None:
 
 
 def numbers(fmt: Format) -> Tensor:
-    x = torch.randn(12, 96, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(12, 96, generator=seeded(0))
     x[3] = 0
     x[4, ::7] *= 20
     x[5] = torch.tensor(fmt.element.values * 6) * 0.5

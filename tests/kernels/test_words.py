@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from kernels.cases import DEVICE, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import get_format
@@ -17,8 +18,6 @@ from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantiz
 from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.parity.codebooks import get_codebook
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Bytes before a storage begins, and elements before a tensor does: all ways to be aligned or not.
 PLACES = list(itertools.product((0, 4, 2, 8), (0, 1, 2, 4, 8)))
@@ -70,7 +69,7 @@ def test_the_global_scale_of_few_numbers() -> None:
 
 
 def test_quantizing_and_back_from_anywhere() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(1, 32, generator=generator)
     fmt, book = get_format("nvfp4"), get_codebook("nf4:32")
     factor = torch.ones(1)

@@ -122,7 +122,7 @@ class Fusion:
 
     Attributes:
         pattern: what computes the input, from a tensor called `x`.
-        check: whether a match, given the input's node and what was bound, is what it looks like.
+        check: whether a match is valid, given the input's node and the bound variables.
         operator: returns the codes and scales of the input; its arguments are x, `operands`, and
             those of the quantizer but its input.
         operands: variables of the pattern, None for one that is not in it, or plain values.
@@ -225,7 +225,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     """Put the operator of a fusion in a quantizer's place, and its sum in that of x = a + b."""
     node, x = quantizer.node, bound["x"]
     operands = [bound.get(o.name) if isinstance(o, Var) else o for o in fusion.operands]
-    # What follows the input: global divisor, format, and how scales are chosen.
+    # The quantizer's arguments behind its input: global divisor, format, and method of scales.
     arguments = (*operands, *node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
     addends = _addends(x, inputs - {x}) if fusion.adds else None

@@ -1,4 +1,4 @@
-"""The passes in their order, chained into Inductor, and a report of what they did."""
+"""The passes in their order, chained into Inductor, and a report of their changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .merge import group_linears, share_calls
 from .observers import share_observers
 from .rotary import fuse_rotary
 
-# What runs on every graph with operators of fp4pass, in this order.
+# The passes on every graph with operators of fp4pass, in their order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_calls,
     share_observers,
@@ -59,7 +59,7 @@ def install_passes() -> None:
 
 
 def run_passes(graph: fx.Graph) -> None:
-    """Run all passes on a graph with operators of fp4pass, and note what they did."""
+    """Run all passes on a graph with operators of fp4pass, and record their changes."""
     before = count_calls(graph)
     if not before:
         return

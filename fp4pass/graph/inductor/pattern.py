@@ -27,7 +27,7 @@ _PLAIN: dict[Any, tuple[dict[str, Any], ...]] = {
     aten.sum.dim_IntList: ({}, {"dtype": torch.float32}),
 }
 
-# What the variables of a pattern stand for, by their names.
+# The values of a pattern's variables, by their names.
 Bound = dict[str, Any]
 
 

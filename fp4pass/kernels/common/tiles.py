@@ -15,7 +15,7 @@ from ...core.formats import Format
 # Whether kernels are compiled. The interpreter runs no inline assembly.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
-# What the kernels read, as Triton calls it; float64 is rounded to float32 first.
+# The dtypes that kernels read, as Triton calls them; float64 is rounded to float32 first.
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
@@ -45,14 +45,10 @@ def supports(fmt: Format) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _starts_early(device: torch.device) -> bool:
-    """Return whether a kernel can be launched while the one before it runs."""
-    return device.type != "cpu" and torch.cuda.get_device_properties(device).major >= 9
-
-
 def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
     """Return the arguments to launch a kernel that begins with `wait`, maybe before its turn."""
-    if not _starts_early(device):
+    # From sm_90 on a kernel can be launched while the one before it runs.
+    if device.type == "cpu" or torch.cuda.get_device_properties(device).major < 9:
         return {"OVERLAP": False, "RELEASES": False}
     return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
 
@@ -202,9 +198,9 @@ def naive_byte(amax, global_scale, FMT: tl.constexpr):
 
 
 @triton.constexpr_function
-def octaves(ELEMENT):
-    """Return floor(log2) of the largest magnitude."""
-    return math.frexp(ELEMENT.max)[1] - 1
+def octaves(NUMBERS):
+    """Return floor(log2) of the largest magnitude of an Element or a Scale."""
+    return math.frexp(NUMBERS.max)[1] - 1
 
 
 @triton.jit

@@ -10,8 +10,6 @@ it): docs/quality.md has the measurements.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -24,6 +22,7 @@ from ..common.tiles import (
     global_multiplier,
     min_exponent,
     naive_byte,
+    octaves,
     pack_half,
     power,
     round_to_codes,
@@ -105,8 +104,9 @@ def quantize_block(
 
 @triton.jit
 def input_byte(amax, global_scale, FMT: tl.constexpr):
-    """Return the naive scale byte (int32) of inputs of finite amax, and how it came about."""
-    # What it was rounded from (amax itself for powers of two), and whether that rounds to zero.
+    """Return the naive scale byte (int32) of inputs of finite amax, and its quotient."""
+    # Besides the byte: the quotient that it rounds (amax itself for powers of two), and whether
+    # that rounds to zero.
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
         quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)
@@ -143,7 +143,11 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
         centre = float_of((127 - tl.minimum(tl.maximum(exponent, -100), 100)) << 23)
         step = step * centre
         inverse = tl.math.div_rn(1.0, step)
-        quotients = [divide(tl.abs(x) * centre, step, inverse, FMT) for x in values]
+        # Beyond twice the largest element everything saturates; quotients near a tie must stay
+        # normal floats.
+        largest = step * (2 * FMT.element.max)
+        bounded = [tl.minimum(tl.abs(x) * centre, largest) for x in values]
+        quotients = [corrected_quotient(x, step, inverse) for x in bounded]
     else:
         quotients = [tl.math.div_rn(x, step) for x in values]
     packed = ()
@@ -155,13 +159,6 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
             high |= signed_code(values[first + 8 + i], quotients[first + 8 + i], FMT) << (4 * i)
         packed = packed + (join_halves(low, high),)
     return packed
-
-
-@triton.jit
-def divide(x, step, inverse, FMT: tl.constexpr):
-    """Return x / step as IEEE division rounds it, for 0 <= x up to where everything saturates."""
-    # inverse: 1 / step, rounded. Quotients near a tie must stay normal floats.
-    return corrected_quotient(tl.minimum(x, step * (2 * FMT.element.max)), step, inverse)
 
 
 @triton.jit
@@ -255,7 +252,7 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
     # No scale tried is above 1 then; beyond a global scale of 2^117 no error is finite, naive wins.
     if FMT.scale.mantissa_bits > 0:
         exponent = (bits_of(global_scale) >> 23) - 127
-        first = float_of((127 - tl.minimum(exponent + octaves_of(FMT.scale), 126)) << 23)
+        first = float_of((127 - tl.minimum(exponent + (octaves(FMT.scale) + 1), 126)) << 23)
         unit = global_scale * first
         factor = pack_half(first, first, tl.bfloat16)
         x = [mul_pairs(each & 0x7FFF7FFF, factor) for each in split_words(words)]
@@ -265,12 +262,6 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
         a, b = pack_half(first, first, tl.bfloat16), pack_half(second, second, tl.bfloat16)
         x = [mul_pairs(mul_pairs(each & 0x7FFF7FFF, a), b) for each in split_words(words)]
     return x, unit
-
-
-@triton.constexpr_function
-def octaves_of(SCALE):
-    """Return the least exponent that no scale reaches."""
-    return math.frexp(SCALE.max)[1]
 
 
 @triton.jit

@@ -22,10 +22,10 @@ from ..common.rounding import (
 )
 from ..search.reference import sse_scales
 
-# What quantizes: `quantize_ref`, or another with its bits.
+# A function that quantizes: `quantize_ref`, or another with its bits.
 Quantize = Callable[..., tuple[Tensor, Tensor]]
 
-# How the scale of a block is chosen: from its amax, or as that of least squared error.
+# The scale of a block is chosen from its amax, or as that of least squared error.
 ACTIVATION_SCALES = ("naive", "sse")
 
 
@@ -71,7 +71,7 @@ def _quantize_blocks(
     step = scale_values(byte, fmt.scale)
     if global_scale is not None:
         step.mul_(global_scale)
-    # What is divided by NaN becomes the positive zero, whatever its sign.
+    # A quotient by NaN becomes the positive zero, whatever its sign.
     quotient = (blocks / step.masked_fill_(vanishes, math.nan)).nan_to_num_()
     codes = round_to_codes_(quotient, fmt.element)
     packed = pack_codes(codes, fmt.element.bits)

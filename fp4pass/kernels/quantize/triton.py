@@ -169,7 +169,7 @@ def max_finite(largest, word, DTYPE: tl.constexpr):
     else:
         values = unpack_word(word, DTYPE)
         for i in tl.static_range(len(values)):
-            # What is not finite becomes negative.
+            # Bits of NaN and infinity become negative.
             bits = (bits_of(values[i]) & 0x7FFFFFFF) + 0x800000
             largest = tl.maximum(largest, bits - tl.where(bits < 0, 0, 0x800000))
     return largest
@@ -233,7 +233,7 @@ def _activate_quantize_kernel(
     SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """up: None where there is none. Where BLOCKS, a row's, is given, rows are gaps apart."""
+    """Quantize activations of LANES blocks; with BLOCKS, those of a row, rows are gaps apart."""
     COUNT: tl.constexpr = word_count(FMT.block, DTYPE)
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = block < blocks

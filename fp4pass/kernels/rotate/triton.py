@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -96,7 +94,7 @@ def _rotate_quantize_kernel(
     SEARCHES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A row is what is rotated together."""
+    """Rotate and quantize; a row is one rotated block of columns."""
     BLOCKS: tl.constexpr = ROTATION // FMT.block
     global_scale = load_global_scale(stored, FMT)
     signs = hadamard(ROTATION, x.dtype.element_ty)
@@ -133,13 +131,7 @@ def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
     tile = tl.load(x + at, mask=(row < rows)[:, None], other=0.0)
     # The interpreter's product takes no bfloat16.
     tile = tile if PTX else tile.to(tl.float32)
-    return tl.dot(tile, signs, input_precision="tf32x3") * inverse_root(ROTATION)
-
-
-@triton.constexpr_function
-def inverse_root(size):
-    """Return 1 / sqrt(size)."""
-    return 1 / math.sqrt(size)
+    return tl.dot(tile, signs, input_precision="tf32x3") * (ROTATION**-0.5)
 
 
 @triton.jit

@@ -108,11 +108,27 @@ def closest_vectors(
     """Search the scales and codes of blocks x [B, n] of magnitude 1 for a loss below `loss` [B]."""
     # hessian: float64 [J, n, n], positive definite; which: int64 [B], that of each block. unit:
     # [B], what scales are multiplied by. budget: nodes to visit for each block.
-    prepared = _Metrics.of(hessian)
-    width = max(1, _CHILDREN // (hessian.shape[-1] * len(_values(fmt, x))))
-    parts = zip(*(each.split(width) for each in (x, which, unit, loss)), strict=True)
-    found = [_search(a, b, c, d, prepared, fmt, budget) for a, b, c, d in parts]
-    return Found(*map(torch.cat, zip(*(vars(each).values() for each in found), strict=True)))
+    metrics, grid, found = _Metrics.of(hessian), _values(fmt, x), []
+    width = max(1, _CHILDREN // (hessian.shape[-1] * len(grid)))
+    parts = (each.split(width) for each in (x, which, unit, loss))
+    for rows, metric, units, known in zip(*parts, strict=True):
+        state = _State(rows, metric, units, known, metrics, fmt)
+        best, bound = known.clone(), torch.zeros_like(known)
+        byte, values = torch.zeros_like(metric), torch.zeros_like(rows, dtype=torch.int64)
+        for done in range(0, budget, _LOOK):
+            for _ in range(min(_LOOK, budget - done)):
+                state.advance()
+            block = state.block
+            lowest = torch.minimum(state.bound(), state.best)
+            proved = lowest >= state.best * (1 - _TOLERANCE)
+            best[block], byte[block], values[block] = state.best, state.byte, state.values
+            bound[block] = torch.where(proved, state.best, lowest)
+            if proved.all():
+                break
+            state.keep(~proved)
+        chosen = torch.empty_like(rows).scatter_(1, metrics.order[metric], grid[values])
+        found.append((byte > 0, byte, chosen, best, bound))
+    return Found(*map(torch.cat, zip(*found, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,33 +286,3 @@ class _State:
         self.children[at, deeper] = torch.where(down.unsqueeze(1), costs, self.children[at, deeper])
         back = ~open_ & ~top
         self.rows["level"] = torch.where(down, deeper, self.level - back.long())
-
-
-def _search(
-    x: Tensor,
-    which: Tensor,
-    unit: Tensor,
-    loss: Tensor,
-    metrics: _Metrics,
-    fmt: Format,
-    budget: int,
-) -> Found:
-    """Run `closest_vectors` of as many blocks as fit in memory together."""
-    state = _State(x, which, unit, loss, metrics, fmt)
-    best, bound = loss.clone(), torch.zeros_like(loss)
-    byte = torch.zeros_like(which)
-    values = torch.zeros_like(x, dtype=torch.int64)
-    for done in range(0, budget, _LOOK):
-        for _ in range(min(_LOOK, budget - done)):
-            state.advance()
-        block = state.block
-        lowest = torch.minimum(state.bound(), state.best)
-        proved = lowest >= state.best * (1 - _TOLERANCE)
-        best[block], byte[block], values[block] = state.best, state.byte, state.values
-        bound[block] = torch.where(proved, state.best, lowest)
-        if proved.all():
-            break
-        state.keep(~proved)
-    order = metrics.order[which]
-    chosen = torch.empty_like(x).scatter_(1, order, _values(fmt, x)[values])
-    return Found(byte > 0, byte, chosen, best, bound)

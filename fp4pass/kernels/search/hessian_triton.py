@@ -50,7 +50,7 @@ _SPLIT = 64
 
 @dataclass(frozen=True, repr=False)
 class Arithmetic(Record):
-    """How the residuals of a weight are computed."""
+    """The arithmetic of a weight's residuals."""
 
     fmt: Format
     divides: bool  # whether quotients need a true division

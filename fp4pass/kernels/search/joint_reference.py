@@ -70,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Chooser:
-    """What chooses scales and codes: `choose_blocks` and `settle`, or their Triton kernel."""
+    """The two choices of scales and codes: those of PyTorch below, or their Triton kernel."""
 
     choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
     settle: Callable[..., None]
@@ -111,24 +111,16 @@ def choose_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize normalized blocks [J, n, R] to a small r^T H r: q, scales and losses [J, R]."""
     # unit: what scales are multiplied by, broadcasting to [J, R]. byte: the scales if given.
-    unit = unit.expand(len(x), x.shape[2])
-    wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
-    parts = []
-    for start in range(0, len(x), wide):
-        here = slice(start, start + wide)
-        given = None if byte is None else byte[here]
-        parts.append(_choose_together(x[here], metric[here], unit[here], fmt, codes, given))
-    if len(parts) == 1:
-        return parts[0]
-    q, bytes_, loss = (torch.cat(each) for each in zip(*parts, strict=True))
-    return q, bytes_, loss
-
-
-def _choose_together(
-    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `choose_blocks` in one pass, for unit [J, R]."""
     rows = x.shape[2]
+    unit = unit.expand(len(x), rows)
+    wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
+    if len(x) > wide:
+        parts = []
+        for here in (slice(start, start + wide) for start in range(0, len(x), wide)):
+            given = None if byte is None else byte[here]
+            parts.append(choose_blocks(x[here], metric[here], unit[here], fmt, codes, given))
+        q, found, loss = (torch.cat(each) for each in zip(*parts, strict=True))
+        return q, found, loss
     candidates = candidate_scales(x, unit, fmt) if byte is None else byte.unsqueeze(1)
     count = candidates.shape[1]
     step = step_sizes(candidates, unit.unsqueeze(1), fmt).flatten(1)  # [J, C * R]

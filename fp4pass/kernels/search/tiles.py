@@ -132,21 +132,15 @@ def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.
 
 
 @triton.jit
-def nudge(bits, ELEMENT: tl.constexpr):
-    """Round scaled quotients (int32 bits) so that the bits from `shift` on are the code's."""
+def nearby_codes(x, inverse, ELEMENT: tl.constexpr):
+    """Return the codes (int32, no sign) of |x| by products with 2^(-126 - min_exponent) / scale."""
     # A quotient within 2^-14 of a tie is one: quotients of 16-bit floats by scales either are ties
     # or are 2^-12 away, and the error of the reciprocal is 2^-22.
     place: tl.constexpr = shift(ELEMENT)
     half: tl.constexpr = 1 << (place - 1)
+    bits = bits_of(tl.abs(x) * inverse)
     odd = (bits >> (place - 9)) & 0x200
-    return bits + (half - 0x100) + odd
-
-
-@triton.jit
-def nearby_codes(x, inverse, ELEMENT: tl.constexpr):
-    """Return the codes (int32, no sign) of |x| by products with 2^(-126 - min_exponent) / scale."""
-    code = nudge(bits_of(tl.abs(x) * inverse), ELEMENT) >> shift(ELEMENT)
-    return tl.minimum(code, top_code(ELEMENT))
+    return tl.minimum((bits + (half - 0x100) + odd) >> place, top_code(ELEMENT))
 
 
 @triton.jit
