@@ -231,7 +231,8 @@ def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _layer_classes() -> tuple[Any, Any]:
     """The classes of a layer's cache that grows, and of one of a fixed length."""
     cache_utils = _cache_module()
-    dynamic, static = cache_utils.DynamicLayer, cache_utils.StaticLayer
+    dynamic: Any = cache_utils.DynamicLayer
+    static: Any = cache_utils.StaticLayer
 
     class DynamicBytes(dynamic):
         """Keys and values as bytes [B, H, T, W]; a call reads them as numbers."""
