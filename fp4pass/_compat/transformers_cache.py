@@ -143,10 +143,8 @@ def _arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-# What `generate` calls to make a cache.
-_PREPARE = "_prepare_cache_for_generation"
-
-_PAST = "past_key_values"
+# What `generate` calls to make a cache, and what a module calls it.
+_PREPARE, _PAST = "_prepare_cache_for_generation", "past_key_values"
 
 # What makes the cache of a call: the model, and for how many tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
