@@ -83,7 +83,8 @@ def run_server(
         serve = _made_server(served, [*arguments, "--host", host, "--log-level", log_level])
         from transformers.cli.serving.utils import BaseHandler
 
-        for handler in (each for each in vars(serve).values() if isinstance(each, BaseHandler)):
+        handlers: list[Any] = [e for e in vars(serve).values() if isinstance(e, BaseHandler)]
+        for handler in handlers:
             handler._resolve_model = functools.partial(_resolve, served, handler)
         app = serve.server.config.app
         app.add_api_route("/v1/models/{name:path}", functools.partial(_listed_as, served))
