@@ -161,11 +161,8 @@ def untie(model: nn.Module) -> None:
             config.tie_word_embeddings = False
         module.__dict__[_TIES] = kept
         # Patterns, which as they stand may match more than one tensor.
-        module.__dict__[_TIED_BY_CLASS] = {_exactly(k): _exactly(v) for k, v in kept.items()}
-
-
-def _exactly(name: str) -> str:
-    return re.escape(name) + "$"
+        patterns = {f"{re.escape(k)}$": f"{re.escape(v)}$" for k, v in kept.items()}
+        module.__dict__[_TIED_BY_CLASS] = patterns
 
 
 def _is_packed(model: nn.Module, weight: str) -> bool:

@@ -143,10 +143,8 @@ def _arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-# What `generate` calls to make a cache.
-_PREPARE = "_prepare_cache_for_generation"
-
-_PAST = "past_key_values"
+# What `generate` calls to make a cache, and what a module calls it.
+_PREPARE, _PAST = "_prepare_cache_for_generation", "past_key_values"
 
 # What makes the cache of a call: the model, and for how many tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
@@ -231,7 +229,8 @@ def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _layer_classes() -> tuple[Any, Any]:
     """The classes of a layer's cache that grows, and of one of a fixed length."""
     cache_utils = _cache_module()
-    dynamic, static = cache_utils.DynamicLayer, cache_utils.StaticLayer
+    dynamic: Any = cache_utils.DynamicLayer
+    static: Any = cache_utils.StaticLayer
 
     class DynamicBytes(dynamic):
         """Keys and values as bytes [B, H, T, W]; a call reads them as numbers."""

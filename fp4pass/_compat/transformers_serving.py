@@ -81,12 +81,16 @@ def run_server(
     sockets = _bound(host, port)
     try:
         serve = _made_server(served, [*arguments, "--host", host, "--log-level", log_level])
-        for handler in _handlers(serve):
+        from transformers.cli.serving.utils import BaseHandler
+
+        handlers: list[Any] = [e for e in vars(serve).values() if isinstance(e, BaseHandler)]
+        for handler in handlers:
             handler._resolve_model = functools.partial(_resolve, served, handler)
         app = serve.server.config.app
         app.add_api_route("/v1/models/{name:path}", functools.partial(_listed_as, served))
         app.add_exception_handler(_Refused, _answer_refused)
-        address = _address(host, sockets[0].getsockname()[1])
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{sockets[0].getsockname()[1]}"
         _run(serve, sockets, log_level, lambda: ready(address))
     finally:
         for each in sockets:
@@ -181,13 +185,6 @@ def _require_known(served: ServedModel, name: object) -> None:
         raise _Refused(404, "model_not_found", message)
 
 
-def _handlers(serve: Any) -> list[Any]:
-    """Return what answers the requests of a server."""
-    from transformers.cli.serving.utils import BaseHandler
-
-    return [each for each in vars(serve).values() if isinstance(each, BaseHandler)]
-
-
 def _resolve(served: ServedModel, handler: Any, body: dict[str, Any]) -> Any:
     """Return the model of a request as transformers does, with its names and what it can do."""
     _require_known(served, body.get("model"))
@@ -237,11 +234,6 @@ def _bound(host: str, port: int) -> list[socket.socket]:
             "--host."
         ) from error
     return found
-
-
-def _address(host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
 
 
 def _run(

@@ -112,8 +112,10 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     except CheckpointError as error:
         refused = str(error)
     ignore = ignored_names(root, state)
-    if reason := problem(SAVE_PRETRAINED, Facts(root, layers, ignore=ignore, refused=refused)):
-        root.__dict__["save_pretrained"] = functools.partial(_refuse, root, reason)
+    facts = Facts(root, layers, ignore=ignore, refused=refused)
+    reason = problem(SAVE_PRETRAINED, facts)
+    root.__dict__["save_pretrained"] = functools.partial(_save_pretrained, root, reason)
+    if reason:
         return
     config: Any = root.config
     cache = layout.cache_config(state.recipe.get(KV_CACHE))
@@ -121,23 +123,18 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]
     config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
-    root.__dict__["save_pretrained"] = functools.partial(_save_checked, root)
 
 
-def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a model; what its config does not make is refused before.
+def _save_pretrained(root: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
+    """Call `save_pretrained` of a model, or raise CheckpointError for what others cannot load.
 
     Of a model that transformers has put adapters on it writes these alone.
     """
     state = get_state(root)
     if state is not None and not saves_adapters(root):
+        if reason:
+            raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
         layers = describe_layers(root, state)
         require_no_others(root, {root.get_submodule(name) for name in layers})
         require_made_by_config(root, layers, root.state_dict())
     return type(root).save_pretrained(root, *args, **kwargs)
-
-
-def _refuse(root: Any, problem: str, *args: Any, **kwargs: Any) -> Any:
-    if saves_adapters(root):
-        return type(root).save_pretrained(root, *args, **kwargs)
-    raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

@@ -58,7 +58,8 @@ def news() -> Iterator[None]:
     """Print warnings, and what is said of data, time and files, as lines on stderr."""
     log, notes = logging.getLogger("fp4pass"), _Lines()
     rooms = [
-        logging.getLogger(f"fp4pass.{name}") for name in ("calibration", "checkpoint", "one_call")
+        logging.getLogger(f"fp4pass.{name}")
+        for name in ("calibration", "checkpoint", "hub", "one_call", "sources")
     ]
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     # Of several processes one speaks.
