@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import fp4pass
 import fp4pass.integrations.transformers
+import fp4pass.parity
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny_lm"

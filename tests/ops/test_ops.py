@@ -25,6 +25,7 @@ from fp4pass.kernels.linear.reference import linear_ref
 from fp4pass.kernels.quantize.reference import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.ops.registration import OPERATORS, implementation_on
+from fp4pass.parity import operators as parity
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.
@@ -85,7 +86,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     group = [[each] * 2 for each in (*stored, bias.detach())]
     rest = (divisor_of(fmt), "nvfp4")
     norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    codes, absmax = torch.ops.fp4pass.quantize_codebook(weight, "nf4")
+    codes, absmax = parity.quantize_codebook(weight, "nf4")
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
     biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
