@@ -87,7 +87,10 @@ def swap(
     names = [layer.name for layer in found]
     included, excluded = _globs("include", include, names), _globs("exclude", exclude, names)
     built_in = BuiltInRules(model)
-    decided = [_decide(layer, included, excluded, fmt, built_in) for layer in found]
+    decided = []
+    for layer in found:
+        reason = _skip_reason(layer, included, excluded, fmt, built_in)
+        decided.append(skip(layer, reason) if reason else layer)
     _require_alike(decided)
     taken = [layer for layer in decided if not isinstance(layer, SkippedLayer)]
     if not taken:
@@ -97,7 +100,12 @@ def swap(
             f"The model has no linear layer to swap. {reasons or 'It has no linear layer at all.'}"
         )
     for layer in taken:
-        _require_finite(layer)
+        weight: Any = layer.module.weight
+        if not weight.is_meta and not math.isfinite(weight_amax(weight)):
+            raise NonFiniteError(
+                f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip "
+                f"the layer with exclude=[{layer.name!r}]."
+            )
     made = [make(layer.module) for layer in taken]
     use_slow_paths(model)
     first: dict[int, QuantizableLinear] = {}
@@ -182,37 +190,32 @@ def _layers(model: nn.Module) -> list[LinearLayer]:
     return list(layers.values())
 
 
-def _decide(
+def _skip_reason(
     layer: LinearLayer,
     included: Sequence[str],
     excluded: Sequence[str],
     fmt: Format | None,
     built_in: BuiltInRules,
-) -> LinearLayer:
-    """Return the layer, as a SkippedLayer if it is not swapped."""
+) -> str:
+    """Return why a layer is not swapped, or ""."""
+    for glob in excluded:
+        if fnmatch.fnmatchcase(layer.name, glob):
+            return f"exclude has {glob!r}"
+    if not any(fnmatch.fnmatchcase(layer.name, glob) for glob in included):
+        return "not in include"
     if isinstance(layer, SkippedLayer):
         impossible = layer.skip_reason
     else:
         impossible = _weight_reason(layer, fmt)
-    reason = _pattern_reason(layer.name, included, excluded)
     if layer.name in included:
-        if not reason and impossible:
+        if impossible:
             raise ShapeError(
                 f"{layer.name} cannot be swapped: {impossible}. Leave it out of include, or "
                 "choose another kind."
             )
-    elif not (reason := reason or impossible):
-        held, _, _ = built_in.reason(layer).partition(";")
-        reason = f"{held}; its whole name in include swaps it" if held else ""
-    return skip(layer, reason) if reason else layer
-
-
-def _pattern_reason(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:
-    """Return why the globs skip a layer, or ""."""
-    for glob in exclude:
-        if fnmatch.fnmatchcase(name, glob):
-            return f"exclude has {glob!r}"
-    return "" if any(fnmatch.fnmatchcase(name, glob) for glob in include) else "not in include"
+        return ""
+    held, _, _ = ("", "", "") if impossible else built_in.reason(layer).partition(";")
+    return f"{held}; its whole name in include swaps it" if held else impossible
 
 
 def _weight_reason(layer: LinearLayer, fmt: Format | None) -> str:
@@ -236,13 +239,3 @@ def _require_alike(layers: Sequence[LinearLayer]) -> None:
                 f"{skipped.name} and {taken.name} share one weight, and only {taken.name} would be "
                 f"swapped ({skipped.name}: {skipped.skip_reason}). Exclude it, too."
             )
-
-
-def _require_finite(layer: LinearLayer) -> None:
-    """Raise NonFiniteError if a weight holds NaN or infinity."""
-    weight: Tensor = layer.module.weight  # type: ignore[assignment]
-    if not weight.is_meta and not math.isfinite(weight_amax(weight)):
-        raise NonFiniteError(
-            f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip the "
-            f"layer with exclude=[{layer.name!r}]."
-        )

@@ -52,6 +52,7 @@ def gather(
     original = None if reference is None else open_float(reference, reference_name, model.on_disk)
     scales, offsets = _read_weights(model, original, progress)
     layers = list(model.facts.values())
+    errors = [(name, [each[name] for each in layers if each[name] is not None]) for name in ERRORS]
     packed = [model.facts[name] for name in model.packed]
     # A page may be read on another machine.
     configs = [layer.config for layer in model.packed.values()]
@@ -66,7 +67,7 @@ def gather(
         "groups": summarize(packed),
         "sizes": _sizes(model),
         "layers": layers,
-        "ranges": {name: _range(layers, name) for name in ERRORS},
+        "ranges": {name: [min(known), max(known)] if known else None for name, known in errors},
         "maps": layer_maps(layers),
         "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
         "scales": scales,
@@ -196,12 +197,6 @@ def _sizes(model: PackedModel) -> list[Facts]:
         }
         for part in model.parts
     ]
-
-
-def _range(layers: Sequence[Facts], measure: str) -> list[float] | None:
-    """Return the smallest and the largest of a measure, None where no layer has it."""
-    found = [layer[measure] for layer in layers if layer[measure] is not None]
-    return [min(found), max(found)] if found else None
 
 
 def _unknown(

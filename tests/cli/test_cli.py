@@ -107,7 +107,6 @@ class _Properties:
     total_memory = 24e9
 
 
-@pytest.mark.core
 def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old GPU, no compiler, a library that is missing; formats that no kernel knows."""
     for name, made in {

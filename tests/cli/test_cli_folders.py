@@ -220,7 +220,6 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
     ]
 
 
-@pytest.mark.core
 def test_verify_in_words(made: Path) -> None:
     """Of random tokens there is no perplexity to speak of, and a reference may differ."""
     measured = (512, 0.01, 0.001, 1369801.1847, 1234.5678, False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 from blocks import VARIANTS
-from collections.abc import Callable, Iterable, Sequence
+from torch import Tensor
+
 from fp4pass.core.formats import Format, get_format
 from fp4pass.ops.registration import OPERATORS
-from importlib import import_module
-from torch import Tensor
-from typing import Any
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -6,10 +6,11 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
+from kernels.cases import flat, formats, seeded
+
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from kernels.cases import flat, formats, seeded
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+
 import oracle
 import pytest
 import torch
+from kernels.cases import divisor_of, flat, formats, seeded
+from torch import Tensor
+
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
-from kernels.cases import divisor_of, flat, formats, seeded
-from torch import Tensor
-from types import SimpleNamespace
 
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+
 import pytest
 import torch
+from kernels.cases import DEVICE, flat, quiet, seeded
+from torch import Tensor
+
 from fp4pass.core.elements import Element
-from fp4pass.core.formats import E2M1, E4M3, E8M0, Format, INT4, MXFP4, NVFP4, Scale, UE4M4
+from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Format, Scale
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
-from kernels.cases import DEVICE, flat, quiet, seeded
-from torch import Tensor
 
 pytestmark = quiet
 

@@ -139,7 +139,6 @@ def test_scales_and_offsets_are_those_of_the_layers(folders: Path) -> None:
     assert gather(folders / "mixed", reference=original, reference_name=str(TINY)) == data
 
 
-@pytest.mark.core
 def test_naive_is_no_step_from_naive() -> None:
     data = gather(converted(), reference=language_model())
     (row,) = data["offsets"]
@@ -147,7 +146,6 @@ def test_naive_is_no_step_from_naive() -> None:
     assert row["other"] == 0
 
 
-@pytest.mark.core
 def test_sizes_before(folders: Path) -> None:
     dense = sum(p.numel() * p.itemsize for p in language_model().parameters())
     wide = language_model(dtype=torch.float32)
