@@ -8,10 +8,15 @@ import inspect
 import itertools
 import logging
 import math
+from typing import Any
+
 import oracle
 import pytest
 import torch
 from blocks import VARIANTS
+from kernels.cases import cases
+from torch import Tensor
+
 from fp4pass import ops
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS, Format
@@ -21,9 +26,6 @@ from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.ops.registration import OPERATORS, implementation_on
 from fp4pass.parity import operators as parity
-from kernels.cases import cases
-from torch import Tensor
-from typing import Any
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.
@@ -83,16 +85,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
     quantized = (*ops.quantize(x.detach(), divisor_of(fmt), "nvfp4"), divisor_of(fmt))
     group = [[each] * 2 for each in (*stored, bias.detach())]
     rest = (divisor_of(fmt), "nvfp4")
-<<<<<<< ours
     statistics = (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    codes, absmax = torch.ops.fp4pass.quantize_codebook(weight, "nf4")
-||||||| base
-    norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    codes, absmax = torch.ops.fp4pass.quantize_codebook(weight, "nf4")
-=======
-    norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     codes, absmax = parity.quantize_codebook(weight, "nf4")
->>>>>>> theirs
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
     biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
