@@ -101,7 +101,7 @@ def calibrate(
 ) -> nn.Module:
     """Run `data` through a prepared model without gradients, and return it.
 
-    What `attention_mask` and `decoder_attention_mask` hide enters no statistic. Layers whose inputs
+    Tokens that `attention_mask` and `decoder_attention_mask` hide enter no statistic. Layers whose inputs
     are not of the tokens of the mask count whole, and a warning names them.
 
     Args:
@@ -162,7 +162,7 @@ def convert(
 
     Everything is checked before the first weight is replaced. If the call is cut off before that,
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
-    again. What `prepare` was told is the default; methods that need no data ("naive", "sse") take a
+    again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse") take a
     model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
     calibrates a model that is not, and logs first how long all of it will take.
 

@@ -147,7 +147,7 @@ class QuantizedExpertStack(PackedBlocks):
         )
 
 
-# What `convert` makes of linear layers and of stacks.
+# The classes that `convert` makes of linear layers and of stacks.
 QUANTIZED = (QuantizedLinear, QuantizedExpertStack)
 
 

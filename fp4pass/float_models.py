@@ -33,7 +33,7 @@ def reading(source: str, what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # What transformers tells a program to pass is an option here.
+        # Flags that transformers tells a program to pass are options here.
         if any("trust_remote_code" in line for line in lines):
             lines = [
                 "it has code of its own, which runs with trust_remote_code=True only. "
@@ -72,7 +72,7 @@ def _float_advice(source: str, declared: Mapping[str, Any] | None) -> str:
     except UnreadError as error:
         return str(error)
     except CheckpointError:
-        # What is damaged says so when it is converted.
+        # Damaged files raise when they are converted.
         pass
     return "Make one of it with fp4pass convert --to bf16."
 
@@ -105,7 +105,7 @@ def load_float(
     require_float(Path(source))
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), merging as later:
-        # What is missing or of another shape would only be a warning, with random weights there.
+        # Missing tensors, or those of another shape, would be random weights and a warning.
         loaded: Any = kind.from_pretrained(
             source,
             dtype=dtype,
@@ -153,7 +153,7 @@ def load_tokenizer(source: str, trust: bool = False) -> Any:
 def files_beside(source: str) -> Path:
     """Return the folder with what lies beside the weights of a folder or a hub id.
 
-    What the cache lacks of it is downloaded.
+    Files that the cache lacks are downloaded.
     """
     _require_there(source)
     if Path(source).is_dir():

@@ -111,7 +111,7 @@ class OneCall:
         require_layers(plan)
         configs = [layer.config for layer in plan.layers]
         sequential = by_layers or (recipe is not None and recipe.sequential)
-        # What only serves layers one after the other is calibrated so.
+        # Options that only serve layers one after the other ask for that.
         sequential = sequential or any("cross" in each.needs for each in configs)
         tokens = INPUT_TOKENS if any(map(_has_input_scale, configs)) else 0
         if kv_cache is not None or any(each.needs for each in configs):

@@ -82,7 +82,7 @@ def held(layer: nn.Module) -> Iterator[None]:
                 module.__dict__.update(before[module])
                 hook.post_forward(module, None)
             elif isinstance(hook.weights_map, _Later):
-                # What was not packed of it.
+                # The part that was not packed.
                 make_later(module, hook.weights_map.made)
             else:
                 offload_again(module, hook)

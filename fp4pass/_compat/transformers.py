@@ -32,7 +32,7 @@ def require_transformers() -> None:
 
 
 def _private(model: nn.Module, name: str) -> Any:
-    """A private attribute of a model of transformers, None for other models."""
+    """Return a private attribute of a model of transformers, None for other models."""
     found = getattr(model, name, None)
     if found is not None:
         require_transformers()

@@ -62,7 +62,7 @@ class Decoder(nn.Module):
             use_cache=True,
             **{name: value for name, value in given.items() if name in _arguments(model)},
         )
-        # What is in the cache has no gradient, so nothing has.
+        # Nothing has a gradient, for the cache has none.
         return type(output)(logits=output.logits.detach())
 
 
@@ -98,7 +98,7 @@ def _cache_module() -> Any:
 
 @functools.cache
 def _layer_class() -> Any:
-    """The class of a layer's cache; made late, for its base is one of transformers."""
+    """Make the class of a layer's cache, late, for its base is one of transformers."""
     base: Any = _cache_module().StaticLayer
 
     class Layer(base):
@@ -130,7 +130,7 @@ def _layer_class() -> Any:
 
 
 def _first_token(model: Any) -> dict[str, Tensor]:
-    """The keys and values [1, heads, 1, width] of one token, by the names of their buffers."""
+    """Return the keys and values [1, heads, 1, width] of one token, by their buffers."""
     cache = _cache_module().DynamicCache(config=model.config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -146,7 +146,7 @@ def _arguments(model: nn.Module) -> set[str]:
 # What `generate` calls to make a cache, and what a module calls it.
 _PREPARE, _PAST = "_prepare_cache_for_generation", "past_key_values"
 
-# What makes the cache of a call: the model, and for how many tokens, None for one that grows.
+# Makes the cache of a call, for a model and a number of tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
 
 
@@ -227,7 +227,7 @@ def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _layer_classes() -> tuple[Any, Any]:
-    """The classes of a layer's cache that grows, and of one of a fixed length."""
+    """Make the classes of a layer's cache that grows, and of one of a fixed length."""
     cache_utils = _cache_module()
     dynamic: Any = cache_utils.DynamicLayer
     static: Any = cache_utils.StaticLayer

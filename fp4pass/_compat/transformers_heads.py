@@ -35,8 +35,8 @@ def output_embeddings(model: nn.Module) -> set[nn.Module]:
 def task_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Return every module of the heads of a model, with the class that adds it to its base model.
 
-    What stands beside the only model of transformers in a wrapper, and reads as wide an input as
-    its hidden states, is a head of the wrapper.
+    A module beside the only model of transformers in a wrapper, which reads as wide an input as its
+    hidden states, is a head of the wrapper.
     """
     kind = _kind_of_models()
     if kind is None:

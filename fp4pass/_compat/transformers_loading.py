@@ -58,7 +58,7 @@ def tensors_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Return the name that `save_pretrained` would give to each tensor of a model.
 
-    What it would merge, split or change otherwise keeps its name.
+    Tensors that it would merge, split or change otherwise keep their names.
     """
     require_transformers()
     from transformers.core_model_loading import WeightConverter

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import Fp4PassError, OptionError, VersionError
 from .transformers import require_transformers
 
-# What continuous batching takes from the first request for all that follow.
+# Settings that continuous batching takes from the first request for all that follow.
 _SAMPLING = ("temperature", "top_p", "stop", "frequency_penalty", "logit_bias")
 
 # Of a generation config, what it takes from each request.

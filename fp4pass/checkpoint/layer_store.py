@@ -53,7 +53,7 @@ class LayerStore:
     def identity(self, name: str, decides: Iterable[Any]) -> str:
         """Return a digest of everything that decides a result, and of the version of fp4pass.
 
-        What cannot be identified has one that no other run finds.
+        Objects that cannot be identified have one that no other run finds.
         """
         description = Description()
         description.add(__version__)

@@ -45,7 +45,7 @@ def load(
     """Read a checkpoint with packed weights; the model that is returned is in eval mode.
 
     Every tensor is checked against the model, and its checksum if there is one, before the model
-    is touched. What is loaded equals what was saved, to the bit.
+    is touched. The loaded model equals the saved one, to the bit.
 
     Args:
         directory: a folder that `save` wrote, or one of another library in the compressed-tensors

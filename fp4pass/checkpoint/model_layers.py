@@ -22,7 +22,7 @@ from ..sources.beside import COPIED, NOT_COPIED
 from ..state import ModelState, has_adapters
 from .layouts import Layout, PackedLayer, Piece, below, fused_problems, join
 
-# What the name of a weight of a layer ends with.
+# The end of the name of a layer's weight.
 _WEIGHT = ".weight"
 
 
@@ -212,7 +212,7 @@ def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[st
     layers: what is packed in the model, whole: a process may hold a part of it.
     """
     stacks = dict(_all_stacks(model, layers)) if is_transformers(model) else {}
-    # What the halves of each expert are called: gate and up are apart. All at once, for some lie
+    # The names of the halves of each expert: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
     halves, owners = {}, list[tuple[str, int]]()
     for name, (experts, _) in stacks.items():

@@ -100,7 +100,7 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
     shapes = tensor_facts(files)
     check_shapes(reader, shapes)
     if config:
-        # What a model of one's own holds beside is its own affair.
+        # A model of one's own may hold other tensors beside.
         small = {name: facts for name, facts in shapes.items() if is_small_float(facts[1])}
         require_all_read(folder, small, reader.packed_names())
     return reader

@@ -83,14 +83,14 @@ def save(
     is split over them it gets the parts first, into its memory.
 
     A transformers model is written with its config, for others to load; any other model as tensors
-    for `load(dir, model=...)`. Who reads the folder is logged, at level INFO.
+    for `load(dir, model=...)`. The readers of the folder are logged, at level INFO.
 
     Args:
         model: converted.
         directory: the folder; it must not exist or be empty.
         layout: "compressed-tensors"; or "modelopt", which holds nvfp4; or
             "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
-            holds its experts in mxfp4. What the default cannot hold is written in a layout that
+            holds its experts in mxfp4. Models that the default cannot hold are written in a layout that
             only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template. By
             default that which `calibrate` or `convert` was given, else the files of `source`. A
@@ -296,7 +296,7 @@ def _write_configs(
     data = json.loads((writer.folder / "config.json").read_text())
     data["architectures"] = [model_class(root).__name__]
     if writer.layout.dtype:
-        # What other libraries make of the weights, whatever dtype the rest has.
+        # The dtype that other libraries give to the weights, whatever the rest has.
         data["dtype"] = writer.layout.dtype
     writer.declare(data, ignored, declared)
     if getattr(root, "generation_config", None) is not None:
@@ -316,7 +316,7 @@ def _tensors(
     tensors: dict[str, Callable[[], Tensor]] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
-    # What transformers writes first.
+    # The names that transformers writes first.
     for name, tensor in sorted(state.items(), key=lambda item: item[0] in ties):
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
@@ -327,7 +327,7 @@ def _tensors(
             raise CheckpointError(
                 f"{name}: it is on the meta device, without values. Load the weights before save."
             )
-        # What is read from a disk is new memory each time.
+        # Tensors read from a disk are new memory each time.
         key: Any = ("elsewhere", ties.get(name, name))
         if not tensor.is_meta:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -37,7 +37,7 @@ from .reader import CheckpointReader, with_layers
 # Far more than any model has: some run few layers many times.
 _MOST_PARTS = 1000
 
-# What a model has as many modules of, or a list as long.
+# Config fields that count modules of a model, or entries of a list.
 _COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|repeats?|labels)$")
 
 # Of a mask or a table of positions, which no folder holds.
@@ -177,7 +177,7 @@ def fit_tensors(
         if not packed and target not in tensors and source in tensors:
             aliases[target] = source
         elif source not in tensors and target in tensors:
-            # What a model lists first is what is written.
+            # The name that a model lists first is the written one.
             aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
     is_kept = stays_float32(skeleton)
@@ -318,7 +318,7 @@ def _made(root: nn.Module, layers: Mapping[str, PackedLayer]) -> nn.Module | Non
 
 def _differ(*tensors: object) -> bool:
     """Return whether two dense tensors are known not to be equal; a packed one is not there."""
-    # What is split over processes only all of them can compare.
+    # Only all processes together can compare tensors that are split over them.
     a, b = (each if type(each) in (Tensor, nn.Parameter) else None for each in tensors)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
         return False

@@ -1,1 +1,1 @@
-"""What a block-scaled tensor is: formats and the record of a quantized tensor."""
+"""Block-scaled tensors: formats and the record of a quantized tensor."""

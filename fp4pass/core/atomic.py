@@ -24,8 +24,8 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 
     A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
     beside it that `interrupted` finds; what it leaves beside, the next one removes. A folder is
-    replaced only with `overwrite`, and only if it holds one of the files `marks`. What a disk
-    raises becomes a CheckpointError.
+    replaced only with `overwrite`, and only if it holds one of the files `marks`. Errors of
+    the disk become a CheckpointError.
     """
     occupied = require_free(target, overwrite, marks)
     # A link stays, and what it leads to is replaced.

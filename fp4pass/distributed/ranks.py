@@ -232,7 +232,7 @@ def _assigned(
             with_first = [
                 load + (0.0 if rank in counts else first) for rank, load in enumerate(loads)
             ]
-            # Who has begun goes on while there is room.
+            # A rank that has begun goes on while there is room.
             rank = next(reversed(counts), None)
             if rank is None or loads[rank] + part > fair:
                 rank = with_first.index(min(with_first))

@@ -33,7 +33,7 @@ from .recording import Recorded
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
 
-# How inputs are quantized: as those of a linear that is used so, with a global scale.
+# The quantization of inputs: the use of a linear, and its global scale.
 _View = tuple[LinearConfig, float]
 
 _CPU = torch.device("cpu")

@@ -63,7 +63,7 @@ class Stack:
             raise CalibrationError(THREADS)
         begins = index <= self._start or (self._open is None and not self._passing)
         if begins:
-            # Who runs the model in a loop of their own does not say where a forward ends.
+            # A loop of the caller's own does not tell where a forward ends.
             self.finish_open()
             self._thread, self._start = thread, index
             if self._slot is None:

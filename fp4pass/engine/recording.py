@@ -92,8 +92,8 @@ class Recording(Recorder):
     def _skim(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Record a batch without running most layers; return whether that could be done.
 
-        Layers are passed over, each returning its input: first all but two, then all but one. What
-        they are called with does not come from other layers if it is the same both times.
+        Layers are passed over, each returning its input: first all but two, then all but one.
+        Arguments that are the same both times do not come from other layers.
         """
         if self._whole or len(self.stacks) != 1:
             return False

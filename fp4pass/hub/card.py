@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 _NAME = "README.md"
 
-# What the card of the float model says that holds for the packed one, too.
+# Keys of the float model's card that hold for the packed one, too.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
-# How each program that may read the folder loads or serves it.
+# The commands by which each program that may read the folder loads or serves it.
 _COMMANDS = {
     "vLLM": "vllm serve {name}",
     "SGLang": "python -m sglang.launch_server --model-path {name}",

@@ -21,7 +21,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 # Without them continuous batching takes most of the free memory, and on a CPU that is everybody's.
 _ON_CPU = ("--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "256")
 
-# What the files of a tokenizer are called.
+# The names of the files of a tokenizer.
 _TOKENIZERS = ("*token*.json", "*.tiktoken", "*.model", "vocab.*")
 
 

@@ -181,7 +181,7 @@ class Stats:
         return Stats(tokens=self.tokens, input_amax=self.input_amax * math.sqrt(rotation), **found)
 
 
-# How each statistic is kept, by its name (`_statistic`).
+# The statistics, by their names (`_statistic`).
 STATISTICS = {each.name: each.metadata for each in dataclasses.fields(Stats) if each.metadata}
 
 

@@ -20,7 +20,7 @@ from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 
-# What can be quantized.
+# The dtypes that can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

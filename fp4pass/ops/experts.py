@@ -137,7 +137,7 @@ experts_quantize = operator(
     checks=(require_quantizable, require_pairs, require_expert_scales),
     backward=ROUNDING,
 )
-# What all experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
+# All that the experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
 # graphs makes calls of it, of operators that have checked their arguments.
 experts_mixture = operator(
     experts_mixture_ref,

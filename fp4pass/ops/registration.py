@@ -193,7 +193,7 @@ def operator(
         backward: its gradients; without it there are none.
 
     Returns:
-        What calls the operator, `torch.ops.fp4pass.<name>.default`.
+        The function that calls the operator, `torch.ops.fp4pass.<name>.default`.
     """
     declared = Operator(reference, shapes, triton, cpu, checks, mutates)
     name = declared.name

@@ -218,7 +218,7 @@ def require_statistics(
     names_lacking = [layer.name for layer in lacking]
     others = {row.name for row in before.report.converted} if before else set()
     if late is not None:
-        # What differs by numbers, in layers that have not run yet, is likely not reached either.
+        # Names that differ by numbers, in layers that have not run yet, are likely not reached.
         kinds = set(map(without_numbers, names_lacking))
         others = {each.name for each in late.layers if without_numbers(each.name) not in kinds}
     others |= {layer.name for layer in plan.layers}

@@ -173,7 +173,7 @@ def _counted(
     if layer.name in places:
         progress.begin(places[layer.name])
     yield
-    # What a run before has found takes no time.
+    # The results of a run before take no time.
     is_new = cache is None or cache.found == found
     cost = search_cost(layer) * shares[0]
     progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)

@@ -324,7 +324,7 @@ class _Reader:
                 raise self.error(f"{at}{key}", str(unknown_name("the key", key, known)))
 
     def error(self, at: str, problem: str) -> OptionError:
-        """An error prefixed with its place."""
+        """Return an error prefixed with its place."""
         return OptionError(f"{self.file}{', ' if at else ''}{at.removesuffix('.')}: {problem}")
 
 

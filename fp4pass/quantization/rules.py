@@ -89,7 +89,7 @@ def _chooses(name: str, module: nn.Module, counts: Container[int]) -> bool:
 def _expert_count(experts: nn.Module) -> int:
     """Return how many experts are listed or stacked in a module, 0 if it does not say."""
     while isinstance(below := experts._modules.get("base_layer"), nn.Module):
-        # What an adapter was put around.
+        # The module that an adapter was put around.
         experts = below
     if isinstance(experts, nn.ModuleList | nn.ModuleDict):
         return len(experts)

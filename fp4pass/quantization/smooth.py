@@ -45,11 +45,11 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
 
     Args:
         model: The graph of `fp4pass.trace` or torch.export; only a graph can prove that nothing
-            else reads a tensor. What is not proved stays as it is, so look at the result.
+            else reads a tensor. Scales that are not proved stay, so look at the result.
         strength: 0 evens out weights alone, 1 activations alone.
 
     Returns:
-        What was folded, in the order of the graph.
+        The scales that were folded, in the order of the graph.
 
     Raises:
         StateError: The model is no graph, converted, not prepared, or prepared for a method

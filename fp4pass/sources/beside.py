@@ -24,7 +24,7 @@ from ..rows import Row
 from ..state import known_tokenizer
 from .files import read_tensors
 
-# How the reasons end of rows for tensors of the source that the model has no place for.
+# The end of the reasons of rows for source tensors that the model has no place for.
 COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ MANIFEST = "fp4pass.json"
 # Of what the file holds.
 VERSION = 3
 
-# What config.json says of its making, and not of the model.
+# Keys of config.json about its making, and not about the model.
 _FREE = {"transformers_version", "_name_or_path"}
 
 # What Python raises for data that are not what they should be.
@@ -204,7 +204,7 @@ def require_same(stamps: Mapping[Path, Stamp]) -> None:
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file, in memory of its own.
 
-    What safetensors returns is the file itself: it changes with it, its end is that of the process
+    The tensors of safetensors are the file itself: they change with it, its end is that of the process
     where it is cut off, and its addresses have kernels add up in another order.
     """
     for path, names in _by_file(files).items():

@@ -14,7 +14,7 @@ from .files import Shapes, opened, tensor_facts
 # Numbers of a byte or less, by the names of safetensors; no readable weight is kept in these.
 _SMALL_FLOATS = ("F8_", "F6_", "F4")
 
-# What may be codes, and may be a mask or a table: it depends on what lies beside.
+# Dtypes of codes, or of a mask or a table: the tensors beside tell which.
 _INTEGERS = ("U8", "I8", "I16", "U16", "I32", "U32")
 
 # The ends of names that only quantized weights have beside them, or instead of them: of

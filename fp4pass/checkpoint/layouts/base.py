@@ -21,7 +21,7 @@ from .layer import PackedLayer, Scheme
 # The file of weights that other libraries look for.
 WEIGHTS = "model.safetensors"
 
-# What a QuantizedLinear holds.
+# The parts of a QuantizedLinear.
 BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 
 # The ends of the names of scales of a quantized key-value cache.
@@ -147,7 +147,7 @@ class Layout:
         tensor = tensor if self.multiplies == multiplies else 1 / tensor
         return tensor.reshape(()) if self.multiplies else tensor
 
-    # What declares them.
+    # The config that declares them.
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config that declares packed layers.
@@ -233,7 +233,7 @@ class Layout:
         known = ((name, each) for name, each in self.cache_schemes.items() if each is not None)
         return next((name for name, each in known if each.items() <= scheme.items()), None)
 
-    # What it has no place for.
+    # Features that it has no place for.
 
     def config_problem(self, config: LinearConfig) -> str:
         """Return what this layout has no place for in a config, "" if it holds such layers."""

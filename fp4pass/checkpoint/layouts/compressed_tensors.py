@@ -17,7 +17,7 @@ from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import distance, matches
 
-# What its schemes say of the weights of each format; "dynamic" is that of inputs.
+# The weights of its scheme for each format; "dynamic" is that of inputs.
 _SCHEMES: dict[str, dict[str, Any]] = {
     "nvfp4": {
         "format": "nvfp4-pack-quantized",
@@ -33,7 +33,7 @@ _SCHEMES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What `kv_cache_scheme` says of a cache in E4M3, and its strategy by our format.
+# The `kv_cache_scheme` of a cache in E4M3, and its strategy by our format.
 _CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _CACHE_STRATEGIES = {"fp8": "attn_head", "fp8_tensor": "tensor"}
 
@@ -174,7 +174,7 @@ def transform_groups(declared: Mapping[str, Any]) -> Mapping[str, Mapping[str, A
     return (declared.get("transform_config") or {}).get("config_groups") or {}
 
 
-# What is applied to weights lies in the files already.
+# Transforms of weights lie in the files already.
 _OFFLINE = ("weight_input", "weight_output")
 
 # Matrices that are no linear layers, by the usual names.

@@ -18,7 +18,7 @@ _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
 
 _MIXED = "MIXED_PRECISION"
 
-# What it says of a key-value cache in E4M3 with a scale for each layer, in its two configs.
+# The entries of a key-value cache in E4M3 with a scale for each layer, in its two configs.
 _CACHE = "fp8_tensor"
 _CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 _CACHE_ALGORITHM = "FP8"

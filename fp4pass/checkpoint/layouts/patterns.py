@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ...errors import OptionError, expected
 
-# How well a target matches a layer: by its name, by a pattern, by its class, not at all.
+# The rank of a match of a target and a layer: by name, by pattern, by class, none.
 _BY_NAME, _BY_PATTERN, _BY_CLASS, _NO_MATCH = range(4)
 
 # Seconds of this process for one name, a thousand times what the patterns of others take.
@@ -15,7 +15,7 @@ _MOST_TIME = 0.02
 
 _BELOW = r"(\..*)?$"
 
-# What the parts of a simple pattern are in a glob.
+# The parts of a simple pattern, and those of a glob.
 _GLOBS = {".*": "*", ".": "?"}
 
 

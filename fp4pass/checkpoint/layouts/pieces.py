@@ -117,7 +117,7 @@ def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
             f"got two for expert {differ[0]}. fp4pass convert --to bf16 makes dense weights of the "
             "folder, which need none."
         )
-    # What multiplies most, or is divided by least, holds the largest inputs.
+    # The scale that multiplies most, or divides least, holds the largest inputs.
     known = table[~missing]
     largest = known.amax() if multiplies else known.amin()
     scales = torch.where(missing.all(1), largest, least)

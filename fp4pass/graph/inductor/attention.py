@@ -20,7 +20,7 @@ from .pattern import NARROW_DTYPES, dtype_of
 
 aten = torch.ops.aten
 
-# What the kernel holds: queries of a text, columns of a head, and numbers of all queries that read
+# The limits of the kernel: queries of a text, columns of a head, and numbers of all queries that read
 # one head of keys, in powers of two.
 _QUERIES, _WIDTH, _NUMBERS = 16, 256, 1 << 13
 
@@ -28,7 +28,7 @@ _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# What PyTorch makes of False in a mask for cuDNN, which takes no -inf.
+# PyTorch's number for False in a mask for cuDNN, which takes no -inf.
 _CUDNN_MASKED = -65536.0
 
 

@@ -16,7 +16,7 @@ from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
 from ...kernels.fp8.naive import uses_fp8
 from ...kernels.linear.cpu import FEW_ROWS, TILE
 
-# What pointers to tensors of a dtype are in Inductor's code, and in few_rows.h.
+# The C++ types of a dtype in Inductor's code, and in few_rows.h.
 _TYPES = {torch.float32: ("float", "float"), torch.bfloat16: ("uint16_t", "fp4pass::BFloat16")}
 
 # The parameters of both begin with pointers to the tensors that there are.

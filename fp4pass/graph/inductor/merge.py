@@ -24,7 +24,7 @@ SHARED: tuple[Callable[..., Any], ...] = (
     aten.view.dtype,
 )
 
-# What may stand between a stored scale and a product.
+# Targets that may stand between a stored scale and a product.
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
 

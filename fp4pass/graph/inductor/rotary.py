@@ -88,7 +88,7 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
     }
     read = [each for name, each in inputs.items() if name not in ("eps", "places")]
     dtypes = {dtype_of(each) for each in read if each is not None}
-    # What is replaced may be read by nothing that comes before.
+    # Nothing that comes before may read a replaced node.
     order = {each: i for i, each in enumerate(node.graph.nodes)}
     users = [user for each in outputs for user in each.users]
     last = all(order[user] >= order[node] for user in users)

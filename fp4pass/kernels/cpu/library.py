@@ -24,7 +24,7 @@ from ...errors import BuildError
 
 _log = logging.getLogger(__name__)
 
-# What Inductor pastes, each after what it includes, and what is compiled for eager PyTorch.
+# Sources that Inductor pastes, each after those it includes, and that eager PyTorch compiles.
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("few_rows.h", "dequantize.h"))
 SOURCES = (*HEADERS, Path(__file__).with_name("kernels.cpp"))
 

@@ -215,7 +215,7 @@ def experts_kernel(
         store_tile(zeros, out, pair, m < end, column, n, N, TILES.n, TILES.m, GATE, GROUP)
         return
     column = tl.program_id(0 if TILES.rows_stay else 1)
-    # What is left of an expert is often few rows, for which a tile takes as long as for all.
+    # The last rows of an expert are often few, and their tile takes as long as a full one.
     if TILES.rest > 0:
         if end - start <= TILES.rest:
             rows_tile(

@@ -101,7 +101,7 @@ def table_assembly(FMT):
         "mov.b64 {w0, w1}, $4;",
         "cvt.rn.f16x2.f32 step, $5, $5;",
     ]
-    # What each magnitude becomes is a byte of s0 and s1, which a code without its sign selects.
+    # A code without its sign selects the byte of s0 and s1 that its magnitude becomes.
     for i in range(4):
         low, high = FMT.element.magnitudes[2 * i : 2 * i + 2]
         lines += [

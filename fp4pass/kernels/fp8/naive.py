@@ -10,7 +10,7 @@ from ...core.packing import PackedInput, PackedWeight
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.naive import dequantize_ref
 
-# What products of many rows are computed in: the dtype of the input, or E4M3.
+# The numbers that products of many rows are computed in: the dtype of the input, or E4M3.
 COMPUTES = ("input", "fp8")
 
 # The largest E4M3 number.

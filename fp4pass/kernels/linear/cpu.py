@@ -36,7 +36,7 @@ def linear_cpu(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
     n, k = packed.shape[0], x.shape[-1]
     rows = x.numel() // k if k else 0
     call = function("product" if rows <= FEW_ROWS else "dequantize", x.dtype, fmt)
-    # What is read must be there; the reference takes other tensors, or says what is wrong.
+    # Memory that is read must be there; the reference takes other tensors, or raises.
     fits = (
         call is not None
         and k > 0

@@ -72,7 +72,7 @@ def arranged(x: InputRows, m: int, k: int, group: int, fmt: Format, releases: bo
     return out
 
 
-# What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
+# The dtype of products. The interpreter has no arithmetic on bfloat16; float32 holds the same.
 OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
 
 # In `decode`: eight times four bfloat16, four words, four bytes; or four pairs, a word, its byte.
@@ -106,7 +106,7 @@ def decode(
     STEPS: tl.constexpr = False,
 ):  # fmt: skip
     """Return the eight codes in int32 words times scales in bytes times 2^offset, all exact."""
-    # What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
+    # The codes in a register: one of two words, or, as PAIRS, the codes i and i + 4 of a word.
     # SMALL: the bytes are less than LARGE. STEPS: what `step_of` returned for the bytes is given,
     # of PAIRS.
     ELEMENT: tl.constexpr = FMT.element

@@ -165,7 +165,7 @@ def rows_sums(
     whole: tl.constexpr = row_words % WORDS == 0
     padded: tl.constexpr = padded_columns(K, WORDS)
     span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
-    # What four bytes do not align with is not loaded ahead by the compiler.
+    # The compiler does not load ahead without an alignment of four bytes.
     ahead: tl.constexpr = WORDS // share % 4 != 0 or row_words // share % 4 != 0
     acc = tl.zeros((BN, BM), tl.float32)
     seen = tl.zeros((BN, WORDS // share), tl.uint8)

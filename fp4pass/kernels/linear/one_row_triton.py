@@ -15,7 +15,7 @@ from .ptx_triton import code_lines
 # in bfloat16, so x is multiplied by a power of two to meet them.
 _UP = 64
 
-# What is left of the exponents in the sums, for elements whose smallest exponent is 0.
+# The exponents that stay in the sums, for elements whose smallest exponent is 0.
 _DOWN = 126 - _UP
 
 
@@ -230,7 +230,7 @@ def one_row_kernel(
     bytes_of = scales + n * (K // BLOCK)
     of_word = _along(0, WARPS, LW), _along(2, BLOCK, LW)
     of_scale = _along(0, WARPS, L), _along(2, 8, L)
-    # What is loaded and not used yet, the oldest first.
+    # Tiles that are loaded and not used yet, the oldest first.
     loaded = ()
     for i in gl.static_range(min(AHEAD, STEPS)):
         step = _load_codes(word_rows, bytes_of, of_word, of_scale, i * WARPS, K, FMT)
