@@ -230,7 +230,6 @@ def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (seen == 1).all()
 
 
-@pytest.mark.core
 def test_rows_do_not_meet() -> None:
     """What is not finite stays in its token."""
     fmt = get_format("nvfp4")

@@ -18,6 +18,9 @@ KERNELS = [name for name, operator in OPERATORS.items() if operator.triton is no
 # They take seconds in the interpreter, and have tests of their own.
 SEARCHES = ("gptq", "joint", "search", "search_stack")
 
+# One of each kernel that others are like.
+CORE = ("linear", "linear_quantized", "experts_linear", "attention", "rotary_write", "observe")
+
 # Operators whose first argument alone has rows.
 ROWS = ("linear", "linear_codebook", "quantize", "rotate", "rotate_quantize", "rms_norm_quantize")
 
@@ -54,10 +57,11 @@ def compare(name: str, arguments: tuple[Any, ...]) -> None:
     assert_agree(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in SEARCHES else pytest.mark.core)
-    for name in KERNELS
-])  # fmt: skip
+def marks(name: str) -> Any:
+    return pytest.mark.slow if name in SEARCHES else pytest.mark.core if name in CORE else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in KERNELS])
 def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
     compare(name, calls()[name])
 

@@ -40,8 +40,8 @@ def linear_cpu(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
     fits = (
         call is not None
         and k > 0
-        and is_stored(packed, (n, k // 2))
-        and is_stored(scale, (n, k // fmt.block))
+        and (packed.is_cpu and packed.dtype == torch.uint8 and packed.shape == (n, k // 2))
+        and (scale.is_cpu and scale.dtype == torch.uint8 and scale.shape == (n, k // fmt.block))
         and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
         and (bias is None or (bias.is_cpu and bias.shape == (n,)))
     )

@@ -323,8 +323,10 @@ def _store_blocks(x, y, unit, byte, out, place, mask, HOW: tl.constexpr):
     packed_ptr, scale_ptr = out
     ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
-    scale = code_scale(byte, unit, HOW.fmt.scale)
-    codes = codes_at(x, y, scale[:, None], HOW.fmt.element, HOW.divides)
+    SCALE: tl.constexpr = HOW.fmt.scale
+    ELEMENT: tl.constexpr = HOW.fmt.element
+    scale = code_scale(byte, unit, SCALE)
+    codes = codes_at(x, y, scale[:, None], ELEMENT, HOW.divides)
     even, odd = tl.split(tl.reshape(codes, (ROWS, HALF, 2)))
     at = packed_ptr + place[:, None] * HALF + tl.arange(0, HALF)[None, :]
     tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=mask[:, None])
