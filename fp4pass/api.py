@@ -101,8 +101,8 @@ def calibrate(
 ) -> nn.Module:
     """Run `data` through a prepared model without gradients, and return it.
 
-    Tokens that `attention_mask` and `decoder_attention_mask` hide enter no statistic. Layers whose inputs
-    are not of the tokens of the mask count whole, and a warning names them.
+    Tokens that `attention_mask` and `decoder_attention_mask` hide enter no statistic. Layers whose
+    inputs are not of the tokens of the mask count whole, and a warning names them.
 
     Args:
         model: prepared; in eval mode.
@@ -162,8 +162,8 @@ def convert(
 
     Everything is checked before the first weight is replaced. If the call is cut off before that,
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
-    again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse") take a
-    model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
+    again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
+    take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
     calibrates a model that is not, and logs first how long all of it will take.
 
     Args:

@@ -90,8 +90,8 @@ def save(
         directory: the folder; it must not exist or be empty.
         layout: "compressed-tensors"; or "modelopt", which holds nvfp4; or
             "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
-            holds its experts in mxfp4. Models that the default cannot hold are written in a layout that
-            only fp4pass reads.
+            holds its experts in mxfp4. Models that the default cannot hold are written in a layout
+            that only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template. By
             default that which `calibrate` or `convert` was given, else the files of `source`. A
             warning says where there is none.

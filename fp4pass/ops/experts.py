@@ -137,8 +137,8 @@ experts_quantize = operator(
     checks=(require_quantizable, require_pairs, require_expert_scales),
     backward=ROUNDING,
 )
-# All that the experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
-# graphs makes calls of it, of operators that have checked their arguments.
+# All that the experts of a mixture compute, where no gradient is asked for. Only the pass over
+# compiled graphs calls it, in place of operators that have checked their arguments.
 experts_mixture = operator(
     experts_mixture_ref,
     triton="kernels.experts.mixture_triton:experts_mixture_triton",

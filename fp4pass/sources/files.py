@@ -204,8 +204,8 @@ def require_same(stamps: Mapping[Path, Stamp]) -> None:
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file, in memory of its own.
 
-    The tensors of safetensors are the file itself: they change with it, its end is that of the process
-    where it is cut off, and its addresses have kernels add up in another order.
+    The tensors of safetensors are the file itself: they change with it, a cut of the file ends the
+    process, and its addresses have kernels add up in another order.
     """
     for path, names in _by_file(files).items():
         stamps = stamps_of([path])

@@ -20,8 +20,8 @@ from .pattern import NARROW_DTYPES, dtype_of
 
 aten = torch.ops.aten
 
-# The limits of the kernel: queries of a text, columns of a head, and numbers of all queries that read
-# one head of keys, in powers of two.
+# The limits of the kernel: queries of a text, columns of a head, and numbers of all queries that
+# read one head of keys, in powers of two.
 _QUERIES, _WIDTH, _NUMBERS = 16, 256, 1 << 13
 
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
