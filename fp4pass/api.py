@@ -163,8 +163,8 @@ def convert(
     Everything is checked before the first weight is replaced. If the call is cut off before that,
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
     again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
-    take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
-    calibrates a model that is not, and logs first how long all of it will take.
+    take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
+    and calibrates a model that is not, and logs first how long all of it will take.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.

@@ -35,7 +35,8 @@ class Fp4PassLM(LoadingHFLM):
 
     `device` None is a GPU if there is one, `device_map`, in place of it, is as for `fp4pass.load`,
     and `compile` calls torch.compile with dynamic shapes. A model that is not compiled computes in
-    float32 on a CPU that is slow in bfloat16, see `fp4pass.evaluation.fast_dtype`. All else is as in `hf`.
+    float32 on a CPU that is slow in bfloat16, see `fp4pass.evaluation.fast_dtype`. All else is as
+    in `hf`.
     """
 
     def __init__(
