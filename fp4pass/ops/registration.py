@@ -281,7 +281,7 @@ def _crossing(
     ]
     if columns:
         return flat, lambda fields: [record(*each) for each in zip(*fields, strict=True)]
-    if is_dataclass(record):
+    if not hasattr(record, "_fields"):
         return flat, lambda fields: record(*fields)
     # As record._make, which takes three times as long.
     return flat, partial(tuple.__new__, record)

@@ -65,7 +65,7 @@ def test_a_weight_passes_seven_files(method: str) -> None:
         ("kernels/statistics/reference.py", "weight_amax"),
         ("methods/search.py", method),
         ("ops/registration.py", "run"),
-        ("ops/checks.py", "require_block_hessian"),
+        ("ops/checks.py", "_hessian"),
         ("kernels/search/reference.py", "search_ref"),
         ("methods/weight_errors.py", "squared_errors"),
     ]
