@@ -175,7 +175,6 @@ class Two(nn.Module):
         return {"total": total if z is None else total + z}
 
 
-@pytest.mark.core
 def test_any_module_with_any_arguments() -> None:
     torch.manual_seed(0)
     model = Two().eval()

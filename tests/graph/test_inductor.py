@@ -115,7 +115,6 @@ def test_another_model_compiles_to_the_same_code_and_results() -> None:
     assert not compile_report().graphs
 
 
-@pytest.mark.core
 def test_passes_are_installed_once_and_behind_those_of_the_user() -> None:
     mine = Recorder("mine")
     config.post_grad_custom_pre_pass = mine

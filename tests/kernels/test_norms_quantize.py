@@ -86,7 +86,6 @@ def check(name: str, given: list[Tensor], adds: bool, fmt: Format, g: float = 0.
     assert_agree(tuple(found), normal, size.float() * factor.float() * 2.0**-20, d, fmt)
 
 
-@pytest.mark.core
 @dtypes
 def test_the_references_are_what_eager_pytorch_computes(dtype: torch.dtype) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -186,7 +185,6 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, name: str
         assert torch.equal(codes, expected) and torch.equal(found[1][1:last], wanted[1][1:last])
 
 
-@pytest.mark.core
 def test_the_signs_of_what_rounds_to_zero() -> None:
     x, _, weight, _ = inputs((2, 32), torch.bfloat16)
     weight[::3] *= 1e-20

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL
-from kernels.cases import DEVICE, divisor_of, dtypes, formats, gpu, quiet, seeded
+from kernels.cases import DEVICE, divisor, divisor_of, dtypes, formats, gpu, quiet, seeded
 from kernels.near import candidates, errors_at
 from kernels.stable import assert_agree
 from torch import Tensor
@@ -136,10 +136,10 @@ def test_the_kernel_quantizes_what_it_rotates(fmt: Format, dtype: torch.dtype) -
     for rotation in ROTATIONS[1:]:
         x = spread(21, 2 * rotation, dtype)
         y = rotate_wide(x, rotation)
-        d = divisor_of(fmt, fmt.global_scale_for(y.abs().max().item()))
-        divisor = None if d is None else d.to(DEVICE)
-        found = rotate_quantize_triton(x.to(DEVICE), rotation, divisor, fmt)
+        g = fmt.global_scale_for(y.abs().max().item())
+        found = rotate_quantize_triton(x.to(DEVICE), rotation, divisor(fmt, g), fmt)
         total = x.double().abs().view(21, 2, rotation).sum(-1).repeat_interleave(rotation, -1)
+        d = divisor_of(fmt, g)
         assert_agree((found[0].cpu(), found[1].cpu()), y, total * 2.0**-20, d, fmt)
 
 
@@ -152,10 +152,9 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     y = rotate_wide(x, 64)
     assert torch.equal(y.double(), x.double() @ matrix(64, 128))
     g = fmt.global_scale_for(y.abs().max().item())
-    d = divisor_of(fmt, g)
-    divisor = None if d is None else d.to(DEVICE)
-    packed, scale = (t.cpu() for t in rotate_quantize_triton(x.to(DEVICE), 64, divisor, fmt, "sse"))
-    naive = quantize_ref(y, d, fmt)[1].int()
+    found = rotate_quantize_triton(x.to(DEVICE), 64, divisor(fmt, g), fmt, "sse")
+    packed, scale = (t.cpu() for t in found)
+    naive = quantize_ref(y, divisor_of(fmt, g), fmt)[1].int()
     options = candidates(y, naive, g, fmt)
     assert torch.stack([each == scale for each in options]).any(0).all()
     assert (scale != naive).any()
@@ -175,13 +174,9 @@ def test_what_is_not_finite_poisons_what_it_is_rotated_with(
     x = torch.randn(4, 128, generator=seeded()).to(dtype)
     bad = x.clone()
     bad[1, 70], bad[2, 70], bad[3, 70] = math.nan, math.inf, -math.inf
-    d = divisor_of(fmt, 0.25)
-    divisor = None if d is None else d.to(DEVICE)
-    for quantize, device, each in (
-        (rotate_quantize_ref, "cpu", d),
-        (rotate_quantize_triton, DEVICE, divisor),
-    ):
-        packed, scale = quantize(torch.cat((x, bad)).to(device), 64, each, fmt)
+    for quantize, device in ((rotate_quantize_ref, "cpu"), (rotate_quantize_triton, DEVICE)):
+        d = divisor_of(fmt, 0.25, device)
+        packed, scale = quantize(torch.cat((x, bad)).to(device), 64, d, fmt)
         clean, poisoned = scale.chunk(2)
         where = torch.zeros_like(scale[:4], dtype=torch.bool)
         where[1:, 64 // fmt.block :] = True

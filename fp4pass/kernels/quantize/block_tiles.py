@@ -145,9 +145,11 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
         inverse = tl.math.div_rn(1.0, step)
         # Beyond twice the largest element everything saturates; quotients near a tie must stay
         # normal floats.
-        largest = step * (2 * FMT.element.max)
-        bounded = [tl.minimum(tl.abs(x) * centre, largest) for x in values]
-        quotients = [corrected_quotient(x, step, inverse) for x in bounded]
+        BOUND: tl.constexpr = 2 * FMT.element.max
+        quotients = [
+            corrected_quotient(tl.minimum(tl.abs(x) * centre, step * BOUND), step, inverse)
+            for x in values
+        ]
     else:
         quotients = [tl.math.div_rn(x, step) for x in values]
     packed = ()

@@ -6,10 +6,8 @@ For a block x with the metric H = G G^T, G upper triangular, and residuals r = x
 
 whose first k terms depend on the first k codes alone. The tree of codes is searched depth first,
 the nearest values first (Schnorr and Euchner 1994), and a node is left as soon as its sum reaches
-the best loss found. Above the codes the tree branches into scales, least bound first: at scale s no
-codes lose less than max_i d_i^2 / (H^-1)_ii, d_i the distance of x_i to the nearest value (Schur
-complement), nor, at small scales, less than the length of x by the metric beyond that of the
-longest q. docs/quality.md has the proofs.
+the best loss found. Above the codes the tree branches into scales, least bound first. The bounds
+and their proofs are in docs/quality.md.
 
 All blocks step through their own trees together, one node each, in float64.
 """

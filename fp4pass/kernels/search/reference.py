@@ -285,11 +285,9 @@ def hessian_interval(
     x: Tensor, least: Tensor, fmt: Format, metric: BoundedMetric
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scales that can beat an error, before _SLACK: low, high and delta [J, R]."""
-    # r^T H r >= r_i^2 / ((H + e I)^-1)_ii - e |x|^2 for every i (Schur complement; |r| <= |x|), so
-    # no |r_i| may exceed reach_i: neither by clipping (a lower bound on s) nor by rounding to zero
-    # (an upper bound). Nor may all of x be clipped: with H = F^T F the quantized block weighs at
-    # most |F| sqrt(n) max s, the rest of |F x| is error. x: normalized [n, J, R]; least: [J, R],
-    # the error to beat; delta bounds the rounding of the square root of an error.
+    # x: normalized [n, J, R]; least: [J, R], the error to beat; delta bounds the rounding of the
+    # square root of an error. No |r_i| may exceed reach_i, neither by clipping nor by rounding to
+    # zero, nor may all of x be clipped (docs/search.md).
     n = len(x)
     square = x.square().sum(0)
     delta = (n + 8) * 2.0**-24 * (metric.trace * square).sqrt()
