@@ -1,4 +1,4 @@
-"""Layouts: what packed weights are called on disk, and what declares them.
+"""Define what packed weights are called on disk, and what declares them: layouts.
 
 `Layout` is one of them, `register_layout` adds one, `LAYOUTS` are all by their names.
 """
@@ -8,19 +8,25 @@
 from ...sources.files import Shapes
 from . import compressed_tensors, gpt_oss, modelopt, own
 from .base import (
-    BUFFERS,
     CACHE_SCALES,
     LAYOUTS,
     WEIGHTS,
     Layout,
     get_layout,
-    join,
     layout_of,
     register_layout,
     side_files,
 )
 from .compressed_tensors import CompressedTensors
 from .foreign import expected_shapes, read_layers
-from .layer import PackedLayer, Scheme, fused_problems
+from .layer import (
+    BUFFERS,
+    PackedLayer,
+    Piece,
+    Scheme,
+    fused_problems,
+    join,
+    join_layers,
+    split_layer,
+)
 from .patterns import below, is_plain, matches
-from .pieces import Piece, join_layers, split_layer

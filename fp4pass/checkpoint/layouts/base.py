@@ -14,15 +14,12 @@ from ...config import LinearConfig
 from ...core.formats import get_format
 from ...errors import CheckpointError, OptionError, UnreadError, expected, unknown_name
 from ...kv_cache import SCALES
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...linear import GLOBAL, INPUT_GLOBAL, PACKED
 from ...sources.files import Shapes
-from .layer import PackedLayer, Scheme
+from .layer import BUFFERS, PackedLayer, Scheme, join
 
 # The file of weights that other libraries look for.
 WEIGHTS = "model.safetensors"
-
-# The parts of a QuantizedLinear.
-BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 
 # The ends of the names of scales of a quantized key-value cache.
 CACHE_SCALES = (*(f".{each}" for each in SCALES), ".k_proj.output_scale", ".v_proj.output_scale")
@@ -318,8 +315,3 @@ def layout_of(declared: Mapping[str, Any], folder: Path) -> Layout:
 def side_files() -> tuple[str, ...]:
     """Return the names of the files that some layout has beside config.json."""
     return tuple(name for layout in LAYOUTS.values() for name in layout.side_files)
-
-
-def join(path: str, name: str) -> str:
-    """Return the name of a tensor of the module at a path."""
-    return f"{path}.{name}" if path else name

@@ -1,9 +1,10 @@
-"""Record one packed layer, and compare the layers that engines fuse."""
+"""Record packed layers, and split stacks of experts into layers: pure functions."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,11 @@ from torch import Tensor
 from ..._compat.transformers_experts import StackView
 from ...config import LinearConfig
 from ...core.formats import Format
-from ...errors import OptionError, expected
+from ...errors import CheckpointError, OptionError, UnreadError, expected
+from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+
+# The parts of a QuantizedLinear.
+BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 
 
 @dataclass(frozen=True)
@@ -177,3 +182,116 @@ def _scheme(layer: PackedLayer | None, scales: Mapping[str, float]) -> str:
         return "dense"
     numbers = "".join(f" and {name} {value:g}" for name, value in scales.items())
     return f"{layer.config.scheme}{numbers}"
+
+
+def join(path: str, name: str) -> str:
+    """Return the name of a tensor of the module at a path."""
+    return f"{path}.{name}" if path else name
+
+
+class Piece(NamedTuple):
+    """A linear layer on disk: the rows of one expert of a stack, or all that a layer has."""
+
+    name: str
+    expert: int = 0
+    start: int = 0
+    stop: int = 0  # 0 for all that the layer has
+
+    def of(self, part: str, tensor: Tensor, rows: int) -> Tensor:
+        """Return the share of a buffer of a layer, whose experts have so many rows."""
+        if not self.stop:
+            return tensor
+        if part not in (GLOBAL, INPUT_GLOBAL):
+            return tensor[self.expert, self.start : self.stop].clone()
+        # Of all experts, of each, or of each part of its rows.
+        own = tensor if len(tensor) == 1 else tensor[self.expert : self.expert + 1]
+        if own.ndim == 2:
+            own = own[0].split(1)[self.start * own.shape[1] // rows]
+        return own.clone()
+
+
+def split_layer(pieces: Sequence[Piece], part: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name on disk and the share of a buffer of a layer, for each of its pieces."""
+    rows = max(piece.stop for piece in pieces)
+    for piece in pieces:
+        yield piece.name, piece.of(part, tensor, rows)
+
+
+def join_layers(
+    name: str,
+    pieces: Sequence[Piece],
+    layers: Mapping[str, PackedLayer],
+    whole: PackedLayer,
+    state: Mapping[str, Tensor],
+) -> tuple[PackedLayer, dict[str, Tensor]]:
+    """Return the stack of which linear layers are the pieces, and its buffers.
+
+    Args:
+        name: of the stack.
+        pieces: its layers.
+        layers: how each of them is packed.
+        whole: how the stack lies in the model; its config is that of the layers.
+        state: their buffers, as a state dict has them.
+
+    Raises:
+        UnreadError: the layers are quantized in several ways.
+        CheckpointError: what reads one input has several scales of it.
+    """
+    records = [layers[piece.name] for piece in pieces]
+    # Which way a number goes may differ by expert, as some are powers of two by chance.
+    multiplies = any(each.config.multiplies for each in records)
+    configs = {dataclasses.replace(each.config, multiplies=multiplies) for each in records}
+    if len(configs) > 1:
+        raise UnreadError(
+            f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
+            "the folder with the library that wrote it, or make it dense by fp4pass convert --to "
+            "bf16."
+        )
+    whole = dataclasses.replace(whole, config=configs.pop())
+    experts, rows, _ = whole.shape
+    parts = len(pieces) // experts
+    joined = {}
+    for part in BUFFERS:
+        found = [state.get(join(piece.name, part)) for piece in pieces]
+        if part in (PACKED, SCALE):
+            first = found[0]
+            assert first is not None, "open_checkpoint requires both"
+            stack = first.new_empty((experts, rows, first.shape[1]))
+            for piece, own in zip(pieces, found, strict=True):
+                stack[piece.expert, piece.start : piece.stop] = own  # type: ignore[assignment]
+            joined[part] = stack
+            continue
+        table = torch.full((experts, parts), math.nan)
+        for piece, record, own in zip(pieces, records, found, strict=True):
+            if own is not None:
+                # A divisor is a power of two where others multiply.
+                own = own if record.config.multiplies == multiplies else 1 / own
+                table[piece.expert, piece.start * parts // rows] = own.item()
+        if part == INPUT_GLOBAL:
+            scales = _input_scales(name, table, multiplies)
+            joined |= {} if scales is None else {part: scales}
+        elif whole.fmt.has_global_scale:
+            joined[part] = table[:, 0].clone() if (table == table[:, :1]).all() else table
+    return whole, {join(name, part): tensor for part, tensor in joined.items()}
+
+
+def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
+    """Return the scales of inputs, [1] for all experts or [E], for those of parts [E, R].
+
+    NaN stands for none. Raises CheckpointError for parts of an expert that differ.
+    """
+    missing = table.isnan()
+    if missing.all():
+        return None
+    least, most = table.nan_to_num(math.inf).amin(1), table.nan_to_num(-math.inf).amax(1)
+    if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():
+        raise CheckpointError(
+            f"{name}: expected one global scale of the input for gate and up, which read the same, "
+            f"got two for expert {differ[0]}. fp4pass convert --to bf16 makes dense weights of the "
+            "folder, which need none."
+        )
+    # The scale that multiplies most, or divides least, holds the largest inputs.
+    known = table[~missing]
+    largest = known.amax() if multiplies else known.amin()
+    scales = torch.where(missing.all(1), largest, least)
+    return scales[:1].clone() if bool((scales == scales[0]).all()) else scales
