@@ -138,16 +138,17 @@ def pairs_kernel(
 ):  # fmt: skip
     """Multiply the row of one pair, FAN of which share one, and weights of its expert."""
     # M: rows of x. Tensor cores get a row BM times.
+    BN: tl.constexpr = TILES.n
     wait(OVERLAP, RELEASES)
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
     tile = tl.program_id(1)
-    n = tile_weights(tile, N, TILES.n, GATE, GROUP)
+    n = tile_weights(tile, N, BN, GATE, GROUP)
     m = tl.arange(0, BM)
     pairs = pair.to(tl.int64) + 0 * m
     if (expert < 0) | (expert >= E):
-        zeros = tl.zeros((TILES.n, BM), tl.float32)
-        store_tile(zeros, out, pairs, m < 1, tile, n, N, TILES.n, BM, GATE, GROUP)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
         return
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_row = tl.arange(0, 1)[None, :, None]
@@ -157,7 +158,7 @@ def pairs_kernel(
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, weight, expert, n, N, FMT, offset(FMT))
-    store_tile(y, out, pairs, m < 1, tile, n, N, TILES.n, BM, GATE, GROUP)
+    store_tile(y, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
 
 
 @triton.jit
@@ -200,6 +201,8 @@ def experts_kernel(
 ):  # fmt: skip
     """Multiply a tile of rows and weights of their expert; the warps share K, or x is sorted."""
     # order, tiles: what `route_kernel` wrote.
+    BN: tl.constexpr = TILES.n
+    BM: tl.constexpr = TILES.m
     wait(OVERLAP, RELEASES)
     tile = tiles + 3 * tl.program_id(1 if TILES.rows_stay else 0)
     start, end = tl.load(tile + 1), tl.load(tile + 2)
@@ -208,11 +211,11 @@ def experts_kernel(
     expert = tl.load(tile).to(tl.int64)
     if expert == E:
         column = tl.program_id(0 if TILES.rows_stay else 1)
-        n = tile_weights(column, N, TILES.n, GATE, GROUP)
-        m = start + tl.arange(0, TILES.m)
+        n = tile_weights(column, N, BN, GATE, GROUP)
+        m = start + tl.arange(0, BM)
         pair = tl.load(order + m, mask=m < end, other=0)
-        zeros = tl.zeros((TILES.n, TILES.m), tl.float32)
-        store_tile(zeros, out, pair, m < end, column, n, N, TILES.n, TILES.m, GATE, GROUP)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
         return
     column = tl.program_id(0 if TILES.rows_stay else 1)
     # The last rows of an expert are often few, and their tile takes as long as a full one.
@@ -225,5 +228,5 @@ def experts_kernel(
             return
     rows_tile(
         x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
-        FAN, K, FMT, TERMS, TILES.m, TILES, GATE, GROUP, SMALL,
+        FAN, K, FMT, TERMS, BM, TILES, GATE, GROUP, SMALL,
     )  # fmt: skip
