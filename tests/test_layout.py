@@ -191,8 +191,9 @@ def test_no_sentence_begins_with_a_question_word() -> None:
             for node in nodes(path)
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and node.body
         ]
-        comments = enumerate(path.read_text().splitlines(), 1)
-        texts += [(i, line.partition("# ")[2]) for i, line in comments if "# " in line]
+        lines = enumerate(path.read_text().splitlines(), 1)
+        comments = ((i, re.search(r"^\s*# (.*)|  # (.*)", line)) for i, line in lines)
+        texts += [(i, found[1] or found[2] or "") for i, found in comments if found]
         found = [(line, text) for line, text in texts if QUESTION.search(text)]
         assert not found, f"{name_of(path)}: {found}"
 

@@ -143,7 +143,7 @@ def _arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-# What `generate` calls to make a cache, and what a module calls it.
+# The method by which `generate` makes a cache, and the argument of modules for it.
 _PREPARE, _PAST = "_prepare_cache_for_generation", "past_key_values"
 
 # Makes the cache of a call, for a model and a number of tokens, None for one that grows.

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Rows:
         numbers: the line of each item in a file, if it has lines.
         folder: where images lie that an item names by a relative path.
         is_text: whether the items are the documents of one text, all of which are read.
+        news: the columns that were read, to be told once the data are known to be good.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Rows:
     numbers: Sequence[int] | None = None
     folder: Path | None = None
     is_text: bool = False
+    news: list[str] = field(default_factory=list)
 
     @staticmethod
     def of_text(name: str, text: str) -> Rows:
@@ -87,8 +89,13 @@ class Rows:
             raise CalibrationError(f"{self.name}: expected text to learn from, got {what}.")
         for names, read in itertools.islice(columns.items(), 1):
             others = f", of {', '.join(names)}" if len(names) > len(read) else ""
-            _log.info("%s: reads %s%s.", self.name, " + ".join(read), others)
+            self.news.append(f"{self.name}: reads {' + '.join(read)}{others}.")
         return [found[i] for i in sorted(found)]
+
+    def tell(self) -> None:
+        """Log the news."""
+        for each in self.news:
+            _log.info("%s", each)
 
     def _where(self, i: int) -> str:
         if self.is_text:

@@ -147,6 +147,7 @@ def read_text(spec: str, tokens: int | None = None, tokenizer: Any = None) -> st
             raise OptionError(f"{document.where}: expected text, got an image.")
     is_plain = not any(document.messages or document.ids for document in documents)
     texts = [document.text or "" if is_plain else reader.text(document) for document in documents]
+    found.tell()
     return _DOCUMENT_LINE.join(texts)
 
 

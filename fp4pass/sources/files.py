@@ -26,7 +26,7 @@ VERSION = 3
 # Keys of config.json about its making, and not about the model.
 _FREE = {"transformers_version", "_name_or_path"}
 
-# What Python raises for data that are not what they should be.
+# Errors of Python for malformed data.
 _FAULTS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),

@@ -31,7 +31,7 @@ _ACCOMPANYING = re.compile(
     r"|absmax)|[:_](?:scale|zero_point|qdata))$"
 )
 
-# What is left of a name then, behind that of the layer or of the stack of experts.
+# The rest of a name, behind that of the layer or of the stack of experts.
 _REST = re.compile(r"(?:[._]+weight|_blocks)?[._:]*$")
 
 

@@ -11,7 +11,7 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.operands_triton import operands
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
-from fp4pass.kernels.linear.gluon import multiply_wide, runs_wide
+from fp4pass.kernels.linear.gluon_triton import multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
 needs_hopper = pytest.mark.skipif(

@@ -62,7 +62,7 @@ def test_a_weight_passes_seven_files(method: str) -> None:
     found = _entries(method, weight, model)
     # Beside quantization/search.py, which holds it; each is entered once.
     assert found == [
-        ("kernels/statistics/reference.py", "weight_amax"),
+        ("kernels/statistics/naive.py", "weight_amax"),
         ("methods/search.py", method),
         ("ops/registration.py", "run"),
         ("ops/checks.py", "_hessian"),

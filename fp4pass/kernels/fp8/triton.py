@@ -14,7 +14,7 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, decode_scale, overlapping, rounded, wait
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
-from ..linear.gluon import multiply_wide, runs_wide
+from ..linear.gluon_triton import multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, split, wide_tiles
 from .decode_triton import decode_e4m3, operand
 from .expand_triton import expanded

@@ -17,7 +17,7 @@ from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed
 from ..fp8.naive import uses_fp8
 from ..fp8.triton import multiply_fp8
 from .decode_triton import InputRows, arranged
-from .gluon import multiply_row, multiply_wide, runs_wide, step_of_warps
+from .gluon_triton import multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
 from .naive import linear_quantized_ref, linear_ref
 from .ptx_triton import offset
