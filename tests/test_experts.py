@@ -24,12 +24,7 @@ from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.evaluation import output_errors
-from fp4pass.experts import (
-    ExpertStack,
-    QuantizedExperts,
-    QuantizedExpertStack,
-    in_order,
-)
+from fp4pass.experts import ExpertStack, QuantizedExperts, QuantizedExpertStack, in_order
 from fp4pass.kernels.rotate.naive import rotate_weight
 from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertInputs, Stats

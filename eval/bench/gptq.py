@@ -44,13 +44,7 @@ from eval.bench.harness import (
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.search.gptq_reference import (
-    ROWS,
-    damp,
-    each_alone,
-    make_problem,
-    solve,
-)
+from fp4pass.kernels.search.gptq_reference import ROWS, damp, each_alone, make_problem, solve
 from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method

@@ -13,15 +13,7 @@ from typing import Any
 
 from eval.pages.explorer import load
 from eval.pages.figures import draw_results
-from eval.pages.tables import (
-    ROOT,
-    code,
-    number,
-    origin,
-    parse_args,
-    table,
-    with_interval,
-)
+from eval.pages.tables import ROOT, code, number, origin, parse_args, table, with_interval
 from eval.pages.verdicts import verdicts
 
 Found = Mapping[str, Any]

@@ -19,10 +19,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType  # noqa: 
 from peft.tuners import tuners_utils  # noqa: E402
 from peft.tuners.lora.layer import Linear, ParamWrapper  # noqa: E402
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
-from peft.utils.constants import (  # noqa: E402
-    INCLUDE_LINEAR_LAYERS_SHORTHAND,
-    SEQ_CLS_HEAD_NAMES,
-)
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES  # noqa: E402
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
 __all__ = [

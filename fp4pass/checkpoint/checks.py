@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError, expected
 from ..kv_cache import KV_CACHE
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..rows import Report
 from ..sources.files import Shapes, check_float, read_json, well_formed
-from .layouts import PackedLayer, expected_shapes, fused_problems, matches
+from .layouts import expected_shapes, fused_problems, matches
+from .reader import CheckpointReader, packed_problem
 from .readers import SERVED
-
-if TYPE_CHECKING:
-    from .reader import CheckpointReader
 
 # Attention to something else, where q does not read what k and v read.
 _CROSS = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
@@ -109,41 +105,6 @@ def _check_stacks(reader: CheckpointReader) -> None:
     dict(reader.float_layers)
 
 
-def sum_problem(reader: CheckpointReader, name: str, tensor: Tensor) -> str:
-    """Return that a tensor is not what was saved, as far as the folder says, or ""."""
-    if (
-        reader.own is None
-        or fingerprint(tensor) == reader.own["tensors"][reader.on_disk.get(name, name)]
-    ):
-        return ""
-    return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
-
-
-def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
-    """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
-        return (
-            "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
-            "finite when it was written. Copy it again, or quantize a model that is finite."
-        )
-    # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
-    if (
-        part in (GLOBAL, INPUT_GLOBAL)
-        and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
-    ):
-        remedy = (
-            "An expert that calibration never reached looks like this; fp4pass convert --to bf16 "
-            "needs no scale of inputs"
-            if part == INPUT_GLOBAL
-            else "Copy the folder again, or quantize the model again"
-        )
-        return (
-            f"expected a positive finite number with a finite reciprocal, got {tensor.tolist()}. "
-            f"{remedy}."
-        )
-    return ""
-
-
 def dense_problem(tensor: Tensor, is_buffer: bool) -> str:
     """Return that a dense tensor is not finite, or ""; masks are buffers of infinities."""
     if tensor.is_floating_point() and tensor.itemsize > 1:
@@ -166,7 +127,7 @@ def problems(
     packed = reader.packed_names()
     scales: dict[str, dict[str, float]] = {}
     for name, tensor in tensors:
-        found = sum_problem(reader, name, tensor) if sums else ""
+        found = reader.sum_problem(name, tensor) if sums else ""
         if name in packed:
             layer, part, facts = packed[name]
             found = found or packed_problem(part, tensor, facts)

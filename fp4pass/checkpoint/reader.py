@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
-from ..linear import GLOBAL, PACKED, SCALE, StoredWeight
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from ..sources.files import Stamp, read_json, read_tensors, require_same
-from .checks import packed_problem, sum_problem
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 
 
@@ -124,9 +124,17 @@ class CheckpointReader:
     def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
         for name, tensor in self.tensors(chosen):
-            if problem := sum_problem(self, name, tensor):
+            if problem := self.sum_problem(name, tensor):
                 raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
             yield name, tensor
+
+    def sum_problem(self, name: str, tensor: Tensor) -> str:
+        """Return that a tensor is not what was saved, as far as the folder says, or ""."""
+        if self.own is None:
+            return ""
+        if fingerprint(tensor) == self.own["tensors"][self.on_disk.get(name, name)]:
+            return ""
+        return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
 
     def names(self, layer: str) -> dict[str, str]:
         """Return the name on disk of each buffer that a packed layer has."""
@@ -242,3 +250,28 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         files={tensors[name]: path for name, path in reader.files.items()},
         on_disk={new: reader.on_disk.get(name, name) for name, new in tensors.items()},
     )
+
+
+def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
+    """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
+    if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
+        return (
+            "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
+            "finite when it was written. Copy it again, or quantize a model that is finite."
+        )
+    # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
+    if (
+        part in (GLOBAL, INPUT_GLOBAL)
+        and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
+    ):
+        remedy = (
+            "An expert that calibration never reached looks like this; fp4pass convert --to bf16 "
+            "needs no scale of inputs"
+            if part == INPUT_GLOBAL
+            else "Copy the folder again, or quantize the model again"
+        )
+        return (
+            f"expected a positive finite number with a finite reciprocal, got {tensor.tolist()}. "
+            f"{remedy}."
+        )
+    return ""

@@ -27,19 +27,6 @@ from .experts import (
     experts_quantize,
     observe_experts,
 )
-from .linears import (
-    linear,
-    linear_group,
-    linear_quantized,
-    linear_quantized_group,
-)
+from .linears import linear, linear_group, linear_quantized, linear_quantized_group
 from .registration import call
-from .weights import (
-    dequantize,
-    gptq,
-    joint,
-    observe,
-    observe_full,
-    search,
-    search_stack,
-)
+from .weights import dequantize, gptq, joint, observe, observe_full, search, search_stack

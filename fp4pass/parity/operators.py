@@ -13,11 +13,7 @@ from ..errors import ShapeError
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
-from .codebook_reference import (
-    dequantize_codebook_ref,
-    linear_codebook_ref,
-    quantize_codebook_ref,
-)
+from .codebook_reference import dequantize_codebook_ref, linear_codebook_ref, quantize_codebook_ref
 from .codebooks import Codebook, get_codebook
 from .int8_reference import dequantize_rows_ref, linear_int8_ref
 

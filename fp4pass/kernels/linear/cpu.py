@@ -15,12 +15,7 @@ from ...core.packing import PackedWeight
 from ..cpu.library import function, is_stored, threads_for, weight_at
 from ..dequantize.cpu import dequantize_cpu
 from ..fp8.naive import uses_fp8
-from .naive import (
-    linear_group_ref,
-    linear_quantized_group_ref,
-    linear_quantized_ref,
-    linear_ref,
-)
+from .naive import linear_group_ref, linear_quantized_group_ref, linear_quantized_ref, linear_ref
 
 # Up to so many rows are multiplied by the codes. More share a dense tile, whose products have the
 # bits of dense ones.

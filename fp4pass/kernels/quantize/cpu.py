@@ -14,11 +14,7 @@ from ..common.rounding import global_multiplier
 from ..cpu.library import Grid, Rounding, function, tables, threads_for
 from ..experts.naive import experts_quantize_ref
 from ..rotate.naive import rotate_quantize_ref
-from .naive import (
-    activate_quantize_ref,
-    norm_quantize_ref,
-    quantize_ref,
-)
+from .naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 
 
 @lru_cache(maxsize=64)
