@@ -205,7 +205,10 @@ def test_load_counts_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     fp4pass.save(made, tmp_path / "out", progress=False)
     with watched() as seen:
         seen.slow(
-            monkeypatch, reader, "sum_problem", lambda _, n, x: 60.0 if x.nbytes == 1 << 20 else 0
+            monkeypatch,
+            reader.CheckpointReader,
+            "sum_problem",
+            lambda _, n, x: 60.0 if x.nbytes == 1 << 20 else 0,
         )
         fp4pass.load(tmp_path / "out", model=wide())
     assert [line.split(",")[0] for line in seen.lines] == ["load: 1.3/2.4 MB", "load: 2.4/2.4 MB"]
