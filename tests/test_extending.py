@@ -108,7 +108,13 @@ def test_every_section_is_run() -> None:
     assert set(USES) == set(BLOCKS)
 
 
-@pytest.mark.parametrize("section", USES)
+# Sections that take seconds each; the others add to as many registries.
+LONG = ("An option", "A format", "A method")
+
+
+@pytest.mark.parametrize(
+    "section", [pytest.param(s, marks=pytest.mark.slow if s in LONG else ()) for s in USES]
+)
 def test_the_page_adds_it(section: str, tmp_path: Path) -> None:
     (block,) = BLOCKS[section]
     root = ROOT

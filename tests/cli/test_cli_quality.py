@@ -65,6 +65,7 @@ def test_a_folder_of_a_quality_that_changed_since_is_read(
     assert "method: quality 'fast' stands for" in result.stderr and "Leave out" in result.stderr
 
 
+@pytest.mark.slow
 def test_best_runs_one_layer_after_the_other(
     tmp_path: Path, rules: Path, written: torch.Tensor
 ) -> None:

@@ -103,7 +103,10 @@ CASES = {
     # The others hold what these do, of another gate or format.
     [
         pytest.param(
-            c, marks=pytest.mark.slow if c in ("pairs", "few rows, gelu", "rows, limited") else ()
+            c,
+            marks=pytest.mark.slow
+            if c in ("pairs", "pairs, limited", "few rows, gelu", "rows, limited")
+            else (),
         )
         for c in CASES
     ],

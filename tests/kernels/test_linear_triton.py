@@ -390,8 +390,8 @@ import sys
 for name in sys.argv[1:]:
     sys.modules[name] = None
 from fp4pass.kernels.fp8 import triton
-from fp4pass.kernels.linear import gluon, triton
-print(gluon.one_row_kernel is None, gluon.wide_kernel is None)
+from fp4pass.kernels.linear import gluon_triton, triton
+print(gluon_triton.one_row_kernel is None, gluon_triton.wide_kernel is None)
 """
 
 
