@@ -46,7 +46,7 @@ from fp4pass.graph.inductor import install_passes
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of `experts`, k of which a token takes, from `hidden` columns to `inner` and back."""
+    """A mixture layer: a token takes k of `experts`, from `hidden` columns to `inner` and back."""
 
     name: str
     experts: int

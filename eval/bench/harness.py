@@ -1,4 +1,4 @@
-"""What benchmarks share: options, clocks, random data and models, and the table of a page.
+"""Share options, clocks, random data and models, and the table of a page, among benchmarks.
 
 A benchmark is a list of cases. It measures them into a JSON file of eval/results, and with --table
 it writes that file into a page, without a GPU. --tiny is a rehearsal that also runs on a CPU.
