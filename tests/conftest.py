@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import getpass
+import importlib
+import inspect
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,30 @@ def fast_in_bfloat16() -> Iterator[None]:
     """Compute in the dtype of the weights on any CPU, so that tests expect the same everywhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fp4pass.evaluation.computing.cpu_has_bfloat16", lambda: True)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_remembers_builtins() -> Iterator[None]:
+    """Let Triton's interpreter look through its language once, not at each call of a function."""
+    if "TRITON_INTERPRET" not in os.environ or find_spec("triton") is None:
+        yield
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    is_builtin, patch_attribute = interpreter.tl.core.is_builtin, interpreter._patch_attr
+    names: dict[object, list[str]] = {}
+
+    def patch_builtin(package: object, builder: object, *scope: object) -> None:
+        if package not in names:
+            members = inspect.getmembers(package)
+            names[package] = [name for name, member in members if is_builtin(member)]
+        for name in names[package]:
+            member = getattr(package, name)
+            if is_builtin(member):
+                patch_attribute(package, name, member, builder, *scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
 
 
