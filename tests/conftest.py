@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import getpass
 import importlib
 import inspect
@@ -28,6 +29,9 @@ elif worker := os.environ.get("PYTEST_XDIST_WORKER"):
 # Tests are many and small: threads cost them, and programs they start, more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# Triton's interpreter makes many objects: looking for cycles as often as usual takes a tenth.
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
