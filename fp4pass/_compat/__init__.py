@@ -7,17 +7,27 @@ that another version is an error with a remedy, and not an AttributeError somewh
 
 from __future__ import annotations
 
+import functools
+
 from ..errors import VersionError
+
+
+@functools.cache
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, which takes milliseconds the first time."""
+    from importlib.metadata import version
+
+    return version(package)
 
 
 def require_version(package: str, versions: str, *, extra: str | None = None) -> None:
     """Raise VersionError unless a package of PyPI is installed in one of `versions`."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError
 
     from packaging.specifiers import SpecifierSet
 
     try:
-        found = version(package)
+        found = installed_version(package)
         # A nightly build of a version in the range is in the range.
         if SpecifierSet(versions).contains(found, prereleases=True):
             return

@@ -272,7 +272,7 @@ def test_lm_eval_is_missing_or_another(
             raise importlib.metadata.PackageNotFoundError(package)
         return installed
 
-    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("fp4pass._compat.installed_version", version)
     for name in ("fp4pass.integrations.lm_eval", "fp4pass._compat.lm_eval"):
         monkeypatch.delitem(sys.modules, name)
     remedy = rf"lm-eval: expected .*, got {installed or 'no'}.*pip install 'fp4pass\[eval\]'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass import _compat
 from fp4pass.errors import OptionError, StateError, VersionError
 from fp4pass.integrations import Fp4PassConfig
 from fp4pass.linear import QuantizedLinear
@@ -417,11 +417,9 @@ print(type(get_peft_model(model, LoraConfig(target_modules="all-linear")).base_m
 def test_another_peft_is_refused_where_it_meets_packed_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    find = importlib.metadata.version
+    find = _compat.installed_version
     versions = {"peft": "0.19.1"}
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: versions.get(name) or find(name)
-    )
+    monkeypatch.setattr(_compat, "installed_version", lambda name: versions.get(name) or find(name))
     for module in ("fp4pass.integrations.peft", "fp4pass._compat.peft"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(VersionError, match=r"peft: expected.*got 0\.19\.1.*'fp4pass\[peft\]'"):
