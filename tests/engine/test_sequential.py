@@ -192,7 +192,7 @@ def test_the_cross_target_is_that_of_least_squares(
 ) -> None:
     """Against numpy's least squares on the inputs themselves: the last linear of the last layer."""
     data, name, damping = batches(), "layers.1.down", 0.05
-    method = Gptq(target="cross", damping=damping)
+    method = Gptq(target="cross", target_damping=damping)
     ours = converted(model(2), method, rules=NO_HEAD, fmt=fmt, **how)
     wanted = inputs_of(model(2), name, data)
     seen = inputs_of(ours, name, data)
@@ -263,7 +263,8 @@ def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> N
     with torch.no_grad():
         reference = model(6)(fresh[0])
         errors = []
-        for method in ("gptq", CROSS):
+        plain = Gptq(shrinkage=0.0)
+        for method in (plain, dataclasses.replace(plain, target="cross", target_damping=0.1)):
             ours = converted(model(6), method, rules=NO_HEAD, data=data, weight_only=weight_only)
             errors.append(float((ours(fresh[0]) - reference).norm() / reference.norm()))
     assert errors[1] < (0.8 if weight_only else 1) * errors[0]
