@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fp4pass.methods import method_from_dict
+from fp4pass.quality import QUALITIES
 
 SEEDS = (0, 1, 2)
 
@@ -53,3 +54,108 @@ class Run:
 
 
 GRIDS: dict[str, list[Run]] = {}
+
+
+def methods(scheme: str) -> dict[str, dict[str, Any]]:
+    """Return what of a method and of `convert` each row of the main table has, by its name."""
+    cross = {"name": "gptq", "target": "cross"}
+    found: dict[str, dict[str, Any]] = {
+        "naive": {"method": {"name": "naive"}},
+        "sse": {"method": {"name": "sse"}},
+        "hessian": {"method": {"name": "hessian"}},
+        "hessian, joint codes": {"method": {"name": "hessian", "codes": "joint"}},
+        "gptq": {"method": {"name": "gptq"}},
+        "cross": {"method": cross},
+    }
+    if not scheme.endswith("a16"):
+        searched = {"activation_scales": "sse"}
+        found |= {
+            f"{name}, inputs sse": {"method": found[name]["method"], "options": searched}
+            for name in ("hessian", "gptq", "cross")
+        }
+    return found
+
+
+def _runs(scheme: str, names: tuple[str, ...] = (), **data: Any) -> list[Run]:
+    """Return a run of each method, or of some; those that need no data have none."""
+    weights = scheme.endswith("a16")
+    found = []
+    for name, given in methods(scheme).items():
+        if names and name not in names:
+            continue
+        is_free = weights and name in ("naive", "sse")
+        own = {"data": "none", "tokens": 0, "seed": 0} if is_free else {}
+        found.append(Run(by=name, scheme=scheme, **given, **{**data, **own}))
+    return found
+
+
+def _one(found: list[Run]) -> list[Run]:
+    """Return runs without those that are there already."""
+    return list({run.key: run for run in found}.values())
+
+
+_SCHEMES = ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4")
+_CALIBRATED = ("hessian", "gptq", "cross")
+_KINDS = ("own", "chats", "documents", "wiki", "mixed")
+
+
+def _of_gptq(by: str, data: str, **options: Any) -> Run:
+    return Run(by=by, method={"name": "gptq", **options}, data=data)
+
+
+# Every method in each scheme, on text that the model writes.
+GRIDS["methods"] = _one([r for s in _SCHEMES for n in SEEDS for r in _runs(s, seed=n)])
+# What it is calibrated on.
+GRIDS["kinds"] = _one(
+    [r for k in _KINDS for n in SEEDS for r in _runs("nvfp4a16", _CALIBRATED, data=k, seed=n)]
+)
+# How much of it.
+GRIDS["amounts"] = [
+    run
+    for power in (13, 14, 15, 16, 17, 18)
+    for run in _runs("nvfp4a16", _CALIBRATED, tokens=1 << power)
+]
+# In which windows.
+GRIDS["windows"] = [
+    run
+    for window in (128, 512, 2048)
+    for run in _runs("nvfp4a16", _CALIBRATED, data="wiki", window=window)
+]
+# How far the Hessian is trusted.
+GRIDS["shrinkage"] = [
+    run
+    for data in ("own", "documents")
+    for run in (
+        *(
+            _of_gptq(f"gptq, shrinkage {share:g}", data, shrinkage=share)
+            for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+        ),
+        *(
+            _of_gptq(f"gptq, damping {value:g}", data, damping=value, shrinkage=0.0)
+            for value in (0.05, 0.5, 1.0)
+        ),
+        *(
+            _of_gptq(f"cross, shrinkage {share:g}", data, target="cross", shrinkage=share)
+            for share in (0.0, 0.1, 0.5)
+        ),
+        *(
+            _of_gptq(f"cross, target damping {value:g}", data, target="cross", target_damping=value)
+            for value in (0.1, 0.2, 1.0)
+        ),
+    )
+]
+# The recipes with a name.
+GRIDS["qualities"] = _one(
+    [
+        Run(
+            by=f'quality="{name}"',
+            scheme=scheme,
+            options={"quality": name},
+            tokens=0 if name == "fast" and scheme.endswith("a16") else 1 << 15,
+            seed=seed,
+        )
+        for scheme in _SCHEMES
+        for name in QUALITIES
+        for seed in (SEEDS if name != "fast" else (0,))
+    ]
+)

@@ -18,7 +18,7 @@ import argparse
 import copy
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
