@@ -59,15 +59,20 @@ class Row:
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         fields = {name: value for name, value in data.items() if name != "scheme"}
         row = Row(**{**fields, **tuples, "config": config})
-        for name, hint in get_type_hints(Row).items():
-            if not _fits(getattr(row, name), hint):
-                value = repr(getattr(row, name))
-                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value:.100}"))
+        _require_types("a row", row)
         return row
 
 
+def _require_types(what: str, record: Row | RefinedLayer | Refined) -> None:
+    """Raise OptionError for a value of another type than its field has."""
+    for name, hint in get_type_hints(type(record)).items():
+        if not _fits(getattr(record, name), hint):
+            value = repr(getattr(record, name))
+            raise OptionError(expected(f"Report: {what}: {name}", str(hint), f"{value:.100}"))
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type as the fields of `Row` have them."""
+    """Return whether a value is of a type as the fields of rows have them."""
     if get_origin(hint) is tuple:
         return type(value) is tuple and all(_fits(each, get_args(hint)[0]) for each in value)
     if get_args(hint):
@@ -107,9 +112,12 @@ class Refined:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Refined:
-        """Read what `record` returned."""
-        layers = tuple(RefinedLayer(**each) for each in data["layers"])
-        return Refined(**{**data, "layers": layers})
+        """Read what `record` returned. Raises OptionError for a value of another type."""
+        found = Refined(**{**data, "layers": tuple(RefinedLayer(**x) for x in data["layers"])})
+        _require_types("refined", found)
+        for each in found.layers:
+            _require_types("refined: a layer", each)
+        return found
 
     def lines(self) -> list[str]:
         """Return the lines of a report."""

@@ -42,7 +42,9 @@ def _logits(model: nn.Module, batch: Any) -> tuple[Tensor | None, Tensor | None]
     args, kwargs = call_arguments(batch, device_of(model))
     seen: list[Tensor | None] = []
     # The scope of a call ends with it.
-    handle = model.register_forward_hook(lambda *call: seen.append(_visible(call[-1])))
+    handle = model.register_forward_hook(
+        lambda *call: seen.append(_visible(call[-1])), prepend=True
+    )
     try:
         logits = getattr(model(*args, **kwargs), "logits", None)
     finally:

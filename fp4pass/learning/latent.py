@@ -136,6 +136,15 @@ def latent_weight(
     return center.add_(offset, alpha=share).clamp_(min=0.0).copysign_(sign)
 
 
+@torch.no_grad()
+def lean(latent: Tensor, share: float) -> None:
+    """Leave latents a share of their distance from the values of their codes, in place."""
+    center = latent.abs().round_()
+    sign = torch.copysign(torch.ones_like(latent), latent)
+    offset = latent.abs().sub_(center)
+    latent.copy_(center.add_(offset, alpha=share).mul_(sign))
+
+
 class _Round(torch.autograd.Function):
     """The weight that latents round to; its gradient counts as that of the unrounded weight."""
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..core.globs import without_numbers
 from ..experts import QUANTIZED
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..linear import PACKED, SCALE
 from ..methods import STATISTICS, Stats
 from ..observers.visible_tokens import visible_rows
+from .latent import lean
 from .layers import TRAINABLE, Codes, Latents, TrainableExperts, freeze, make_trainable
 
 # Buffers and parameters by the module that has them and their names.
@@ -54,7 +56,8 @@ class LearnedLayer:
     """A layer that learns.
 
     Attributes:
-        latents: of its packed weights, each with the layers that share it.
+        latents: of its packed weights, each with the layers that share it; at first the float
+            weights, as far as they lie in the cells of their codes.
         masters: float32 copies of its norms and biases, by these.
     """
 
@@ -63,7 +66,6 @@ class LearnedLayer:
         layer: nn.Module,
         weights: Mapping[nn.Module, Tensor],
         small: Mapping[str, nn.Parameter],
-        share: float,
     ) -> None:
         """Make a layer learn.
 
@@ -71,7 +73,6 @@ class LearnedLayer:
             layer: of a stack.
             weights: the float weights of its quantized layers that learn.
             small: its norms and biases that learn, by their names.
-            share: as `Refine` has it.
         """
         self.layer, self._modules = layer, list(weights)
         self.small = list(small.values())
@@ -82,7 +83,7 @@ class LearnedLayer:
         known: Latents = {}
         try:
             for module, weight in weights.items():
-                trained = make_trainable(module, weight, share=share, latents=known)
+                trained = make_trainable(module, weight, share=1.0, latents=known)
                 self.latents.setdefault(trained.latent, []).append(trained)
         except BaseException:
             self.restore()
@@ -101,12 +102,40 @@ class LearnedLayer:
         for parameter, master in zip(self.small, self.masters, strict=True):
             parameter.copy_(master)
 
-    def search_scales(self, hessians: Mapping[nn.Parameter, Tensor]) -> None:
-        """Search all block scales again."""
-        for latent, (first, *others) in self.latents.items():
-            first.search_scales(hessians.get(latent))
-            for other in others:
-                other.share_scales(first)
+    @torch.no_grad()
+    def search_scales(
+        self, hessians: Mapping[nn.Parameter, Tensor], error: Callable[[], float]
+    ) -> None:
+        """Search block scales again for what the latents stand for, where that lowers an error.
+
+        Those of layers whose names differ by numbers alone, as experts, are tried together.
+        """
+        names = {module: name for name, module in self.layer.named_modules()}
+        groups: dict[str, list[nn.Parameter]] = {}
+        for latent, (first, *_) in self.latents.items():
+            groups.setdefault(without_numbers(names[first]), []).append(latent)
+        least = error()
+        for latents in groups.values():
+            scales = [self.latents[latent][0]._buffers[SCALE] for latent in latents]
+            values = [latent.clone() for latent in latents]
+            for latent in latents:
+                first, *others = self.latents[latent]
+                first.search_scales(hessians.get(latent))
+                for other in others:
+                    other.share_scales(first)
+            found = error()
+            if found < least:
+                least = found
+                continue
+            for latent, value, scale in zip(latents, values, scales, strict=True):
+                latent.copy_(value)
+                for module in self.latents[latent]:
+                    module._buffers[SCALE] = scale
+
+    def lean(self, share: float) -> None:
+        """Leave the latents a share of the way from their codes."""
+        for latent in self.latents:
+            lean(latent.detach(), share)
 
     def freeze(self) -> None:
         """Pack what was learned: the layer is an ordinary converted one."""

@@ -22,8 +22,8 @@ class Refine:
         share: how far weights begin on the way from their codes to the float weight, from 0 to 1.
         norm_lr: the first step size of norms and biases, in units of their root mean square; 0
             keeps them.
-        scales: whether block scales are searched again, at a quarter, a half and three quarters of
-            the steps, by the Hessians of the batches.
+        scales: whether block scales of the float weights are searched again first, by the Hessians
+            of the batches; they are taken where the layer comes nearer to the float model.
         token_weights: "inverse" weighs the error of each token by 1 / |t|^2 of its target t, so
             that all tokens count alike; "none" adds up squares.
         average: the share of the steps, the last ones, whose weights are averaged before they are
@@ -67,21 +67,12 @@ class Refine:
         if self.token_weights not in TOKEN_WEIGHTS:
             raise unknown_name("Refine: token_weights", self.token_weights, TOKEN_WEIGHTS)
 
-    def rate(self, step: int) -> float:
-        """Return the share of the first step size at a step, from 0 on."""
-        return 1.0 - step / self.steps
-
     @property
-    def lr(self) -> float:
-        """The first step size of codes."""
+    def rates(self) -> tuple[float, ...]:
+        """The step sizes of codes, as shares of their sum."""
         # Adam moves no number farther than its step size, for (1 - .9)^2 = 1 - .99.
-        return self.travel * 2 / (self.steps + 1)
-
-    @property
-    def searches(self) -> tuple[int, ...]:
-        """The steps before which block scales are searched again."""
-        quarters = {self.steps * i // 4 for i in (1, 2, 3)} if self.scales else set()
-        return tuple(sorted(quarters - {0}))
+        total = self.steps * (self.steps + 1)
+        return tuple(2 * (self.steps - step) / total for step in range(self.steps))
 
     @property
     def averages_from(self) -> int:

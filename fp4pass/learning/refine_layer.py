@@ -21,6 +21,9 @@ from .options import Refine
 # Of what Adam remembers, for first and second moments.
 _BETAS = (0.9, 0.99)
 
+# So many batches say whether other block scales are better.
+_TRIED = 8
+
 # Smaller mean squares of a target are those of nothing.
 _TINY = 1e-30
 
@@ -100,7 +103,7 @@ class Learning:
         before = after = work.error()
         if not self.weights and not self.small:
             return before, after
-        layer = LearnedLayer(self.layer, self.weights, self.small, self.options.share)
+        layer = LearnedLayer(self.layer, self.weights, self.small)
         try:
             work.learn(layer)
             layer.freeze()
@@ -133,17 +136,18 @@ class _Work:
         options = self._learning.options
         if not self._taught:
             return
-        hessians = self._hessians(layer) if options.searches else {}
+        if options.scales:
+            judging = self._taught[:_TRIED]
+            layer.search_scales(self._hessians(layer), lambda: self._error(judging))
+        layer.lean(options.share)
         adam = torch.optim.Adam(_groups(layer, options), betas=_BETAS)
-        rates = [group["lr"] for group in adam.param_groups]
+        sums = [group["lr"] for group in adam.param_groups]
         values = [*layer.latents, *layer.masters]
         totals = [torch.zeros_like(each) for each in values]
         order = _order(self._taught, options.seed)
-        for step in range(options.steps):
-            if step in options.searches:
-                layer.search_scales(hessians)
-            for group, rate in zip(adam.param_groups, rates, strict=True):
-                group["lr"] = rate * options.rate(step)
+        for step, rate in enumerate(options.rates):
+            for group, total in zip(adam.param_groups, sums, strict=True):
+                group["lr"] = total * rate
             i = next(order)
             with torch.enable_grad():
                 errors, weights = self._errors(i)
@@ -164,8 +168,11 @@ class _Work:
 
     def error(self) -> float:
         """Return the root of the mean error of what the layer as it is gives held-out batches."""
+        return self._error(self._judging)
+
+    def _error(self, calls: Sequence[int]) -> float:
         found = torch.zeros(2, dtype=torch.float64, device=self._place)
-        for i in self._judging:
+        for i in calls:
             errors, weights = self._errors(i)
             found += torch.stack(((errors * weights).sum(), self._size(i, weights))).double()
         error, size = found.tolist()
@@ -207,12 +214,12 @@ class _Work:
 
 
 def _groups(layer: LearnedLayer, options: Refine) -> list[dict[str, Any]]:
-    """Return what is learned, and with which step sizes."""
-    groups: list[dict[str, Any]] = [{"params": list(layer.latents), "lr": options.lr}]
+    """Return what is learned, and how far it moves in all steps."""
+    groups: list[dict[str, Any]] = [{"params": list(layer.latents), "lr": options.travel}]
     sizes = [each.square().mean().sqrt() for each in layer.masters]
     numbers = torch.stack(sizes).tolist() if sizes else []
     groups += [
-        {"params": [master], "lr": options.norm_lr * size}
+        {"params": [master], "lr": options.norm_lr * size / options.rates[0]}
         for master, size in zip(layer.masters, numbers, strict=True)
     ]
     return [group for group in groups if group["params"]]
