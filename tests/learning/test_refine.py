@@ -103,7 +103,6 @@ CASES = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("fmt, options, factor", CASES.values(), ids=CASES)
 def test_outputs_come_nearer_to_the_float_model(
     fmt: str, options: dict[str, Any], factor: float
@@ -137,6 +136,7 @@ def test_half_precision_learns(dtype: torch.dtype) -> None:
     assert {each.dtype for each in found.parameters()} == {dtype}
 
 
+@pytest.mark.core
 def test_norms_and_biases_learn_unless_told_not_to() -> None:
     source = model()
     start = converted(source)
