@@ -22,6 +22,8 @@ from .tensor import QuantState, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
+    from .learning.options import Refine
+    from .learning.refine import refine
     from .parallel import parallelize
     from .quantization.smooth import smooth
 
@@ -34,6 +36,7 @@ __all__ = [
     "Naive",
     "QuantState",
     "Recipe",
+    "Refine",
     "Report",
     "Sse",
     "__version__",
@@ -48,6 +51,7 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_checkpoint",
+    "refine",
     "report",
     "save",
     "set_compute",
@@ -59,6 +63,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
+    later |= {"refine": ".learning.refine", "Refine": ".learning.options"}
     if name in ("Evaluation", "evaluate", *later):
         return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

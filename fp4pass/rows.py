@@ -59,20 +59,77 @@ class Row:
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         fields = {name: value for name, value in data.items() if name != "scheme"}
         row = Row(**{**fields, **tuples, "config": config})
-        for name, hint in get_type_hints(Row).items():
-            if not _fits(getattr(row, name), hint):
-                value = repr(getattr(row, name))
-                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value:.100}"))
+        _require_types("a row", row)
         return row
 
 
+def _require_types(what: str, record: Row | RefinedLayer | Refined) -> None:
+    """Raise OptionError for a value of another type than its field has."""
+    for name, hint in get_type_hints(type(record)).items():
+        if not _fits(getattr(record, name), hint):
+            value = repr(getattr(record, name))
+            raise OptionError(expected(f"Report: {what}: {name}", str(hint), f"{value:.100}"))
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type as the fields of `Row` have them."""
+    """Return whether a value is of a type as the fields of rows have them."""
     if get_origin(hint) is tuple:
         return type(value) is tuple and all(_fits(each, get_args(hint)[0]) for each in value)
     if get_args(hint):
         return any(_fits(value, each) for each in get_args(hint))
     return type(value) is hint or (hint is float and type(value) is int)
+
+
+@dataclass(frozen=True)
+class RefinedLayer:
+    """A layer of a stack that `refine` worked on.
+
+    Its error is the root mean square of |y - t| / |t| over held-out tokens, t the output of the
+    float model.
+    """
+
+    name: str
+    before: float
+    after: float
+    kept: bool  # the layer has what it learned; else it was no better, and is as it was
+
+
+@dataclass(frozen=True)
+class Refined:
+    """The result of `refine`.
+
+    KL is that of the logits from those of the float model, over held-out tokens, nats.
+    """
+
+    layers: tuple[RefinedLayer, ...]
+    kl_before: float | None = None  # None for a model without logits
+    kl_after: float | None = None
+    kept: bool = True  # else the KL did not fall, and the whole model is as it was
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values; `from_dict` reads them."""
+        return {**vars(self), "layers": [dict(vars(each)) for each in self.layers]}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Refined:
+        """Read what `record` returned. Raises OptionError for a value of another type."""
+        found = Refined(**{**data, "layers": tuple(RefinedLayer(**x) for x in data["layers"])})
+        _require_types("refined", found)
+        for each in found.layers:
+            _require_types("refined: a layer", each)
+        return found
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report."""
+        found = []
+        if self.kl_before is not None and self.kl_after is not None:
+            kept = "" if self.kept else ", so all is left as it was"
+            found.append(f"  KL of the logits: {self.kl_before:.4f} to {self.kl_after:.4f}{kept}")
+        for each in self.layers:
+            kept = "" if each.kept else ", left as it was"
+            errors = f"{_percent(each.before)} to {_percent(each.after)}"
+            found.append(f"  {each.name}: {errors}{kept}")
+        return found
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -86,7 +143,7 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Report:
-    """A row for each linear layer; prints as a table.
+    """A row for each linear layer, and the result of `refine` if it was called; prints as a table.
 
     Example:
         >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
@@ -95,6 +152,7 @@ class Report:
     """
 
     rows: tuple[Row, ...]
+    refined: Refined | None = None
 
     def __post_init__(self) -> None:
         require_type("Report: rows", "a tuple of rows", self.rows, tuple)
@@ -116,22 +174,28 @@ class Report:
         return (note,) if note else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"rows": [...], "notes": [...]} of plain values; `from_dict` reads the rows.
+        """Return {"rows": [...], "notes": [...]} of plain values, which `from_dict` reads.
+
+        After `refine` there is "refined", too.
 
         Example:
             >>> fp4pass.report(fp4pass.convert(model, method="sse")).to_dict()["rows"][0]["name"]
             '0'
         """
-        return {"rows": [row.to_dict() for row in self.rows], "notes": list(self.notes)}
+        rows = [row.to_dict() for row in self.rows]
+        return {"rows": rows, **self._refined(), "notes": list(self.notes)}
 
     def record(self) -> dict[str, Any]:
-        """Return the rows alone, as files have them; `from_dict` reads them.
+        """Return the same without notes, as files have them; `from_dict` reads it.
 
         Example:
             >>> list(fp4pass.report(fp4pass.convert(model, method="sse")).record())
             ['rows']
         """
-        return {"rows": [row.record() for row in self.rows]}
+        return {"rows": [row.record() for row in self.rows], **self._refined()}
+
+    def _refined(self) -> dict[str, Any]:
+        return {} if self.refined is None else {"refined": self.refined.record()}
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON.
@@ -154,7 +218,9 @@ class Report:
         """
         require_type("Report: data", "what Report.to_dict returned", data, Mapping)
         require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
-        return Report(tuple(map(Row.from_dict, data["rows"])))
+        refined = data.get("refined")
+        rows = tuple(map(Row.from_dict, data["rows"]))
+        return Report(rows, None if refined is None else Refined.from_dict(refined))
 
     def __str__(self) -> str:
         header = ("layer", "N x K", "scheme", "method", "bits", "weight err", "output err")
@@ -177,6 +243,8 @@ class Report:
         if noted or self.notes:
             text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
             text += [f"  {note}" for note in self.notes]
+        if self.refined is not None:
+            text += ["", "refined, errors on held-out batches:", *self.refined.lines()]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)

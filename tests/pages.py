@@ -108,6 +108,7 @@ NOT_RUN = {
     "import lm_eval": "its documents come from the hub",
     "torch.compile(model.forward": "compiles for minutes, as tests/test_compiled_model.py does",
     "generate_batch": "takes long on a CPU; tests/integrations/test_serving.py does",
+    "fp4pass.refine(": "learns for minutes; tests/learning/test_refine.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 

@@ -124,6 +124,11 @@ def normed(folder: Path) -> dict[str, Any]:
     return {"normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()}
 
 
+def with_stack(folder: Path) -> dict[str, Any]:
+    ids = torch.arange(16).view(2, 8)
+    return {"model": decoder(), "batches": [ids, ids + 1]}
+
+
 # What an example has beside a small model and its batches.
 BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.Evaluation": language,
@@ -134,6 +139,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.integrations.quantized_cache": transformers_model,
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
+    "fp4pass.refine": with_stack,
     "fp4pass.smooth": normed,
 }
 

@@ -22,7 +22,7 @@ from ..observers.kv_cache import enable_cache
 from ..quantization.adapters import parents
 from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
-from ..rows import Report, Row
+from ..rows import Refined, Report, Row
 from ..sources.beside import beyond_model
 from ..sources.unread import require_writable
 from ..state import ModelState, forget_state, get_state, has_adapters, set_state
@@ -69,6 +69,7 @@ def finish(
     rows: Sequence[Row],
     files: Sequence[LayerFile] = (),
     carried: Mapping[str, Path] | None = None,
+    refined: Refined | None = None,
 ) -> None:
     """Complete a converted or loaded model in place.
 
@@ -79,6 +80,7 @@ def finish(
         files: from which it maps packed layers.
         carried: the file of each tensor that a checkpoint of it has beyond the model; by default
             those of the folder that it was read from, which get rows.
+        refined: the result of `refine` in a checkpoint.
     """
     if carried is None:
         carried, beyond = beyond_model(root)
@@ -89,7 +91,7 @@ def finish(
     finalize_stacks(root)
     own_config(root)
     untie(root)
-    state = ConvertedState(recipe, Report(tuple(rows)), tuple(files), carried)
+    state = ConvertedState(recipe, Report(tuple(rows), refined), tuple(files), carried)
     forget_state(root)
     set_state(root, state)
     enable_cache(root, recipe)

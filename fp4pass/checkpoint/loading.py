@@ -107,7 +107,8 @@ def load(
     recipe, rows = _origin(reader, skeleton, cache)
     if reader.own is None:
         rows = [*rows, *copied_rows(skeleton, tensor_shapes(files))]
-    finish(skeleton, recipe, rows, carried=files)
+    own = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
+    finish(skeleton, recipe, rows, carried=files, refined=own)
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:

@@ -64,7 +64,7 @@ def schedule(plan: Plan, stacks: Sequence[Stack]) -> list[Work]:
 def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     """Return the stacks of layers that linears to quantize are in. Raises StateError."""
     add_stacks(layer.module for layer in chosen)
-    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
+    stacks = list(stacks_of(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
             "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
@@ -86,10 +86,10 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
 
 def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
     """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
-    return list(_stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
+    return list(stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
 
 
-def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+def stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
     """Yield the outermost lists of at least two layers with linears below them."""
     inside: set[nn.Module] = set()
     for name, module in root.named_modules():

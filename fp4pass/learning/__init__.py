@@ -1,0 +1,1 @@
+"""Learn what a converted model stores: codes, block scales, norms and biases."""
