@@ -22,10 +22,12 @@ from .tensor import QuantState, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
+    from .learning import Distillation, distill
     from .parallel import parallelize
     from .quantization.smooth import smooth
 
 __all__ = [
+    "Distillation",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
@@ -41,6 +43,7 @@ __all__ = [
     "compile_report",
     "convert",
     "dequantize",
+    "distill",
     "evaluate",
     "functional",
     "load",
@@ -58,9 +61,17 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
-    if name in ("Evaluation", "evaluate", *later):
-        return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
+    later = {
+        "Distillation": ".learning",
+        "Evaluation": ".evaluation",
+        "distill": ".learning",
+        "evaluate": ".evaluation",
+        "parallelize": ".parallel",
+        "smooth": ".quantization.smooth",
+        "trace": ".graph.export",
+    }
+    if name in later:
+        return getattr(import_module(later[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

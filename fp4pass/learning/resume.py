@@ -1,0 +1,196 @@
+"""How far a distillation is: its history, its best state, and the file that keeps them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.fingerprint import digest_of
+from ..core.paths import path_of
+from ..errors import CheckpointError, StateError
+from ..linear import SCALE
+from .optimizer import Optimizer, local
+from .record import Evaluated
+from .student import scale_buffers, student_layers
+
+# For the number of the process.
+_FILE = "distillation-{}.pt"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file of a distillation.
+
+    Attributes:
+        file: where it is, or will be.
+        call: the digest that tells one distillation from another.
+        data: what it has, {} for a new one.
+    """
+
+    file: Path
+    call: str
+    data: dict[str, Any]
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str], rank: int, model: nn.Module, call: Any) -> Kept:
+        """Read the file of a process, if there is one.
+
+        Args:
+            folder: where it is; made if it does not exist.
+            rank: the number of the process.
+            model: before anything is trained.
+            call: the other arguments.
+
+        Raises:
+            StateError: it is of another call.
+            CheckpointError: it cannot be read.
+        """
+        file = path_of(folder, "resume") / _FILE.format(rank)
+        tensors = {name: local(tensor) for name, tensor in model.state_dict().items()}
+        digest, data = digest_of(call, tensors), dict[str, Any]()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_file():
+                data = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Delete the folder.") from error
+        if data and data["call"] != digest:
+            raise StateError(
+                f"{file} keeps another distillation: of another model, other batches or other "
+                "options. Make the same call as before, or delete the folder."
+            )
+        return Kept(file, digest, data)
+
+    def write(self, data: dict[str, Any]) -> None:
+        """Replace the file, which a kill leaves whole. Raises CheckpointError if it cannot be."""
+        new = self.file.with_suffix(".new")
+        try:
+            torch.save({**data, "call": self.call}, new)
+            os.replace(new, self.file)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.file} cannot be written: {error}.") from error
+
+
+class Average:
+    """The mean of the latents over steps."""
+
+    def __init__(self, student: nn.Module) -> None:
+        latents = {id(layer.latent): layer.latent for _, layer in student_layers(student)}
+        self.latents = [local(each.detach()) for each in latents.values()]
+        self.count = 0
+        self.means: list[Tensor] = []
+
+    def add(self) -> None:
+        """Add what the latents are now."""
+        self.count += 1
+        if self.count == 1:
+            self.means = [each.clone() for each in self.latents]
+            return
+        for mean, each in zip(self.means, self.latents, strict=True):
+            mean.lerp_(each, 1 / self.count)
+
+    def swap(self) -> None:
+        """Give the student the means, and keep its latents in their place."""
+        for mean, each in zip(self.means, self.latents, strict=True):
+            now = each.clone()
+            each.copy_(mean)
+            mean.copy_(now)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` takes."""
+        return {"count": self.count, "means": [each.cpu() for each in self.means]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from where another one was."""
+        self.count = state["count"]
+        pairs = zip(state["means"], self.latents, strict=False)
+        self.means = [mean.to(each.device) for mean, each in pairs]
+
+
+class Run:
+    """How far a distillation is.
+
+    Attributes:
+        student: whose weights are trained.
+        history: the start and every evaluation.
+        best_state: what is trained at the best of them, on the CPU, by name.
+        average: of the latents in the last steps.
+        step: steps that were taken.
+        seconds: that they took.
+    """
+
+    def __init__(self, student: nn.Module, start: Evaluated, kept: Kept | None) -> None:
+        self.student, self.history, self.kept = student, [start], kept
+        self.best_state = trained_state(student)
+        self.average = Average(student)
+        self.step, self.seconds = 0, 0.0
+
+    @property
+    def start(self) -> Evaluated:
+        """The model as it was converted."""
+        return self.history[0]
+
+    @property
+    def best(self) -> Evaluated:
+        """The evaluation with the least KL, the first of equal ones."""
+        return min(self.history, key=lambda each: each.kl)
+
+    def add(self, found: Evaluated) -> None:
+        """Note an evaluation of the student as it is."""
+        self.history.append(found)
+        if self.best is found:
+            self.best_state = trained_state(self.student)
+
+    def save(self, optimizer: Optimizer) -> None:
+        """Write everything to the file, if there is one."""
+        if self.kept is None:
+            return
+        self.kept.write(
+            {
+                "step": self.step,
+                "seconds": self.seconds,
+                "history": [astuple(each) for each in self.history],
+                "best": self.best_state,
+                "now": trained_state(self.student),
+                "average": self.average.state(),
+                "optimizer": optimizer.state(),
+            }
+        )
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Go on where the file ended, if there was one."""
+        if self.kept is None or not self.kept.data:
+            return
+        data = self.kept.data
+        self.step, self.seconds = data["step"], data["seconds"]
+        self.history = [Evaluated(*each) for each in data["history"]]
+        self.best_state = data["best"]
+        fill(self.student, data["now"])
+        self.average.load(data["average"])
+        optimizer.load(data["optimizer"])
+
+
+@torch.no_grad()
+def trained_state(student: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all that training changes, on the CPU: parameters and block scales."""
+    named = student.named_parameters()
+    own = {name: local(each.detach()) for name, each in named if each.requires_grad}
+    own |= scale_buffers(student)
+    return {name: each.to("cpu", copy=True) for name, each in own.items()}
+
+
+@torch.no_grad()
+def fill(student: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give a student what `trained_state` returned."""
+    named = student.named_parameters()
+    own = {name: local(each.detach()) for name, each in named} | scale_buffers(student)
+    for name, each in state.items():
+        # Scales that were never searched again may be a file's.
+        if not name.endswith(SCALE) or not torch.equal(own[name].cpu(), each):
+            own[name].copy_(each)
