@@ -23,7 +23,7 @@ from .optimizer import Optimizer
 from .record import Distillation, Evaluated
 from .rescale import rescale
 from .resume import Kept, Run, fill
-from .student import changed_codes, freeze, is_trainable, trainable
+from .student import changed_codes, freeze, is_trainable, require_share, trainable
 
 # Evaluations of a whole run.
 _EVALUATIONS = 8
@@ -48,6 +48,7 @@ def distill(
     steps: int = 400,
     batch_size: int = 8,
     travel: float = 1.0,
+    share: float = 0.5,
     others: float = 0.05,
     pull: float = 0.0,
     rescale_blocks: bool = False,
@@ -75,6 +76,8 @@ def distill(
         batch_size: windows of a step.
         travel: how far a latent weight can go in all steps, in cells of its code. With more, or
             with fewer windows in all, more codes change by chance.
+        share: how far latent weights begin on the way from the values of their codes to the float
+            weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
             Embeddings and layers in floating point stay.
         pull: how strongly a latent weight is drawn to the nearest value, growing with the steps:
@@ -105,7 +108,7 @@ def distill(
         True
     """
     require_flags(rescale_blocks=rescale_blocks, progress=progress)
-    _require_numbers(steps, travel, others, pull)
+    _require_numbers(steps, travel, share, others, pull)
     for each in (model, original):
         if unwrap(each).training:
             raise StateError(
@@ -115,7 +118,7 @@ def distill(
     is_student = is_trainable(model)
     group = ranks() if sharded_parameter(unwrap(model)) else ONE
     places = (group.size, group.rank)
-    options = (steps, batch_size, travel, others, pull, rescale_blocks, seed)
+    options = (steps, batch_size, travel, share, others, pull, rescale_blocks, seed)
     with shown("distill", progress) as bar:
         if batches is None:
             batches = _written(original, tokenizer, steps * batch_size, seed, progress)
@@ -134,7 +137,7 @@ def distill(
         call = (*options, own.items, apart.items)
         kept = None if resume is None else Kept.open(resume, group.rank, model, call)
         if not is_student:
-            trainable(model, original, others=bool(others))
+            trainable(model, original, others=bool(others), share=share)
         run = Run(model, start, kept)
         first = run.best_state
         optimizer = Optimizer(model, steps, travel, others, pull)
@@ -152,14 +155,15 @@ def distill(
     return result
 
 
-def _require_numbers(steps: Any, travel: Any, others: Any, pull: Any) -> None:
+def _require_numbers(steps: Any, travel: Any, share: Any, others: Any, pull: Any) -> None:
     """Raise OptionError for numbers that are out of range."""
     if type(steps) is not int or steps < 1:
         raise OptionError(expected("steps", "1, 2, ...", steps))
-    for name, value, least in (("travel", travel, 1), ("others", others, 0), ("pull", pull, 0)):
-        wanted = "a positive number" if least else "a number that is not negative"
+    require_share(share)
+    wanted = "a number that is not negative"
+    for name, value in (("travel", travel), ("others", others), ("pull", pull)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < math.inf and (value or not least)):
+        if not (is_number and 0 <= value < math.inf):
             raise OptionError(expected(name, wanted, value))
 
 

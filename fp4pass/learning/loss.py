@@ -17,10 +17,10 @@ class _Kl(torch.autograd.Function):
     """KL in chunks of tokens, whose gradient is computed with it, in the dtype of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, learns: bool) -> Tensor:
         rows, vocabulary = student.shape
         size = max(1, _CHUNK // vocabulary)
-        grad = torch.empty_like(student)
+        grad = torch.empty_like(student) if learns else student.new_empty(rows, 0)
         total = torch.zeros((), dtype=torch.float64, device=student.device)
         for own, other, out in zip(
             student.split(size), teacher.split(size), grad.split(size), strict=True
@@ -29,14 +29,15 @@ class _Kl(torch.autograd.Function):
             p = log_p.exp()
             # A token that the teacher rules out (logit -inf) adds nothing.
             total += torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(dtype=torch.float64)
-            out.copy_((log_q.exp() - p) / rows)
+            if learns:
+                out.copy_((log_q.exp() - p) / rows)
         ctx.save_for_backward(grad)
         return (total / rows).float()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = ctx.saved_tensors
-        return grad * grads[0].to(grad.dtype), None
+        return grad * grads[0].to(grad.dtype), None, None
 
 
 def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
@@ -48,11 +49,17 @@ def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
     Raises:
         ShapeError: the shapes differ, as those of two vocabularies do.
+
+    Example:
+        >>> logits = torch.randn(2, 5, 40)
+        >>> fp4pass.learning.kl_loss(logits, logits)
+        tensor(0.)
     """
     if student.shape != teacher.shape:
         raise ShapeError(
             f"The teacher has logits {tuple(teacher.shape)}: expected {tuple(student.shape)}, "
             "those of the student. Give the model that was converted."
         )
-    found: Tensor = _Kl.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2))
+    learns = student.requires_grad and torch.is_grad_enabled()
+    found: Tensor = _Kl.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), learns)
     return found

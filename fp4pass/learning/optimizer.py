@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import is_sharded
-from .student import student_layers
+from .student import last_latent, student_layers
 
 # Steps of the warmup, as a part of all.
 _WARMUP = 0.05
@@ -80,8 +80,11 @@ class Optimizer:
     ) -> None:
         groups = parameter_groups(student, steps, travel=travel, others=others)
         self.rates, self.steps, self.pull = [group["lr"] for group in groups], steps, pull
-        latents = {id(layer.latent): layer.latent for _, layer in student_layers(student)}
-        self.latents: list[Tensor] = [local(each.detach()) for each in latents.values()]
+        latents = {id(layer.latent): layer for _, layer in student_layers(student)}
+        # With the end of the last cell, behind which they would be lost for many steps.
+        self.latents = [
+            (local(layer.latent.detach()), last_latent(layer)) for layer in latents.values()
+        ]
         self.peak = next((g["lr"] for g in groups if id(g["params"][0]) in latents), 0.0)
         self.own: list[nn.Parameter] = [each for group in groups for each in group["params"]]
         # Steps of a parameter in bfloat16 would round to nothing.
@@ -111,9 +114,10 @@ class Optimizer:
         # Half a cell away from a value, where the next begins, a latent goes back by `pull` times
         # the rate; from none at the start to all of that in the last step.
         strength = 2 * self.pull * self.peak * part * (step + 1) / self.steps
-        if strength:
-            for each in self.latents:
+        for each, last in self.latents:
+            if strength:
                 each.add_(each - each.round(), alpha=-min(strength, 1.0))
+            each.clamp_(-last, last)
 
     def state(self) -> list[dict[str, Tensor]]:
         """Return what `load` takes: of each parameter, what this process has of it."""

@@ -16,7 +16,14 @@ from .._compat.torch_hooks import recompile_hooked
 from ..checkpoint.finish import finish
 from ..checkpoint.layer_files import ConvertedState
 from ..distributed import sharded_parameter
-from ..errors import ShapeError, StateError, expected, require_flags
+from ..errors import (
+    OptionError,
+    ShapeError,
+    StateError,
+    expected,
+    require_flags,
+    require_type,
+)
 from ..experts import QUANTIZED
 from ..input_cache import share_nothing
 from ..linear import SCALE, PackedBlocks
@@ -24,6 +31,7 @@ from ..observers.kv_cache import drop_cache
 from ..packed_linear import scale_bits
 from ..state import ModelState, forget_state, get_state, set_state, unwrap
 from .layers import (
+    LATENT,
     TRAINABLE,
     Codes,
     Latents,
@@ -82,6 +90,7 @@ def trainable(
         >>> model = learning.freeze(student)
     """
     require_flags(others=others)
+    require_share(share)
     root, source = unwrap(model), unwrap(original)
     state = _require_trainable(root)
     layers = [(n, m) for n, m in root.named_modules() if isinstance(m, QUANTIZED)]
@@ -149,6 +158,13 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     return student
 
 
+def require_share(share: object) -> None:
+    """Raise OptionError unless latents can begin there."""
+    require_type("share", "a number in [0, 1]", share, int, float)
+    if not 0 <= share <= 1:  # type: ignore[operator]
+        raise OptionError(expected("share", "a number in [0, 1]", share))
+
+
 def is_trainable(model: nn.Module) -> bool:
     """Return whether a model is what `trainable` returned."""
     return isinstance(get_state(model), StudentState)
@@ -167,16 +183,24 @@ def scale_buffers(student: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def changed_codes(student: nn.Module, before: Mapping[str, Tensor], now: Any) -> float:
+def last_latent(layer: PackedBlocks) -> float:
+    """Return the end of the last cell of a layer's codes."""
+    return len(layer.config.format.element.magnitudes) - 0.5
+
+
+def changed_codes(
+    student: nn.Module, before: Mapping[str, Tensor], now: Mapping[str, Tensor]
+) -> float:
     """Return the share of codes that differ between two states (`trained_state`) of a student."""
     changed = total = 0
-    for name, _ in student_layers(student):
-        key = f"{name}.latent"
-        if key not in now:
-            # Of layers that share latents the first has them.
-            continue
-        changed += int((before[key].round() != now[key].round()).sum())
-        total += now[key].numel()
+    for name, layer in student_layers(student):
+        key = f"{name}.{LATENT}"
+        # Of layers that share latents the first has them.
+        if key in now:
+            last = last_latent(layer) - 0.5
+            old, new = (each[key].round().clamp_(-last, last) for each in (before, now))
+            changed += int((old != new).sum())
+            total += old.numel()
     return changed / max(total, 1)
 
 

@@ -287,7 +287,8 @@ def test_wrong_calls_change_nothing() -> None:
     before = copy.deepcopy(model)
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (OptionError, "steps: expected 1, 2, ..., got 0", {"steps": 0}),
-        (OptionError, "travel: expected a positive number, got 0", {"travel": 0}),
+        (OptionError, "travel: expected a number that is not neg.*, got -1", {"travel": -1}),
+        (OptionError, r"share: expected a number in \[0, 1\], got 2", {"share": 2}),
         (OptionError, "others: expected a number that is not negative, got -1", {"others": -1}),
         (OptionError, "pull: expected a number that is not negative, got nan", {"pull": nan()}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
