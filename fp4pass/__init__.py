@@ -22,12 +22,11 @@ from .tensor import QuantState, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .learning import Distillation, distill
+    from .learning.distill import distill
     from .parallel import parallelize
     from .quantization.smooth import smooth
 
 __all__ = [
-    "Distillation",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
@@ -61,15 +60,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {
-        "Distillation": ".learning",
-        "Evaluation": ".evaluation",
-        "distill": ".learning",
-        "evaluate": ".evaluation",
-        "parallelize": ".parallel",
-        "smooth": ".quantization.smooth",
-        "trace": ".graph.export",
-    }
+    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
+    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation", "distill": ".learning"}
     if name in later:
         return getattr(import_module(later[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

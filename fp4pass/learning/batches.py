@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import reshard
 from ..errors import CalibrationError, OptionError, StateError, expected
 from ..observers.batches import call_arguments, device_of
 from ..state import unwrap
@@ -41,7 +42,7 @@ class Batches:
 
     @property
     def together(self) -> int:
-        """How many of them a step reads."""
+        """The number of them that a step reads."""
         size = self.size if isinstance(self.items, Tensor) else 1
         return max(min(size, len(self)) // self.ranks[0], 1) * self.ranks[0]
 
@@ -139,6 +140,8 @@ def divergence(student: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Tens
 def mean_divergence(student: nn.Module, teacher: nn.Module, batches: Batches) -> float:
     """Return the mean of `divergence` over all tokens."""
     found = [divergence(student, teacher, batch) for batch in batches.in_order()]
+    # No backward has done so.
+    reshard(student)
     count = sum(tokens for _, tokens in found)
     # One wait for a GPU.
     means = torch.stack([each for each, _ in found]).double().tolist()

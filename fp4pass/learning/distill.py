@@ -21,7 +21,6 @@ from ..state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
 from .optimizer import Optimizer
 from .record import Distillation, Evaluated
-from .rescale import rescale
 from .resume import Kept, Run, fill
 from .student import changed_codes, freeze, is_trainable, require_share, trainable
 
@@ -30,9 +29,6 @@ _EVALUATIONS = 8
 
 # The first step whose latents are in the average, as a part of all.
 _AVERAGED = 0.75
-
-# Where block scales are searched again.
-_RESCALED = (0.25, 0.5, 0.75)
 
 # The original writes so many tokens, for a window to be held out beside those that are read.
 _SAMPLED = 1 << 19
@@ -51,7 +47,6 @@ def distill(
     share: float = 0.5,
     others: float = 0.05,
     pull: float = 0.0,
-    rescale_blocks: bool = False,
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -82,14 +77,14 @@ def distill(
             Embeddings and layers in floating point stay.
         pull: how strongly a latent weight is drawn to the nearest value, growing with the steps:
             1 is as strong as the gradient where two cells meet.
-        rescale_blocks: search the scales of blocks again, after each quarter of the steps.
         seed: of the order of the batches, and of text that the original writes.
         resume: a folder that keeps the training after each evaluation, so that the same call after
             an interruption goes on from there; delete it when the model is saved.
         progress: as for `convert`.
 
     Returns:
-        What was measured. It is in fp4pass.json too, under "distilled".
+        The record, which fp4pass.json has too, under "distilled". A call that is cut off leaves the
+        model converted, with the best state so far.
 
     Raises:
         StateError: the model is not converted or cannot be trained, one is in training mode, or
@@ -98,16 +93,12 @@ def distill(
         CalibrationError: there are too few batches.
         OptionError: an argument is out of range, or the original cannot write text.
 
-    If the call is cut off, the model is converted and has the best state so far.
-
     Example:
-        >>> model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
-        >>> windows = torch.randint(96, (24, 16))
         >>> found = fp4pass.distill(model, original, windows, steps=4, progress=False)
         >>> found.best.kl <= found.history[0].kl
         True
     """
-    require_flags(rescale_blocks=rescale_blocks, progress=progress)
+    require_flags(progress=progress)
     _require_numbers(steps, travel, share, others, pull)
     for each in (model, original):
         if unwrap(each).training:
@@ -118,7 +109,7 @@ def distill(
     is_student = is_trainable(model)
     group = ranks() if sharded_parameter(unwrap(model)) else ONE
     places = (group.size, group.rank)
-    options = (steps, batch_size, travel, share, others, pull, rescale_blocks, seed)
+    options = (steps, batch_size, travel, share, others, pull, seed)
     with shown("distill", progress) as bar:
         if batches is None:
             batches = _written(original, tokenizer, steps * batch_size, seed, progress)
@@ -144,9 +135,7 @@ def distill(
         run.restore(optimizer)
         try:
             with _checkpointing(unwrap(model)):
-                _train(
-                    model, original, own, apart, run, optimizer, rescale_blocks, seed, group, bar
-                )
+                _train(model, original, own, apart, run, optimizer, seed, group, bar)
         finally:
             fill(model, run.best_state)
             result = _result(run, first, own, apart)
@@ -186,7 +175,6 @@ def _train(
     held_out: Batches,
     run: Run,
     optimizer: Optimizer,
-    rescale_blocks: bool,
     seed: int,
     group: Ranks,
     bar: Any,
@@ -194,7 +182,6 @@ def _train(
     """Take the steps that are left, and evaluate some of them."""
     steps = optimizer.steps
     marks = {math.ceil(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
-    turns = {math.ceil(steps * each) for each in _RESCALED} if rescale_blocks else set()
     losses: list[Tensor] = []
     began = time.perf_counter() - run.seconds
     bar.expect({("steps",): steps - run.step}, {"steps": steps})
@@ -210,8 +197,6 @@ def _train(
         optimizer.step(run.step)
         losses.append(found.detach())
         run.step += 1
-        if run.step in turns:
-            rescale(student)
         if run.step > _AVERAGED * steps:
             run.average.add()
         bar.step(("steps",), 1, {"steps": 1})

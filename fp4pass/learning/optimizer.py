@@ -46,7 +46,6 @@ def parameter_groups(
 
     Example:
         >>> from fp4pass import learning
-        >>> model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
         >>> student = learning.trainable(model, original)
         >>> groups = learning.parameter_groups(student, 100, travel=1.0)
         >>> optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))

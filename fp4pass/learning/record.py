@@ -16,6 +16,10 @@ class Evaluated:
         loss: KL(original || student) on the batches since the evaluation before, None at the start.
         kl: the same on the held-out batches.
         averaged: whether its latents were the mean of those of the last steps.
+
+    Example:
+        >>> fp4pass.distill(model, original, windows, steps=2, progress=False).history[0].step
+        0
     """
 
     step: int
@@ -36,6 +40,11 @@ class Distillation:
         distinct_tokens: in the batches.
         held_out_tokens: that it was evaluated on.
         seconds: of training and evaluations, also those of calls before that it resumed.
+
+    Example:
+        >>> found = fp4pass.distill(model, original, windows, steps=2, progress=False)
+        >>> found.to_dict()["tokens"]
+        256
     """
 
     history: tuple[Evaluated, ...]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..core.fingerprint import digest_of
 from ..core.paths import path_of
+from ..distributed import reshard
 from ..errors import CheckpointError, StateError
-from ..linear import SCALE
 from .optimizer import Optimizer, local
 from .record import Evaluated
-from .student import scale_buffers, student_layers
+from .student import student_layers
 
 # For the number of the process.
 _FILE = "distillation-{}.pt"
@@ -178,19 +178,17 @@ class Run:
 
 @torch.no_grad()
 def trained_state(student: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all that training changes, on the CPU: parameters and block scales."""
+    """Return copies of all that training changes, on the CPU."""
     named = student.named_parameters()
     own = {name: local(each.detach()) for name, each in named if each.requires_grad}
-    own |= scale_buffers(student)
     return {name: each.to("cpu", copy=True) for name, each in own.items()}
 
 
 @torch.no_grad()
 def fill(student: nn.Module, state: dict[str, Tensor]) -> None:
     """Give a student what `trained_state` returned."""
+    reshard(student)
     named = student.named_parameters()
-    own = {name: local(each.detach()) for name, each in named} | scale_buffers(student)
+    own = {name: local(each.detach()) for name, each in named}
     for name, each in state.items():
-        # Scales that were never searched again may be a file's.
-        if not name.endswith(SCALE) or not torch.equal(own[name].cpu(), each):
-            own[name].copy_(each)
+        own[name].copy_(each)

@@ -26,9 +26,8 @@ from ..errors import (
 )
 from ..experts import QUANTIZED
 from ..input_cache import share_nothing
-from ..linear import SCALE, PackedBlocks
+from ..linear import PackedBlocks
 from ..observers.kv_cache import drop_cache
-from ..packed_linear import scale_bits
 from ..state import ModelState, forget_state, get_state, set_state, unwrap
 from .layers import (
     LATENT,
@@ -83,9 +82,8 @@ def trainable(
 
     Example:
         >>> from fp4pass import learning
-        >>> model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
         >>> student = learning.trainable(model, original)
-        >>> loss = learning.kl_loss(student(batch), original(batch))
+        >>> loss = learning.kl_loss(student(windows).logits, original(windows).logits)
         >>> loss.backward()
         >>> model = learning.freeze(student)
     """
@@ -126,7 +124,6 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
 
     Example:
         >>> from fp4pass import learning
-        >>> model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
         >>> student = learning.trainable(model, original)
         >>> fp4pass.report(learning.freeze(student, steps=0)).converted[0].scheme
         'nvfp4a16'
@@ -174,13 +171,6 @@ def student_layers(student: nn.Module) -> list[tuple[str, TrainableLinear | Trai
     """Return the layers with latents, by name."""
     found = unwrap(student).named_modules()
     return [(name, each) for name, each in found if isinstance(each, TRAINABLE)]
-
-
-def scale_buffers(student: nn.Module) -> dict[str, Tensor]:
-    """Return the bits of the block scales of a student, by name: those of the buffers."""
-    return {
-        f"{name}.{SCALE}": scale_bits(layer.weight_scale) for name, layer in student_layers(student)
-    }
 
 
 def last_latent(layer: PackedBlocks) -> float:

@@ -112,11 +112,10 @@ def kl_of_all(model: nn.Module, original: nn.Module, ids: Tensor) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("rescale", [False, True])
-def test_the_start_is_kept_where_no_step_is_better(rescale: bool) -> None:
+def test_the_start_is_kept_where_no_step_is_better() -> None:
     model, original = pair(method="gptq")
     before = copy.deepcopy(model)
-    found = distilled(model, original, travel=90.0, steps=6, rescale_blocks=rescale)
+    found = distilled(model, original, travel=90.0, steps=6)
     assert found.best == found.history[0] and found.codes_changed == 0
     assert "no step was better than the start" in str(found)
     assert_same_bits(model, before)
@@ -133,26 +132,24 @@ def test_an_average_that_is_best_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_interrupted_training_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    for rescale in (False, True):
-        folder = tmp_path / str(rescale)
-        (whole, original), (first, _), (second, _) = pair(), pair(), pair()
-        options: dict[str, Any] = {"rescale_blocks": rescale, "pull": 0.5}
-        expected = distilled(whole, original, **options)
-        with cut_off(original, 26):
-            distilled(first, original, resume=folder, **options)
-        # It has the best so far, and is converted.
-        assert kl(first, original, windows(seed=5)) < kl(second, original, windows(seed=5))
-        assert fp4pass.report(first).converted
-        with cut_off(original, 8):
-            distilled(second, original, resume=folder, **options)
-        second, _ = pair()
-        found = distilled(second, original, resume=folder, **options)
-        assert untimed(found) == untimed(expected)
-        assert_same_bits(second, whole)
-        # And once more when it is done.
-        again, _ = pair()
-        assert distilled(again, original, resume=folder, **options) == found
-        assert_same_bits(again, whole)
+    (whole, original), (first, _), (second, _) = pair(), pair(), pair()
+    options: dict[str, Any] = {"pull": 0.5, "resume": tmp_path}
+    expected = distilled(whole, original, pull=0.5)
+    with cut_off(original, 26):
+        distilled(first, original, **options)
+    # It has the best so far, and is converted.
+    assert kl(first, original, windows(seed=5)) < kl(second, original, windows(seed=5))
+    assert fp4pass.report(first).converted
+    with cut_off(original, 8):
+        distilled(second, original, **options)
+    second, _ = pair()
+    found = distilled(second, original, **options)
+    assert untimed(found) == untimed(expected)
+    assert_same_bits(second, whole)
+    # And once more when it is done.
+    again, _ = pair()
+    assert distilled(again, original, **options) == found
+    assert_same_bits(again, whole)
 
 
 def test_a_folder_of_another_call_is_refused(tmp_path: Path) -> None:
@@ -292,7 +289,7 @@ def test_wrong_calls_change_nothing() -> None:
         (OptionError, "others: expected a number that is not negative, got -1", {"others": -1}),
         (OptionError, "pull: expected a number that is not negative, got nan", {"pull": nan()}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
-        (OptionError, "rescale_blocks: expected True or False", {"rescale_blocks": 1}),
+        (OptionError, "progress: expected True or False", {"progress": 1}),
         (CalibrationError, "batches: expected windows of token ids", {"batches": windows()[0]}),
         (CalibrationError, "batches: expected windows of token ids", {"batches": {"a": 1}}),
         (CalibrationError, "batches: expected at least 2 windows", {"batches": windows(1)}),
