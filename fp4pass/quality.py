@@ -50,7 +50,7 @@ QUALITIES: dict[str, Quality] = {
     "fast": Quality({"method": Sse()}),
     "good": Quality({"method": Hessian()}, tokens=1 << 15),
     "best": Quality(
-        {"method": Gptq(target="cross", damping=0.5)},
+        {"method": Gptq(target="cross")},
         input_options={"activation_scales": "sse"},
         alone={"method": Gptq()},
         sequential=True,

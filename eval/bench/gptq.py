@@ -148,7 +148,7 @@ def stages(weight: Tensor, hessian: Tensor, fmt: Format, global_scale: float) ->
     options, chooser, made = Gptq(), chooser_for(weight), list[Any]()
 
     def factorization() -> None:
-        damped = damp(hessian, options.damping)
+        damped = damp(hessian, options.damping, options.shrinkage, fmt.block)
         blocks = make_metric(diagonal_blocks(damped, fmt.block))
         order = torch.arange(len(blocks.hessian), device=weight.device)
         made.extend((blocks, make_problem(damped, order, fmt.block, True)))

@@ -33,6 +33,8 @@ class Gptq:
 
     Attributes:
         damping: added to the diagonal of the Hessian, relative to its mean.
+        shrinkage: the part of the Hessian between blocks that is left out, in [0, 1]. At 0 weights
+            fit the calibration text and lose on others; at 1 blocks compensate for nothing.
         codes: of a block: "rtn", one after the other ("babai"), or then coordinate descent
             ("joint").
         scales: chosen with the codes when a block is reached ("inside") or before ("static").
@@ -40,6 +42,7 @@ class Gptq:
         sweeps: how often all blocks are visited again.
         target: approximate the weight ("plain"), or its product with the inputs of the float model
             ("cross"), which needs prepare(sequential=True).
+        target_damping: what pulls the target of "cross" to the weight, as damping.
 
     Raises:
         OptionError: a value is out of range.
@@ -50,20 +53,28 @@ class Gptq:
     """
 
     damping: float = 0.1
+    shrinkage: float = 0.25
     codes: str = "joint"
     scales: str = "inside"
     order: str = "loss"
     sweeps: int = 1
     target: str = "plain"
+    target_damping: float = 0.5
 
     def __post_init__(self) -> None:
         known = {"codes": CODES, "scales": SCALES, "order": ORDERS, "target": TARGETS}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
-        require_type("Gptq: damping", "a number above 0", self.damping, float, int)
-        if not 0 < self.damping < math.inf:
-            raise OptionError(expected("Gptq: damping", "a number above 0", repr(self.damping)))
+        for name in ("damping", "target_damping"):
+            value = getattr(self, name)
+            require_type(f"Gptq: {name}", "a number above 0", value, float, int)
+            if not 0 < value < math.inf:
+                raise OptionError(expected(f"Gptq: {name}", "a number above 0", repr(value)))
+        require_type("Gptq: shrinkage", "a number in [0, 1]", self.shrinkage, float, int)
+        if not 0 <= self.shrinkage <= 1:
+            found = repr(self.shrinkage)
+            raise OptionError(expected("Gptq: shrinkage", "a number in [0, 1]", found))
         if type(self.sweeps) is not int or self.sweeps < 0:
             raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", repr(self.sweeps)))
 
@@ -74,11 +85,11 @@ class Gptq:
 
 
 def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
-    """Return the weight V [N, K] of least |W a - V x|^2 + damping |W - V|^2, in float32.
+    """Return the weight V [N, K] of least |W a - V x|^2 + target_damping |W - V|^2, in float32.
 
     a are the inputs of the float model, x those of the quantized one. With H the damped sum of
-    x x^T and C that of (a - x) x^T, V = W + W C H^-1; and |W a - Q x|^2 + damping |W - Q|^2 is
-    (V - Q) H (V - Q)^T for each row and a constant, which `gptq` minimizes over Q.
+    x x^T and C that of (a - x) x^T, V = W + W C H^-1. |W a - Q x|^2 is then (V - Q) H (V - Q)^T for
+    each row and a constant, which `gptq` makes small over Q, with its own damping and shrinkage.
     Without statistics, before a layer is reached, it is the weight.
     """
     if options.target == "plain" or stats.hessian is None or stats.cross is None:
@@ -86,7 +97,7 @@ def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
     hessian, cross = stats.hessian.to(weight.device), stats.cross.to(weight.device)
     mean = hessian.diagonal().mean(dtype=torch.float64)
     cross = cross.to(torch.float64) / torch.where(mean > 0, mean, 1.0)
-    factor = upper_factor(damp(hessian, options.damping))
+    factor = upper_factor(damp(hessian, options.target_damping))
     found = weight.to(torch.float32, copy=True)
     for rows in found.split(_ROWS):
         # [K, N] for G G^T = H.
@@ -114,7 +125,8 @@ def gptq(
             stats.hessian,
             global_scale,
             fmt.key,
-            options.damping,
+            float(options.damping),
+            float(options.shrinkage),
             options.codes,
             options.scales,
             options.order,

@@ -246,8 +246,8 @@ def test_the_loss_is_that_of_the_target() -> None:
     stats = observer.stats().matrix(0)
     target = METHODS["gptq"].target(weight, stats, CROSS).double()
     a, x, w = a.double(), x.double(), weight.double()
-    lam = CROSS.damping * (x.T @ x).diagonal().mean()
-    damped = damp(stats.hessian, CROSS.damping) * (x.T @ x).diagonal().mean()
+    lam = CROSS.target_damping * (x.T @ x).diagonal().mean()
+    damped = damp(stats.hessian, CROSS.target_damping) * (x.T @ x).diagonal().mean()
     differences = []
     for _ in range(4):
         q = w + torch.randn(8, K, generator=generator)

@@ -29,7 +29,10 @@ from fp4pass.kernels.search.naive import gptq_naive
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 
-OPTIONS = {"damping": 0.01, "codes": "joint", "scales": "inside", "order": "loss", "sweeps": 0}
+OPTIONS = {
+    **{"damping": 0.01, "shrinkage": 0.0, "codes": "joint", "scales": "inside"},
+    **{"order": "loss", "sweeps": 0},
+}
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -132,15 +135,38 @@ def test_the_targets_are_those_of_obs(fmt: Format) -> None:
 
 @pytest.mark.core
 @formats
-def test_the_codes_are_those_of_the_definition(fmt: Format) -> None:
+@pytest.mark.parametrize("shrinkage", [0.0, 0.25])
+def test_the_codes_are_those_of_the_definition(fmt: Format, shrinkage: float) -> None:
     """Of scales chosen with the block, rounded to nearest, but where other scales are no worse."""
     w, hessian = weight("normal"), correlated()
     g = fmt.global_scale_for(w.abs().max().item())
-    found = quantized(w, hessian, fmt, codes="rtn", order="natural")
-    expected = gptq_naive(w, hessian, g, fmt, OPTIONS["damping"])
+    found = quantized(w, hessian, fmt, codes="rtn", order="natural", shrinkage=shrinkage)
+    expected = gptq_naive(w, hessian, g, fmt, OPTIONS["damping"], shrinkage)
     assert (found == expected).double().mean() > 0.95
-    damped = damp(hessian, OPTIONS["damping"])
+    damped = damp(hessian, OPTIONS["damping"], shrinkage, fmt.block)
     assert loss(w, found, damped) == pytest.approx(loss(w, expected, damped), rel=1e-3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("block", [16, 32])
+def test_shrinkage_is_of_what_lies_between_blocks(block: int) -> None:
+    hessian = correlated()
+    plain, shrunk = damp(hessian, 0.01), damp(hessian, 0.01, 0.25, block)
+    number = torch.arange(len(hessian)) // block
+    same = number[:, None] == number
+    torch.testing.assert_close(shrunk, torch.where(same, plain, 0.75 * plain), rtol=1e-12, atol=0)
+
+
+def test_blocks_that_share_nothing_compensate_for_nothing() -> None:
+    fmt = get_format("nvfp4")
+    w, hessian = weight("normal").float(), correlated()
+    found = quantized(w, hessian, fmt, codes="rtn", shrinkage=1.0, damping=1e-9)
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = search_ref(w, diagonal_blocks(hessian), g, fmt, "hessian")
+    expected = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+    blocks = damp(hessian, 1e-9, 1.0, fmt.block)
+    assert (found == expected).double().mean() > 0.99
+    assert loss(w, found, blocks) == pytest.approx(loss(w, expected, blocks), rel=1e-6)
 
 
 BETTER = [

@@ -271,10 +271,10 @@ def correlated(columns: int, tokens: int) -> Tensor:
 def check_gptq(w: Tensor, hessian: Tensor, fmt: Format, options: tuple[str, str, str, int]) -> None:
     """Expect the same tr (W - Q) H (W - Q)^T of the kernel and the reference."""
     g = fmt.global_scale_for(w.abs().max().item())
-    damped, found = damp(hessian, 0.1), []
+    damped, found = damp(hessian, 0.1, 0.25, fmt.block), []
     for run, on in ((gptq_ref, lambda t: t), (gptq_triton, put)):
         with ieee_products():
-            packed, scale = run(on(w), on(hessian), g, fmt, 0.1, *options)
+            packed, scale = run(on(w), on(hessian), g, fmt, 0.1, 0.25, *options)
         q = oracle.dequantize(packed.cpu(), scale.cpu(), g, fmt.name, fmt.block)
         residual = w.double() - q
         found.append(float(((residual @ damped) * residual).sum()))

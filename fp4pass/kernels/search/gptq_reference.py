@@ -46,13 +46,23 @@ class Problem:
     whole: Metric | None
 
 
-def damp(hessian: Tensor, damping: float) -> Tensor:
-    """Return H + damping * (mean of its diagonal) * I over that mean, float64 [K, K]."""
+def damp(hessian: Tensor, damping: float, shrinkage: float = 0.0, block: int = 1) -> Tensor:
+    """Return (1 - a) H + a (its diagonal blocks) + damping * mean * I, float64 [K, K].
+
+    a is the shrinkage, mean that of H's diagonal; all is over that mean. Few texts say how columns
+    of different blocks go together: what holds in one of them and not in others decides, through
+    the inverse, where the error of a block goes.
+    """
     # Columns that no token excited have only the damping, and round to nearest.
     full = hessian.to(torch.float64)
     full = (full + full.mT) / 2
     mean = full.diagonal().mean()
     full /= torch.where(mean > 0, mean, 1.0)
+    if shrinkage:
+        kept = diagonal_blocks(full, block)
+        full *= 1 - shrinkage
+        places = full.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+        places.diagonal(dim1=0, dim2=2).copy_(kept.permute(1, 2, 0))
     full.diagonal().add_(max(damping, len(full) * _ROUNDING))
     return full
 
@@ -92,6 +102,7 @@ def gptq_ref(
     global_scale: float,
     fmt: Format,
     damping: float,
+    shrinkage: float,
     codes: str,
     scales: str,
     order: str,
@@ -101,11 +112,11 @@ def gptq_ref(
     *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped."""
+    """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped and shrunk."""
     # codes: of joint_reference.CODES. scales: "inside" (chosen with a block's codes) or "static".
     # order: "loss" (what costs all rows most first) or "natural". sweeps: repeated visits of all
     # blocks. start, stop: the rows that are quantized; the same bits from a multiple of ROWS on.
-    damped = damp(hessian, damping)
+    damped = damp(hessian, damping, shrinkage, fmt.block)
     blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]
     visited = torch.arange(len(blocks.hessian), device=weight.device)

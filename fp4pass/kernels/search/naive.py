@@ -35,13 +35,18 @@ def search_naive(
 
 
 def gptq_naive(
-    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, damping: float
+    weight: Tensor,
+    hessian: Tensor,
+    global_scale: float,
+    fmt: Format,
+    damping: float,
+    shrinkage: float = 0.0,
 ) -> Tensor:
     """Quantize a weight [N, K] block after block, the rest moved to compensate: float64 [N, K]."""
     # hessian: [K, K], of all inputs. With P the inverse of the part that is left, an error r of its
     # first block costs r^T P_bb^-1 r at best, when the rest moves by r P_bb^-1 P_b.
     x, n = weight.double().clone(), fmt.block
-    inverse = torch.linalg.inv(damp(hessian, damping))
+    inverse = torch.linalg.inv(damp(hessian, damping, shrinkage, n))
     found = []
     for start in range(0, x.shape[1], n):
         metric = torch.linalg.inv(inverse[:n, :n])
