@@ -21,14 +21,14 @@ from ..state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
 from .optimizer import Optimizer
 from .record import Distillation, Evaluated
-from .resume import Kept, Run, fill
+from .resume import Kept, Run, fill, trained_state
 from .student import changed_codes, freeze, is_trainable, require_share, trainable
 
 # Evaluations of a whole run.
 _EVALUATIONS = 8
 
-# The first step whose latents are in the average, as a part of all.
-_AVERAGED = 0.75
+# Of the whole way, at the end: as if all had traveled less, so that fewer codes change by chance.
+_PARTS = (0.75, 0.5, 0.25)
 
 # The original writes so many tokens, for a window to be held out beside those that are read.
 _SAMPLED = 1 << 19
@@ -56,8 +56,8 @@ def distill(
     The loss is KL(original || model) of the next token. Layers compute with rounded weights and
     inputs, as they will, and rounding counts as the identity in the backward. The state that has
     the least KL on held-out batches is kept, and that of the start, bit by bit, if none has less.
-    One more state that is evaluated has the mean of the latent weights over the last quarter of the
-    steps. Activation checkpointing works as the model has it enabled.
+    At the end states on the way from the start are evaluated, too, in which fewer codes changed by
+    chance. Activation checkpointing works as the model has it enabled.
 
     Args:
         model: converted or loaded, in eval mode; or what `fp4pass.learning.trainable` returned,
@@ -130,7 +130,6 @@ def distill(
         if not is_student:
             trainable(model, original, others=bool(others), share=share)
         run = Run(model, start, kept)
-        first = run.best_state
         optimizer = Optimizer(model, steps, travel, others, pull)
         run.restore(optimizer)
         try:
@@ -138,7 +137,7 @@ def distill(
                 _train(model, original, own, apart, run, optimizer, seed, group, bar)
         finally:
             fill(model, run.best_state)
-            result = _result(run, first, own, apart)
+            result = _result(run, own, apart)
             if not is_student:
                 freeze(model, **result.to_dict())
     return result
@@ -187,9 +186,9 @@ def _train(
     bar.expect({("steps",): steps - run.step}, {"steps": steps})
     bar.step(("steps",), 0, {"steps": run.step})
 
-    def note(averaged: bool) -> Evaluated:
+    def evaluate(part: float = 1.0) -> None:
         kl = mean_divergence(student, teacher, held_out)
-        return Evaluated(run.step, loss, kl, averaged)
+        run.add(Evaluated(run.step, loss, kl, part))
 
     while run.step < steps:
         found, _ = divergence(student, teacher, batches.at(run.step, seed))
@@ -197,8 +196,6 @@ def _train(
         optimizer.step(run.step)
         losses.append(found.detach())
         run.step += 1
-        if run.step > _AVERAGED * steps:
-            run.average.add()
         bar.step(("steps",), 1, {"steps": 1})
         if run.step not in marks:
             continue
@@ -206,10 +203,12 @@ def _train(
         each = group.gather(torch.stack(losses).mean().item())
         loss = sum(each) / len(each)
         losses.clear()
-        run.add(note(averaged=False))
-        if run.step == steps and run.average.count > 1:
-            run.average.swap()
-            run.add(note(averaged=True))
+        evaluate()
+        if run.step == steps:
+            last = trained_state(student)
+            for part in _PARTS:
+                run.shorten(last, part)
+                evaluate(part)
         run.seconds = time.perf_counter() - began
         run.save(optimizer)
         bar.begin(f"KL {run.history[-1].kl:.4f} of {run.start.kl:.4f}")
@@ -229,11 +228,11 @@ def _checkpointing(student: nn.Module) -> Iterator[None]:
             each.training = False
 
 
-def _result(run: Run, first: dict[str, Tensor], own: Batches, held_out: Batches) -> Distillation:
+def _result(run: Run, own: Batches, held_out: Batches) -> Distillation:
     return Distillation(
         history=tuple(run.history),
         best=run.best,
-        codes_changed=changed_codes(run.student, first, run.best_state),
+        codes_changed=changed_codes(run.student, run.first, run.best_state),
         tokens=run.step * own.tokens_of_a_step,
         distinct_tokens=own.tokens,
         held_out_tokens=held_out.tokens,

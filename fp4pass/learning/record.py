@@ -15,7 +15,7 @@ class Evaluated:
         step: how many it had taken.
         loss: KL(original || student) on the batches since the evaluation before, None at the start.
         kl: the same on the held-out batches.
-        averaged: whether its latents were the mean of those of the last steps.
+        part: of the way from the start to where the steps had led that it went.
 
     Example:
         >>> fp4pass.distill(model, original, windows, steps=2, progress=False).history[0].step
@@ -25,7 +25,7 @@ class Evaluated:
     step: int
     loss: float | None
     kl: float
-    averaged: bool = False
+    part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Distillation:
         if self.best == start:
             kept = f"no step was better than the start, {start.kl:.5f}, which is kept"
         else:
-            name = "the average" if self.best.averaged else f"step {self.best.step}"
+            name = f"step {self.best.step}"
+            if self.best.part < 1:
+                name = f"{self.best.part} of the way to {name}"
             kept = f"{start.kl:.5f} -> {self.best.kl:.5f} at {name}, which is kept"
         return (
             f"KL on {self.held_out_tokens} held-out tokens: {kept}; "

@@ -17,7 +17,6 @@ from ..distributed import reshard
 from ..errors import CheckpointError, StateError
 from .optimizer import Optimizer, local
 from .record import Evaluated
-from .student import student_layers
 
 # For the number of the process.
 _FILE = "distillation-{}.pt"
@@ -77,58 +76,21 @@ class Kept:
             raise CheckpointError(f"{self.file} cannot be written: {error}.") from error
 
 
-class Average:
-    """The mean of the latents over steps."""
-
-    def __init__(self, student: nn.Module) -> None:
-        latents = {id(layer.latent): layer.latent for _, layer in student_layers(student)}
-        self.latents = [local(each.detach()) for each in latents.values()]
-        self.count = 0
-        self.means: list[Tensor] = []
-
-    def add(self) -> None:
-        """Add what the latents are now."""
-        self.count += 1
-        if self.count == 1:
-            self.means = [each.clone() for each in self.latents]
-            return
-        for mean, each in zip(self.means, self.latents, strict=True):
-            mean.lerp_(each, 1 / self.count)
-
-    def swap(self) -> None:
-        """Give the student the means, and keep its latents in their place."""
-        for mean, each in zip(self.means, self.latents, strict=True):
-            now = each.clone()
-            each.copy_(mean)
-            mean.copy_(now)
-
-    def state(self) -> dict[str, Any]:
-        """Return what `load` takes."""
-        return {"count": self.count, "means": [each.cpu() for each in self.means]}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from where another one was."""
-        self.count = state["count"]
-        pairs = zip(state["means"], self.latents, strict=False)
-        self.means = [mean.to(each.device) for mean, each in pairs]
-
-
 class Run:
     """How far a distillation is.
 
     Attributes:
         student: whose weights are trained.
         history: the start and every evaluation.
-        best_state: what is trained at the best of them, on the CPU, by name.
-        average: of the latents in the last steps.
+        first: what is trained at the start, on the CPU, by name.
+        best_state: the same at the best of them.
         step: steps that were taken.
         seconds: that they took.
     """
 
     def __init__(self, student: nn.Module, start: Evaluated, kept: Kept | None) -> None:
         self.student, self.history, self.kept = student, [start], kept
-        self.best_state = trained_state(student)
-        self.average = Average(student)
+        self.best_state = self.first = trained_state(student)
         self.step, self.seconds = 0, 0.0
 
     @property
@@ -147,6 +109,11 @@ class Run:
         if self.best is found:
             self.best_state = trained_state(self.student)
 
+    def shorten(self, last: dict[str, Tensor], part: float) -> None:
+        """Move the student a part of the way from the start to a last state."""
+        first = self.first
+        fill(self.student, {name: first[name].lerp(each, part) for name, each in last.items()})
+
     def save(self, optimizer: Optimizer) -> None:
         """Write everything to the file, if there is one."""
         if self.kept is None:
@@ -158,7 +125,6 @@ class Run:
                 "history": [astuple(each) for each in self.history],
                 "best": self.best_state,
                 "now": trained_state(self.student),
-                "average": self.average.state(),
                 "optimizer": optimizer.state(),
             }
         )
@@ -172,7 +138,6 @@ class Run:
         self.history = [Evaluated(*each) for each in data["history"]]
         self.best_state = data["best"]
         fill(self.student, data["now"])
-        self.average.load(data["average"])
         optimizer.load(data["optimizer"])
 
 
