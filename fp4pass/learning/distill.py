@@ -100,14 +100,15 @@ def distill(
     """
     require_flags(progress=progress)
     _require_numbers(steps, travel, share, others, pull)
+    model, original = unwrap(model), unwrap(original)
     for each in (model, original):
-        if unwrap(each).training:
+        if each.training:
             raise StateError(
                 "Expected models in evaluation mode, got one in training mode, in which dropout is "
                 "on. Call .eval() on both first."
             )
     is_student = is_trainable(model)
-    group = ranks() if sharded_parameter(unwrap(model)) else ONE
+    group = ranks() if sharded_parameter(model) else ONE
     places = (group.size, group.rank)
     options = (steps, batch_size, travel, share, others, pull, seed)
     with shown("distill", progress) as bar:
@@ -133,7 +134,7 @@ def distill(
         optimizer = Optimizer(model, steps, travel, others, pull)
         run.restore(optimizer)
         try:
-            with _checkpointing(unwrap(model)):
+            with _checkpointing(model):
                 _train(model, original, own, apart, run, optimizer, seed, group, bar)
         finally:
             fill(model, run.best_state)
