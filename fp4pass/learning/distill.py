@@ -21,14 +21,11 @@ from ..state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
 from .optimizer import Optimizer
 from .record import Distillation, Evaluated
-from .resume import Kept, Run, fill, trained_state
+from .resume import Kept, Run, fill
 from .student import changed_codes, freeze, is_trainable, require_share, trainable
 
 # Evaluations of a whole run.
 _EVALUATIONS = 8
-
-# Of the whole way, at the end: as if all had traveled less, so that fewer codes change by chance.
-_PARTS = (0.75, 0.5, 0.25)
 
 # The original writes so many tokens, for a window to be held out beside those that are read.
 _SAMPLED = 1 << 19
@@ -56,8 +53,7 @@ def distill(
     The loss is KL(original || model) of the next token. Layers compute with rounded weights and
     inputs, as they will, and rounding counts as the identity in the backward. The state that has
     the least KL on held-out batches is kept, and that of the start, bit by bit, if none has less.
-    At the end states on the way from the start are evaluated, too, in which fewer codes changed by
-    chance. Activation checkpointing works as the model has it enabled.
+    Activation checkpointing works as the model has it enabled.
 
     Args:
         model: converted or loaded, in eval mode; or what `fp4pass.learning.trainable` returned,
@@ -131,9 +127,9 @@ def distill(
         if not is_student:
             trainable(model, original, others=bool(others), share=share)
         run = Run(model, start, kept)
-        optimizer = Optimizer(model, steps, travel, others, pull)
-        run.restore(optimizer)
         try:
+            optimizer = Optimizer(model, steps, travel, others, pull)
+            run.restore(optimizer)
             with _checkpointing(model):
                 _train(model, original, own, apart, run, optimizer, seed, group, bar)
         finally:
@@ -187,10 +183,6 @@ def _train(
     bar.expect({("steps",): steps - run.step}, {"steps": steps})
     bar.step(("steps",), 0, {"steps": run.step})
 
-    def evaluate(part: float = 1.0) -> None:
-        kl = mean_divergence(student, teacher, held_out)
-        run.add(Evaluated(run.step, loss, kl, part))
-
     while run.step < steps:
         found, _ = divergence(student, teacher, batches.at(run.step, seed))
         found.backward()
@@ -204,15 +196,10 @@ def _train(
         each = group.gather(torch.stack(losses).mean().item())
         loss = sum(each) / len(each)
         losses.clear()
-        evaluate()
-        if run.step == steps:
-            last = trained_state(student)
-            for part in _PARTS:
-                run.shorten(last, part)
-                evaluate(part)
+        run.add(Evaluated(run.step, loss, mean_divergence(student, teacher, held_out)))
         run.seconds = time.perf_counter() - began
         run.save(optimizer)
-        bar.begin(f"KL {run.history[-1].kl:.4f} of {run.start.kl:.4f}")
+        bar.begin(f"KL {run.best.kl:.3g} of {run.start.kl:.3g}")
 
 
 @contextlib.contextmanager

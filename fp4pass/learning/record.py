@@ -15,7 +15,6 @@ class Evaluated:
         step: how many it had taken.
         loss: KL(original || student) on the batches since the evaluation before, None at the start.
         kl: the same on the held-out batches.
-        part: of the way from the start to where the steps had led that it went.
 
     Example:
         >>> fp4pass.distill(model, original, windows, steps=2, progress=False).history[0].step
@@ -25,7 +24,6 @@ class Evaluated:
     step: int
     loss: float | None
     kl: float
-    part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,7 @@ class Distillation:
         if self.best == start:
             kept = f"no step was better than the start, {start.kl:.5f}, which is kept"
         else:
-            name = f"step {self.best.step}"
-            if self.best.part < 1:
-                name = f"{self.best.part} of the way to {name}"
-            kept = f"{start.kl:.5f} -> {self.best.kl:.5f} at {name}, which is kept"
+            kept = f"{start.kl:.5f} -> {self.best.kl:.5f} at step {self.best.step}, which is kept"
         return (
             f"KL on {self.held_out_tokens} held-out tokens: {kept}; "
             f"{100 * self.codes_changed:.2f} % of the codes changed; "

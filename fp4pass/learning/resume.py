@@ -109,11 +109,6 @@ class Run:
         if self.best is found:
             self.best_state = trained_state(self.student)
 
-    def shorten(self, last: dict[str, Tensor], part: float) -> None:
-        """Move the student a part of the way from the start to a last state."""
-        first = self.first
-        fill(self.student, {name: first[name].lerp(each, part) for name, each in last.items()})
-
     def save(self, optimizer: Optimizer) -> None:
         """Write everything to the file, if there is one."""
         if self.kept is None:

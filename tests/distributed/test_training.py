@@ -16,7 +16,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     two = run(Path(__file__).with_name("training.py"), "distilled", tmp_path)
     for found in two:
         alone, shared, resumed = found["histories"]
-        assert [each.step for each in alone] == [each.step for each in shared] == [*range(7), 6, 6, 6]
+        assert [each.step for each in alone] == [each.step for each in shared] == list(range(7))
         # Sums of gradients have another order.
         for a, b in zip(alone, shared, strict=True):
             assert b.kl == pytest.approx(a.kl, rel=1e-3)
