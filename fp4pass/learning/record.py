@@ -28,7 +28,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What `distill` did to a model.
+    """The record of a call of `distill`.
 
     Attributes:
         history: the start and every evaluation.

@@ -315,3 +315,12 @@ def test_a_student_stays_one() -> None:
     found = distilled(trainable(model, original), original)
     assert untimed(found) == untimed(distilled(other, original))
     assert_same_bits(freeze(model), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("options", [{"weight_only": True}, {"method": "gptq"}])
+def test_training_on_a_gpu(options: dict[str, Any]) -> None:
+    model, original = (each.cuda() for each in pair(dtype=torch.bfloat16, **options))
+    found = distilled(model, original)
+    assert found.best.kl < 0.9 * found.history[0].kl
