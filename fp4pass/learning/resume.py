@@ -1,4 +1,4 @@
-"""How far a distillation is: its history, its best state, and the file that keeps them."""
+"""The progress of a distillation: its history, its best state, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Kept:
 
 
 class Run:
-    """How far a distillation is.
+    """The progress of a distillation.
 
     Attributes:
         student: whose weights are trained.

@@ -100,7 +100,7 @@ def trainable(
     latents: Latents = {}
     for name, layer in layers:
         make_trainable(layer, dense[name], share=share, latents=latents)
-    # What save_pretrained writes of a student is a float model, with latents in it.
+    # save_pretrained would write a float model, with latents in it.
     root.__dict__.pop("save_pretrained", None)
     getattr(root, "config", root).__dict__.pop("quantization_config", None)
     for name in untrained:
