@@ -51,7 +51,7 @@ def cut_off(original: Any, calls: int, run: Any) -> None:
 
 
 def distilled(folder: Path) -> dict[str, Any]:
-    options = {"steps": 6, "batch_size": 4, "travel": 0.6, "progress": False}
+    options = {"steps": 6, "batch_size": 4, "travel": 0.3, "progress": False}
     model, original = converted()
     alone = copy.deepcopy(model)
     whole = fp4pass.distill(alone, original, windows(), **options)

@@ -15,7 +15,7 @@ from torch import nn
 import fp4pass
 from fp4pass.errors import ShapeError, StateError
 from fp4pass.learning import freeze, kl_loss, parameter_groups, trainable
-from fp4pass.learning.optimizer import schedule
+from fp4pass.learning.optimizer import Optimizer, schedule
 
 CASES = {
     "nvfp4, weights": {"weight_only": True},
@@ -79,6 +79,27 @@ def test_rates_sum_up_to_the_travel() -> None:
                 assert total == pytest.approx(2.0)
             else:
                 assert total == 0 if not rms else 0.7 < total / (0.1 * rms) < 1.5
+
+
+def test_a_pull_draws_latents_to_the_nearest_value_and_the_last_cell_ends() -> None:
+    model, original = pair()
+    student = trainable(model, original)
+    optimizer = Optimizer(student, 2, travel=0.2, others=0.0, pull=1.0)
+    latents = [student.up.latent, student.down.latent]
+    before = [each.detach().clone() for each in latents]
+    for step in range(2):
+        for each in latents:
+            each.grad = torch.zeros_like(each)
+        optimizer.step(step)
+    for each, old in zip(latents, before, strict=True):
+        assert torch.equal(each.round(), old.round())
+        assert ((each - each.round()).abs() <= (old - old.round()).abs()).all()
+        assert not torch.equal(each, old)
+    optimizer = Optimizer(student, 1, travel=20.0, others=0.0, pull=0.0)
+    for each in latents:
+        each.grad = -torch.ones_like(each)
+    optimizer.step(0)
+    assert all((each == 7.5).all() for each in latents)
 
 
 @pytest.mark.parametrize("others", [False, True])
