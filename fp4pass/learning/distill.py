@@ -43,7 +43,6 @@ def distill(
     travel: float = 1.0,
     share: float = 0.5,
     others: float = 0.05,
-    pull: float = 0.0,
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -71,8 +70,6 @@ def distill(
             weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
             Embeddings and layers in floating point stay.
-        pull: how strongly a latent weight is drawn to the nearest value, growing with the steps:
-            1 is as strong as the gradient where two cells meet.
         seed: of the order of the batches, and of text that the original writes.
         resume: a folder that keeps the training after each evaluation, so that the same call after
             an interruption goes on from there; delete it when the model is saved.
@@ -95,7 +92,7 @@ def distill(
         True
     """
     require_flags(progress=progress)
-    _require_numbers(steps, travel, share, others, pull)
+    _require_numbers(steps, travel, share, others)
     model, original = unwrap(model), unwrap(original)
     for each in (model, original):
         if each.training:
@@ -106,7 +103,7 @@ def distill(
     is_student = is_trainable(model)
     group = ranks() if sharded_parameter(model) else ONE
     places = (group.size, group.rank)
-    options = (steps, batch_size, travel, share, others, pull, seed)
+    options = (steps, batch_size, travel, share, others, seed)
     with shown("distill", progress) as bar:
         if batches is None:
             batches = _written(original, tokenizer, steps * batch_size, seed, progress)
@@ -128,7 +125,7 @@ def distill(
             trainable(model, original, others=bool(others), share=share)
         run = Run(model, start, kept)
         try:
-            optimizer = Optimizer(model, steps, travel, others, pull)
+            optimizer = Optimizer(model, steps, travel, others)
             run.restore(optimizer)
             with _checkpointing(model):
                 _train(model, original, own, apart, run, optimizer, seed, group, bar)
@@ -140,13 +137,13 @@ def distill(
     return result
 
 
-def _require_numbers(steps: Any, travel: Any, share: Any, others: Any, pull: Any) -> None:
+def _require_numbers(steps: Any, travel: Any, share: Any, others: Any) -> None:
     """Raise OptionError for numbers that are out of range."""
     if type(steps) is not int or steps < 1:
         raise OptionError(expected("steps", "1, 2, ...", steps))
     require_share(share)
     wanted = "a number that is not negative"
-    for name, value in (("travel", travel), ("others", others), ("pull", pull)):
+    for name, value in (("travel", travel), ("others", others)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and 0 <= value < math.inf):
             raise OptionError(expected(name, wanted, value))

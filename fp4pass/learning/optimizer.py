@@ -74,17 +74,14 @@ def _root_mean_square(parameter: Tensor) -> float:
 class Optimizer:
     """Adam in float32 on the parameters of a student, also on those that have fewer bits."""
 
-    def __init__(
-        self, student: nn.Module, steps: int, travel: float, others: float, pull: float
-    ) -> None:
+    def __init__(self, student: nn.Module, steps: int, travel: float, others: float) -> None:
         groups = parameter_groups(student, steps, travel=travel, others=others)
-        self.rates, self.steps, self.pull = [group["lr"] for group in groups], steps, pull
+        self.rates, self.steps = [group["lr"] for group in groups], steps
         latents = {id(layer.latent): layer for _, layer in student_layers(student)}
         # With the end of the last cell, behind which they would be lost for many steps.
         self.latents = [
             (local(layer.latent.detach()), last_latent(layer)) for layer in latents.values()
         ]
-        self.peak = next((g["lr"] for g in groups if id(g["params"][0]) in latents), 0.0)
         self.own: list[nn.Parameter] = [each for group in groups for each in group["params"]]
         # Steps of a parameter in bfloat16 would round to nothing.
         self.float32 = [
@@ -110,12 +107,7 @@ class Optimizer:
         self.adam.zero_grad()
         for own, copy in copies:
             own.copy_(copy)
-        # Half a cell away from a value, where the next begins, a latent goes back by `pull` times
-        # the rate; from none at the start to all of that in the last step.
-        strength = 2 * self.pull * self.peak * part * (step + 1) / self.steps
         for each, last in self.latents:
-            if strength:
-                each.add_(each - each.round(), alpha=-min(strength, 1.0))
             each.clamp_(-last, last)
 
     def state(self) -> list[dict[str, Tensor]]:

@@ -132,8 +132,8 @@ def test_an_evaluation_before_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 def test_interrupted_training_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
     (whole, original), (first, _), (second, _) = pair(), pair(), pair()
-    options: dict[str, Any] = {"pull": 0.5, "resume": tmp_path}
-    expected = distilled(whole, original, pull=0.5)
+    options: dict[str, Any] = {"resume": tmp_path}
+    expected = distilled(whole, original)
     with cut_off(original, 26):
         distilled(first, original, **options)
     # It has the best so far, and is converted.
@@ -156,7 +156,7 @@ def test_a_folder_of_another_call_is_refused(tmp_path: Path) -> None:
     distilled(model, original, steps=2, resume=tmp_path)
     fresh, _ = pair()
     before = copy.deepcopy(fresh)
-    for changed in ({"travel": 2.0}, {"steps": 3}, {"seed": 1}, {"batch_size": 2}, {"pull": 1.0}):
+    for changed in ({"travel": 2.0}, {"steps": 3}, {"seed": 1}, {"batch_size": 2}, {"others": 0.1}):
         with pytest.raises(StateError, match="keeps another distillation"):
             distilled(fresh, original, **{"steps": 2, "resume": tmp_path, **changed})
         assert_same_bits(fresh, before)
@@ -286,7 +286,7 @@ def test_wrong_calls_change_nothing() -> None:
         (OptionError, "travel: expected a number that is not neg.*, got -1", {"travel": -1}),
         (OptionError, r"share: expected a number in \[0, 1\], got 2", {"share": 2}),
         (OptionError, "others: expected a number that is not negative, got -1", {"others": -1}),
-        (OptionError, "pull: expected a number that is not negative, got nan", {"pull": nan()}),
+        (OptionError, "others: expected a number that is not negative, got nan", {"others": nan()}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
         (OptionError, "progress: expected True or False", {"progress": 1}),
         (CalibrationError, "batches: expected windows of token ids", {"batches": windows()[0]}),
