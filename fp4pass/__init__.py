@@ -22,6 +22,7 @@ from .tensor import QuantState, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
+    from .learning.distill import distill
     from .learning.options import Refine
     from .learning.refine import refine
     from .parallel import parallelize
@@ -44,6 +45,7 @@ __all__ = [
     "compile_report",
     "convert",
     "dequantize",
+    "distill",
     "evaluate",
     "functional",
     "load",
@@ -63,9 +65,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
+    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation", "distill": ".learning"}
     later |= {"refine": ".learning.refine", "Refine": ".learning.options"}
-    if name in ("Evaluation", "evaluate", *later):
-        return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
+    if name in later:
+        return getattr(import_module(later[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -120,6 +120,12 @@ def mixture(folder: Path) -> dict[str, Any]:
     return {"mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)}
 
 
+def learned(folder: Path) -> dict[str, Any]:
+    original = decoder()
+    model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
+    return {"original": original, "model": model, "windows": torch.randint(64, (24, 16))}
+
+
 def normed(folder: Path) -> dict[str, Any]:
     return {"normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()}
 
@@ -135,8 +141,10 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluate": language,
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
+    "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
+    "fp4pass.learning": learned,
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
     "fp4pass.refine": with_stack,

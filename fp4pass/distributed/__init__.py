@@ -1,7 +1,16 @@
 """Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
 from .exchange import shared_tensors, summed_statistics, whole_tensors
-from .ranks import ONE, Ranks, divide, is_sharded, ranks, require_initialized, sharded_parameter
+from .ranks import (
+    ONE,
+    Ranks,
+    divide,
+    is_sharded,
+    ranks,
+    require_initialized,
+    reshard,
+    sharded_parameter,
+)
 
 __all__ = [
     "ONE",
@@ -10,6 +19,7 @@ __all__ = [
     "is_sharded",
     "ranks",
     "require_initialized",
+    "reshard",
     "sharded_parameter",
     "shared_tensors",
     "summed_statistics",

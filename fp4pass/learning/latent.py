@@ -42,7 +42,7 @@ def _magnitudes(element: Element, device: torch.device) -> Tensor:
 def to_cells(quotient: Tensor, element: Element) -> Tensor:
     """Return the latents of float32 numbers in units of the block's step, each with its sign.
 
-    Those that saturate lie at the far end of the last cell.
+    Numbers that saturate lie at the far end of the last cell.
     """
     values = _magnitudes(element, quotient.device)
     magnitude = quotient.abs()

@@ -20,7 +20,7 @@ from ..quality import QUALITY, get_quality
 from ..state import PreparedState
 
 # Keys in fp4pass.json beside the options of a recipe.
-_FACTS = ("calibration", "smooth", "refine")
+_FACTS = ("calibration", "smooth", "refine", "distilled")
 
 
 @dataclass(frozen=True)
