@@ -133,7 +133,7 @@ def better(rows: list[Row], fmt: str, base: str = BASE) -> Iterator[str]:
         if row["library"] != "fp4pass"
         for kind in KINDS
         for text, measured in row.get(kind, {}).items()
-        if measured["change"]["kl"]["value"] < 0
+        if "change" in measured and measured["change"]["kl"]["value"] < 0
     ]
     title = f"Peers with less KL than `{base}` in {fmt}:"
     yield from listed(title, found, f"No peer that ran has less KL than `{base}` in {fmt}.")
