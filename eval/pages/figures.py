@@ -71,10 +71,11 @@ def dots(
 def draw_peers(found: Found, path: Path) -> None:
     """Draw KL against seconds: a series for each library, a panel for each format and text."""
     panels = []
-    libraries = unique(found["rows"], "library")
-    for fmt in unique(found["rows"], "format"):
+    finished = [row for row in found["rows"] if "failed" not in row]
+    libraries = unique(finished, "library")
+    for fmt in unique(finished, "format"):
         for text, about in found["texts"].items():
-            here = [row for row in found["rows"] if row["format"] == fmt]
+            here = [row for row in finished if row["format"] == fmt]
             series = []
             for which, library in enumerate(libraries):
                 rows = [row for row in here if row["library"] == library]

@@ -66,7 +66,7 @@ def section(stem: str, found: Found) -> Iterator[str]:
     calibration = found["calibration"]
     yield (
         f"{found['parameters']:,} parameters, in float32; {calibration['windows']} windows of "
-        f"{found['window']} tokens of `{calibration['file']}`. "
+        f"{found['window']} tokens {of_file(calibration['file'])}. "
         f"All numbers are in [{stem}.json](../eval/results/peers-quality/{stem}.json)."
     )
     yield ""
@@ -78,22 +78,30 @@ def section(stem: str, found: Found) -> Iterator[str]:
         yield ""
     yield f"![KL against seconds](peers-{stem}.png)"
     yield ""
-    for fmt in unique(found["rows"], "format"):
-        rows = [row for row in found["rows"] if row["format"] == fmt]
+    base = found["base"]
+    finished = [row for row in found["rows"] if "failed" not in row]
+    for fmt in unique(finished, "format"):
+        rows = [row for row in finished if row["format"] == fmt]
         for text in found["texts"]:
-            yield from of_format(rows, fmt, found["texts"][text]["file"], text)
-        yield from better(rows, fmt)
+            yield from of_format(rows, fmt, found["texts"][text]["file"], text, base)
+        yield from better(rows, fmt, base)
+    yield from failed(found)
     yield from not_run(found)
 
 
-def of_format(rows: list[Row], fmt: str, file: str, text: str) -> Iterator[str]:
+def of_file(name: str) -> str:
+    """What calibration windows are made of: a text, or token ids, which the model wrote."""
+    return "that the model wrote" if name.endswith(".pt") else f"of `{name}`"
+
+
+def of_format(rows: list[Row], fmt: str, file: str, text: str, base: str = BASE) -> Iterator[str]:
     """The table of a format on one text, the least KL first."""
     yield f"`{fmt}`, `{file}`:"
     yield ""
     kinds = [kind for kind in KINDS if all(kind in row for row in rows)]
     header = ["library", "what"]
     for kind in kinds:
-        header += [f"KL, {kind}", f"less {BASE}'s"]
+        header += [f"KL, {kind}", f"less {base}'s"]
     header += ["perplexity, W4A16", "CPU s", "MiB"]
     lines = []
     for row in sorted(rows, key=lambda row: row["W4A16"][text]["kl"]["value"]):
@@ -104,36 +112,53 @@ def of_format(rows: list[Row], fmt: str, file: str, text: str) -> Iterator[str]:
             cells.append(with_interval(measured["kl"], number))
             cells.append("" if change is None else with_interval(change, signed, bold=True))
         cells.append(number(row["W4A16"][text]["perplexity"]["value"]))
-        cells += [f"{row['cpu_seconds']:,.0f}", f"{row['peak_mb']:,.0f}"]
+        cells += [cost(row), f"{row['peak_mb']:,.0f}"]
         lines.append(cells)
     yield table(header, lines, left=2)
     yield ""
 
 
-def better(rows: list[Row], fmt: str) -> Iterator[str]:
-    """Where a peer has less KL than `gptq` of fp4pass."""
+def cost(row: Row) -> str:
+    """Seconds of the processor, or of a machine that is not the one of the file."""
+    if "machine" in row:
+        return f"{row['seconds']:,.0f} on {row['machine']}"
+    return f"{row['cpu_seconds']:,.0f}"
+
+
+def better(rows: list[Row], fmt: str, base: str = BASE) -> Iterator[str]:
+    """Where a peer has less KL than the base, a row of fp4pass."""
     found = [
         f"{row['library']}, {row['name']}: {text}, {KINDS[kind]}"
         for row in rows
         if row["library"] != "fp4pass"
         for kind in KINDS
         for text, measured in row.get(kind, {}).items()
-        if measured["change"]["kl"]["value"] < 0
+        if "change" in measured and measured["change"]["kl"]["value"] < 0
     ]
-    title = f"Peers with less KL than `{BASE}` in {fmt}:"
-    yield from listed(title, found, f"No peer that ran has less KL than `{BASE}` in {fmt}.")
+    title = f"Peers with less KL than `{base}` in {fmt}:"
+    yield from listed(title, found, f"No peer that ran has less KL than `{base}` in {fmt}.")
     yield ""
 
 
+def failed(found: Found) -> Iterator[str]:
+    """What did not run, with the reason that its library gave."""
+    rows = [row for row in found["rows"] if "failed" in row]
+    lines = [f"{row['library']}, {row['name']} ({row['format']}): {row['failed']}" for row in rows]
+    if lines:
+        yield from listed("Failed:", lines, "")
+        yield ""
+
+
 def not_run(found: Found) -> Iterator[str]:
-    """What was not run on this model."""
+    """What was not run on this model, of the formats that were."""
     there = {(row["library"], row["run"]) for row in found["rows"]}
+    formats = unique(found["rows"], "format")
     left = [
         f"{library}, {name} ({fmt})"
         for library, run, fmt, name in PEERS
-        if (library, run) not in there
+        if fmt in formats and (library, run) not in there
     ]
-    yield from listed("Not run on this model, for the time they take:", left, "All were run.")
+    yield from listed("Not run on this model:", left, "All were run.")
     yield ""
 
 
