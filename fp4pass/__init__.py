@@ -22,9 +22,7 @@ from .tensor import QuantState, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .learning.distill import distill
-    from .learning.options import Refine
-    from .learning.refine import refine
+    from .learning import Refine, distill, refine
     from .parallel import parallelize
     from .quantization.smooth import smooth
 
@@ -65,8 +63,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
-    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation", "distill": ".learning"}
-    later |= {"refine": ".learning.refine", "Refine": ".learning.options"}
+    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation"}
+    later |= dict.fromkeys(("Refine", "distill", "refine"), ".learning")
     if name in later:
         return getattr(import_module(later[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -123,7 +123,7 @@ def test_the_start_is_kept_where_no_step_is_better() -> None:
 def test_an_evaluation_before_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, original = pair()
     measured = iter([5.0, 4.0, 3.0, *[3.5] * 6])
-    module = sys.modules["fp4pass.learning.distill"]
+    module = sys.modules["fp4pass.learning.distilling"]
     monkeypatch.setattr(module, "mean_divergence", lambda *args: next(measured))
     found = distilled(model, original)
     assert found.best.step == 6 and len(found.history) == 9
@@ -253,7 +253,7 @@ def test_the_original_writes_the_text_without_any(monkeypatch: pytest.MonkeyPatc
         asked.append((model is original, tokenizer, tokens, options["seed"]))
         return windows(24, seed=options["seed"])
 
-    monkeypatch.setattr(sys.modules["fp4pass.learning.distill"], "sample", sample)
+    monkeypatch.setattr(sys.modules["fp4pass.learning.distilling"], "sample", sample)
     options = {**OPTIONS, "steps": 11, "batch_size": 2, "seed": 3}
     found = fp4pass.distill(model, original, tokenizer="the tokenizer", **options)
     # One window in twelve of what it wrote is held out.

@@ -173,7 +173,7 @@ def test_the_whole_is_put_back_if_the_logits_are_no_nearer(monkeypatch: Any) -> 
     assert result.kl_before == logits_kl(start, source, batches()[7:])
     assert result.kl_after == logits_kl(found, source, batches()[7:])
     distances = iter([0.5, 0.6])
-    monkeypatch.setattr("fp4pass.learning.refine.logits_kl", lambda *args: next(distances))
+    monkeypatch.setattr("fp4pass.learning.refining.logits_kl", lambda *args: next(distances))
     other = refined(start, source)
     result = fp4pass.report(other).refined
     assert all(layer.kept for layer in result.layers) and not result.kept
@@ -417,7 +417,7 @@ def test_several_processes_are_refused(monkeypatch: Any) -> None:
     source = model()
     start = converted(source)
     several = types.SimpleNamespace(size=2)
-    monkeypatch.setattr("fp4pass.learning.refine.ranks", lambda: several)
+    monkeypatch.setattr("fp4pass.learning.refining.ranks", lambda: several)
     with pytest.raises(OptionError, match="one process"):
         fp4pass.refine(start, source, batches(2))
 
