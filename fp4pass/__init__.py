@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .parallel import parallelize
-    from .quantization.smooth import smooth
+    from .smoothing import smooth
 
 __all__ = [
     "Evaluation",
@@ -58,7 +58,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
+    later = {"trace": ".graph.export", "smooth": ".smoothing", "parallelize": ".parallel"}
     if name in ("Evaluation", "evaluate", *later):
         return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
