@@ -33,14 +33,14 @@ def smooth(
 
     Where only linear layers read the output of a norm or another linear, channel j of it is divided
     by s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
-    x_j the root mean square of the channel in calibration and w_j that of the column, divided by
-    the geometric mean and rounded to a power of two. So the float model computes the same bits as
+    x_j the root mean square of the channel in calibration and w_j that of the column, in the powers
+    of two that leave the least variance in octaves. So the float model computes the same bits as
     before, as long as no value leaves the range of its dtype (of float16, it can). Doing it again
     changes nothing.
 
     A live model is smoothed before `prepare`, for any method: it is run on `data`, and traced,
-    which proves that a call as the first of these reads a tensor nowhere else. What other calls
-    alone read, as `output_hidden_states` does, is divided there. A graph is smoothed between
+    which proves that a call as the first of these reads a tensor nowhere else; a tensor that only
+    other calls return, as with `output_hidden_states`, comes divided. A graph is smoothed between
     `calibrate` and `convert`, by what it was calibrated on: its Hessians change exactly, the
     largest input to a bound above it.
 
@@ -48,7 +48,7 @@ def smooth(
         model: A live model in evaluation mode, or the graph of `fp4pass.trace` or torch.export.
             Scales that are not proved stay, so look at the result.
         strength: 0 evens out weights alone, 1 inputs alone.
-        data: What to run a live model on, as for `calibrate`; a few thousand tokens are enough.
+        data: Run through a live model, as by `calibrate`; a few thousand tokens are enough.
         tokenizer: As for `calibrate`.
         progress: As for `convert`.
 
@@ -97,7 +97,7 @@ def _smooth_live(
     batches = calibration.batches(data, tokenizer, model=root)
     require_batches(batches)
     batches = list(batches)
-    # What cannot be traced is known before anything is run.
+    # Before anything is run, for a model may have no graph.
     graph = trace(root, _example(batches[0], root), cache_length=0) if batches else None
     with unprepared_after(root):
         calibrate(prepare(root, "hessian"), batches, progress=progress)

@@ -108,10 +108,32 @@ def balance(fold: ScaleFold, strength: float, squares: Tensor) -> Tensor:
     wanted = (strength * squares.log2() - (1 - strength) * columns.log2()) / 2
     # Columns that are all zero, of inputs or of weights, keep scale 1.
     live = (squares > 0) & (columns > 0) & wanted.isfinite()
-    wanted = torch.where(live, wanted, 0)
-    # A whole number of octaves is taken off, so that a balanced fold is balanced when seen again.
-    mean = torch.floor(wanted.sum() / live.sum().clamp(min=1) + 0.5)
-    return torch.where(live, torch.floor(wanted - mean + 0.5), 0).to(torch.int64)
+    exponents = torch.zeros_like(wanted)
+    if live.any():
+        exponents[live] = nearest_octaves(wanted[live])
+    return exponents.to(torch.int64)
+
+
+def nearest_octaves(wanted: Tensor) -> Tensor:
+    """Return the integers [n] from which `wanted` has the least variance, with a mean near 0.
+
+    Rounding cuts the circle of fractions at one half, wherever the channels are: those of one size
+    would get scales of 1 and 2. Here all cuts compete. The rest has no better cut, so that the
+    scales of a balanced fold are 1.
+
+    Args:
+        wanted: float64 [n], n > 0.
+    """
+    whole = wanted.floor()
+    fractions, order = (wanted - whole).sort()
+    # Behind cut i the first i fractions are an octave higher: sums of v and v^2 for each i.
+    count = torch.arange(len(wanted), device=wanted.device, dtype=wanted.dtype)
+    before = fractions.cumsum(0) - fractions
+    total, squares = fractions.sum() + count, fractions.square().sum() + 2 * before + count
+    cut = int((squares - total.square() / len(wanted)).argmin())
+    found = whole.clone()
+    found[order[:cut]] -= 1
+    return found - torch.floor(found.mean() + 0.5)
 
 
 def rescale(observer: Observer, exponents: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.smooth import Smoothed, rescale
+from fp4pass.quantization.smooth import Smoothed, nearest_octaves, rescale
 from fp4pass.state import get_state
 
 K = 48
@@ -353,6 +354,23 @@ def test_the_largest_input_is_bounded_by_what_is_known_of_each_channel(need: str
         exact = float((x / 2.0**scales).abs().max())
         roots = (x / 2.0**scales).double().square().sum(0).sqrt()
         assert exact <= float(observer.state[2]) <= 1.0011 * float(roots.max()), exponents
+
+
+@pytest.mark.core
+def test_octaves_leave_the_least_variance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.2, 0.8, 3.0):
+        wanted = 0.5 + spread * torch.randn(7, generator=generator, dtype=torch.float64)
+        found = nearest_octaves(wanted)
+        least = (wanted - found).var(correction=0)
+        around = range(-1, 2)
+        for steps in itertools.product(around, repeat=7):
+            other = wanted - found + torch.tensor(steps, dtype=torch.float64)
+            assert least <= other.var(correction=0) + 1e-12, (spread, steps)
+        assert abs(found.mean()) <= 0.5 and not nearest_octaves(wanted - found).any()
+    # Channels of one size keep one scale, wherever that lies between two octaves.
+    for size in torch.arange(0, 1, 0.125, dtype=torch.float64):
+        assert not nearest_octaves(size + torch.tensor([-0.2, 0.0, 0.2, 0.1])).any(), size
 
 
 def test_outliers_cost_less() -> None:
