@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .graph.export import trace
     from .learning import Refine, distill, refine
     from .parallel import parallelize
-    from .quantization.smooth import smooth
+    from .smoothing import smooth
 
 __all__ = [
     "Evaluation",
@@ -62,7 +62,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
+    later = {"trace": ".graph.export", "smooth": ".smoothing", "parallelize": ".parallel"}
     later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation"}
     later |= dict.fromkeys(("Refine", "distill", "refine"), ".learning")
     if name in later:

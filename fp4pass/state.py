@@ -21,6 +21,10 @@ _STATE = "_fp4pass_state"
 # The tokenizer or processor that a model was calibrated with.
 _TOKENIZER = "_fp4pass_tokenizer"
 
+# The key of fp4pass.json for the strength of `fp4pass.smooth`, and a live model's record of it.
+SMOOTH = "smooth"
+_SMOOTHED = "_fp4pass_smoothed"
+
 # Of a model whose weights are being packed, or were when that was cut off.
 _INTERRUPTED_FLAG = "_fp4pass_interrupted"
 
@@ -120,6 +124,17 @@ def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 def known_tokenizer(model: nn.Module) -> Any:
     """Return the tokenizer of `remember_tokenizer`, None without."""
     return unwrap(model).__dict__.get(_TOKENIZER)
+
+
+def remember_smoothing(root: nn.Module, strength: float) -> None:
+    """Remember that scales were folded into a live model, which has no state yet."""
+    root.__dict__[_SMOOTHED] = strength
+
+
+def smoothing_of(root: nn.Module) -> dict[str, float]:
+    """Return what the recipe of a live model says of `remember_smoothing`."""
+    strength = root.__dict__.get(_SMOOTHED)
+    return {} if strength is None else {SMOOTH: strength}
 
 
 def is_interrupted(root: nn.Module) -> bool:

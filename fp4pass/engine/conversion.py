@@ -26,7 +26,7 @@ from ..quantization.plan import Plan, plan_layers, with_statistics
 from ..quantization.recipe import recipe_of
 from ..quantization.unreached import with_unreached
 from ..rows import Row
-from ..state import PreparedState, config_of
+from ..state import PreparedState, config_of, smoothing_of
 from ..tensor_cores import say_once, tensor_core_note
 from .layer_stack import Stack
 from .recording import Recording, recording_of
@@ -147,6 +147,7 @@ class Conversion:
             settle_cache(self.root, self.kv_cache)
         tokens = max(row.tokens for row in rows.values())
         recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
+        recipe |= smoothing_of(self.root)
         recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
         files = () if self.layers is None else tuple(self.layers.files)
         finish(self.root, recipe, [rows[entry.name] for entry in self.plan.entries], files)

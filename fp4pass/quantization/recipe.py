@@ -17,10 +17,10 @@ from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
-from ..state import PreparedState
+from ..state import SMOOTH, PreparedState
 
 # Keys in fp4pass.json beside the options of a recipe.
-_FACTS = ("calibration", "smooth", "refine", "distilled")
+_FACTS = ("calibration", SMOOTH, "refine", "distilled")
 
 
 @dataclass(frozen=True)

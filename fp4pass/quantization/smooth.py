@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..errors import CalibrationError, OptionError, StateError
+from ..errors import CalibrationError, StateError
 from ..graph.folds import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.naive import HESSIAN_BLOCK
+from ..methods import Stats
 from ..observers.observer import Observer, collect, observers_of
-from ..state import PreparedState, get_state, set_state, unwrap
+from ..state import SMOOTH, PreparedState, get_state, set_state
 
 
 @dataclass(frozen=True)
@@ -32,63 +34,61 @@ class Smoothed:
         return f"{self.producer} -> {', '.join(self.linears)}: {scales}"
 
 
-def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
-    """Even out the channels of activations of a calibrated graph, in place, before `convert`.
+def smooth_graph(root: fx.GraphModule, strength: float) -> tuple[Smoothed, ...]:
+    """Fold scales into a calibrated graph, and into its statistics (`fp4pass.smooth`)."""
+    record = _require_calibrated(root)
+    found = fold(root, root, strength, _squares_of_graph)
+    for each, exponents in found.items():
+        for observer in observers_of(linear.holder for linear in each.linears):
+            rescale(observer, exponents)
+    recipe = {**record.recipe, SMOOTH: strength}
+    set_state(root, dataclasses.replace(record, recipe=recipe))
+    return smoothed(root, found)
 
-    Where only linear layers read the output of a norm or another linear, channel j of it is divided
-    by s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
-    x_j the root mean square of the channel in calibration and w_j the largest weight of the column,
-    divided by the geometric mean and rounded to a power of two. So the float model computes the
-    same bits as before, as long as no value leaves the range of its dtype (of float16, it can).
-    Statistics change with the inputs: Hessians exactly, the largest input to a bound above it.
-    Doing it again changes nothing.
+
+def fold(
+    graph: fx.GraphModule,
+    owner: nn.Module,
+    strength: float,
+    squares: Callable[[str, ScaleFold], Tensor | None],
+) -> dict[ScaleFold, Tensor]:
+    """Fold the scales that a graph proves into its parameters; return their exponents [K].
 
     Args:
-        model: The graph of `fp4pass.trace` or torch.export; only a graph can prove that nothing
-            else reads a tensor. Scales that are not proved stay, so look at the result.
-        strength: 0 evens out weights alone, 1 activations alone.
-
-    Returns:
-        The scales that were folded, in the order of the graph.
-
-    Raises:
-        StateError: The model is no graph, converted, not prepared, or prepared for a method
-            without Hessians.
-        CalibrationError: The model is not calibrated.
-        OptionError: strength is not a number from 0 to 1.
-
-    Source: SmoothQuant (arXiv:2211.10438), section 4, with powers of two.
-
-    Example:
-        >>> graph = fp4pass.prepare(fp4pass.trace(normed, (batches[0],)))
-        >>> graph = fp4pass.calibrate(graph, batches, progress=False)
-        >>> [fold.linears for fold in fp4pass.smooth(graph)]
-        [('1',)]
-        >>> graph = fp4pass.convert(graph)
+        graph: the graph.
+        owner: the model that has all names of the parameters: one with two is left as it is.
+        strength: as `fp4pass.smooth` takes it.
+        squares: returns the mean squares of the channels [K] that the linears of a fold read, given
+            the name of the first of them; None where they are not known.
     """
-    if type(strength) not in (float, int) or not 0 <= strength <= 1:
-        raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
-    root = unwrap(model)
-    if not isinstance(root, fx.GraphModule):
-        raise StateError(
-            f"smooth: expected the graph of a model, got the live {type(root).__name__}, of which "
-            "nobody knows what else reads a tensor. Prepare, calibrate and smooth "
-            "fp4pass.trace(model, example) in its place."
-        )
-    record = _require_calibrated(root)
-    names = {module: name for name, module in root.named_modules()}
+    names = {module: name for name, module in graph.named_modules()}
 
-    def choose(fold: ScaleFold) -> Tensor | None:
-        return balance(fold, strength, names[fold.linears[0].holder])
+    def choose(each: ScaleFold) -> Tensor | None:
+        known = squares(names[each.linears[0].holder], each)
+        return None if known is None else balance(each, strength, known)
 
     with torch.inference_mode(False), torch.no_grad():
-        folds = fold_scales(root.graph, _own_addresses(root), choose)
-        for fold, exponents in folds:
-            for observer in observers_of(linear.holder for linear in fold.linears):
-                rescale(observer, exponents)
-    recipe = {**record.recipe, "smooth": strength}
-    set_state(root, dataclasses.replace(record, recipe=recipe))
-    return tuple(_smoothed(fold, exponents, names) for fold, exponents in folds)
+        return dict(fold_scales(graph.graph, _own_addresses(owner), choose))
+
+
+def smoothed(graph: fx.GraphModule, found: Mapping[ScaleFold, Tensor]) -> tuple[Smoothed, ...]:
+    """Return what was folded, in the order of the graph."""
+    names = {module: name for name, module in graph.named_modules()}
+    return tuple(_smoothed(each, exponents, names) for each, exponents in found.items())
+
+
+def mean_squares(stats: Stats) -> Tensor | None:
+    """Return the mean squares of the channels [K'] of a dense layer, K' >= K; None without tokens.
+
+    K' is K, up to a whole block of the Hessian.
+    """
+    if stats.block_hessian is None or not stats.tokens:
+        return None
+    return stats.block_hessian[0].diagonal(dim1=-2, dim2=-1).flatten() / stats.tokens
+
+
+def _squares_of_graph(name: str, each: ScaleFold) -> Tensor | None:
+    return mean_squares(collect(observers_of(linear.holder for linear in each.linears), name))
 
 
 def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -> Smoothed:
@@ -99,24 +99,41 @@ def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -
     return Smoothed(".".join(filter(None, parts)), linears, float(scales.min), float(scales.max))
 
 
-def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
-    """Return the exponents of the scales of a fold, integers [K]; None without calibration."""
-    observers = observers_of(linear.holder for linear in fold.linears)
-    diagonal = collect(observers, name).block_hessian
-    if diagonal is None:
-        return None
-    weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
+def balance(fold: ScaleFold, strength: float, squares: Tensor) -> Tensor:
+    """Return the exponents of the scales of a fold, integers [K]; squares: as `mean_squares`."""
+    weights = [each.tensor.double().square().flatten(1).sum(1) for each in fold.weights]
     device = weights[0].device
-    largest = torch.stack([each.to(device) for each in weights]).amax(0)
-    squares = diagonal[0].diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
-    squares = squares.to(device).double().clamp(min=0)
-    wanted = strength * squares.log2() / 2 - (1 - strength) * largest.log2()
+    columns = torch.stack([each.to(device) for each in weights]).sum(0)
+    squares = squares.to(device).double()[: len(columns)].clamp(min=0)
+    wanted = (strength * squares.log2() - (1 - strength) * columns.log2()) / 2
     # Columns that are all zero, of inputs or of weights, keep scale 1.
-    live = (squares > 0) & (largest > 0) & wanted.isfinite()
-    wanted = torch.where(live, wanted, 0)
-    # A whole number of octaves is taken off, so that a balanced fold is balanced when seen again.
-    mean = torch.floor(wanted.sum() / live.sum().clamp(min=1) + 0.5)
-    return torch.where(live, torch.floor(wanted - mean + 0.5), 0).to(torch.int64)
+    live = (squares > 0) & (columns > 0) & wanted.isfinite()
+    exponents = torch.zeros_like(wanted)
+    if live.any():
+        exponents[live] = nearest_octaves(wanted[live])
+    return exponents.to(torch.int64)
+
+
+def nearest_octaves(wanted: Tensor) -> Tensor:
+    """Return the integers [n] from which `wanted` has the least variance, with a mean near 0.
+
+    Rounding cuts the circle of fractions at one half, wherever the channels are: those of one size
+    would get scales of 1 and 2. Here all cuts compete. The rest has no better cut, so that the
+    scales of a balanced fold are 1.
+
+    Args:
+        wanted: float64 [n], n > 0.
+    """
+    whole = wanted.floor()
+    fractions, order = (wanted - whole).sort()
+    # Behind cut i the first i fractions are an octave higher: sums of v and v^2 for each i.
+    count = torch.arange(len(wanted), device=wanted.device, dtype=wanted.dtype)
+    before = fractions.cumsum(0) - fractions
+    total, squares = fractions.sum() + count, fractions.square().sum() + 2 * before + count
+    cut = int((squares - total.square() / len(wanted)).argmin())
+    found = whole.clone()
+    found[order[:cut]] -= 1
+    return found - torch.floor(found.mean() + 0.5)
 
 
 def rescale(observer: Observer, exponents: Tensor) -> None:

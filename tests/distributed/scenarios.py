@@ -141,6 +141,11 @@ def together(folder: Path) -> dict[str, Any]:
     for method in ("hessian", "gptq"):
         found[method] = facts(quantized(Readers(), share(integers()), method))
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
+    normed = nn.Sequential(nn.LayerNorm(64), Readers()).to(DEVICE).eval()
+    with torch.no_grad():
+        normed[0].weight.mul_(torch.logspace(-1, 1, 64, device=DEVICE))
+    fp4pass.smooth(normed, data=share(integers()), progress=False)
+    found["smooth"] = facts(fp4pass.convert(normed, method="sse", weight_only=True))
     with noting_searches() as found["rows, searched"]:
         found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     cross = fp4pass.Gptq(target="cross", damping=0.5)

@@ -46,6 +46,7 @@ MODELS = [
     "hessian",
     "gptq",
     "sse",
+    "smooth",
     "rows",
     "rows, cross",
     "sequential",
@@ -66,7 +67,7 @@ def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str)
     assert first["report"] == second["report"]
 
 
-@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "rows"])
+@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "smooth", "rows"])
 def test_sums_that_are_exact_give_the_bits_of_one_process(
     two: list[dict[str, Any]], one: dict[str, Any], name: str
 ) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import bits
+from small_models import bits, language_model, logits, tokens
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.smooth import Smoothed, rescale
+from fp4pass.quantization.smooth import Smoothed, nearest_octaves, rescale
 from fp4pass.state import get_state
 
 K = 48
@@ -355,6 +356,23 @@ def test_the_largest_input_is_bounded_by_what_is_known_of_each_channel(need: str
         assert exact <= float(observer.state[2]) <= 1.0011 * float(roots.max()), exponents
 
 
+@pytest.mark.core
+def test_octaves_leave_the_least_variance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.2, 0.8, 3.0):
+        wanted = 0.5 + spread * torch.randn(7, generator=generator, dtype=torch.float64)
+        found = nearest_octaves(wanted)
+        least = (wanted - found).var(correction=0)
+        around = range(-1, 2)
+        for steps in itertools.product(around, repeat=7):
+            other = wanted - found + torch.tensor(steps, dtype=torch.float64)
+            assert least <= other.var(correction=0) + 1e-12, (spread, steps)
+        assert abs(found.mean()) <= 0.5 and not nearest_octaves(wanted - found).any()
+    # Channels of one size keep one scale, wherever that lies between two octaves.
+    for size in torch.arange(0, 1, 0.125, dtype=torch.float64):
+        assert not nearest_octaves(size + torch.tensor([-0.2, 0.0, 0.2, 0.1])).any(), size
+
+
 def test_outliers_cost_less() -> None:
     """One channel of the inputs is 100 times the others: all others of its blocks suffer."""
     errors = []
@@ -386,13 +404,87 @@ def test_the_recipe_says_so_and_is_still_a_recipe() -> None:
     assert Recipe.from_dict(recipe).config.fmt == "nvfp4"
 
 
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(dict(model.named_parameters()))
+
+
+def test_a_live_model_is_smoothed_as_its_graph_is() -> None:
+    live, twin = made(Block), made(Block)
+    batches = [wide(seed=seed) for seed in range(3)]
+    before, hooks = live(wide(seed=9)), dict(live.norm._forward_pre_hooks)
+    folded = fp4pass.smooth(live, 0.6, data=batches, progress=False)
+    assert names(folded) == BLOCK
+    assert folded == fp4pass.smooth(calibrated(exported(twin)), 0.6)
+    assert all(torch.equal(p, state_of(twin)[n]) for n, p in live.named_parameters())
+    assert torch.equal(bits(live(wide(seed=9))), bits(before))
+    # It is not prepared, and a balanced model stays as it is.
+    assert get_state(live) is None and live.norm._forward_pre_hooks == hooks
+    assert not any(OBSERVERS in module.__dict__ for module in live.modules())
+    assert fp4pass.smooth(live, 0.6, data=batches, progress=False) == ()
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_what_is_read_elsewhere_stays_as_it_is_in_a_live_model(name: str) -> None:
+    model = made(UNTOUCHED[name])
+    before = state_of(model)
+    assert fp4pass.smooth(model, data=[wide()], progress=False) == ()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("method", ["sse", "hessian"])
+def test_the_recipe_of_a_live_model_says_so(method: str) -> None:
+    model = made(GatedMlp)
+    assert fp4pass.smooth(model, 0.25, data=[wide(1)[0]], progress=False)
+    if method == "hessian":
+        calibrated(model, method)
+    fp4pass.convert(model, "nvfp4a16", method)
+    recipe = get_state(model).recipe  # type: ignore[union-attr]
+    assert recipe["smooth"] == 0.25 and Recipe.from_dict(recipe).config.method_name == method
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_language_model_computes_the_same_bits(masked: bool) -> None:
+    model = language_model()
+    before = logits(model)
+    # The first window alone, as for layers one after the other.
+    ids = [tokens(1), tokens(3)]
+    ones = [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
+    folded = fp4pass.smooth(model, data=ones if masked else ids, progress=False)
+    assert len(folded) == 3 * len(model.model.layers)
+    assert torch.equal(bits(logits(model)), bits(before))
+    assert max(each.largest / each.smallest for each in folded) >= 8
+
+
+class Untraceable(GatedMlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def test_a_model_that_cannot_be_traced_stays_as_it_is() -> None:
+    model = made(Untraceable)
+    before = state_of(model)
+    with pytest.raises(TraceError, match="Untraceable"):
+        fp4pass.smooth(model, data=[wide()], progress=False)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert get_state(model) is None
+
+
+def test_errors_of_live_models() -> None:
+    with pytest.raises(StateError, match=r"live GatedMlp is prepared.*before prepare, or"):
+        fp4pass.smooth(calibrated(made(GatedMlp)), data=[wide()])
+    with pytest.raises(StateError, match="already converted"):
+        fp4pass.smooth(fp4pass.convert(made(GatedMlp), method="sse"), data=[wide()])
+    with pytest.raises(CalibrationError, match="no batches"):
+        fp4pass.smooth(made(GatedMlp), data=iter(()))
+    with pytest.raises(OptionError, match="tokenizer"):
+        fp4pass.smooth(made(GatedMlp))
+    with pytest.raises(CalibrationError, match="held NaN"):
+        fp4pass.smooth(made(GatedMlp), data=[wide() * torch.nan], progress=False)
+    with pytest.raises(OptionError, match="are for a live model"):
+        fp4pass.smooth(calibrated(graph(GatedMlp)), data=[wide()])
+
+
 def test_errors() -> None:
-    for prepare in (False, True):
-        model = made(GatedMlp)
-        if prepare:
-            calibrated(model)
-        with pytest.raises(StateError, match=r"live GatedMlp.*fp4pass\.trace\(model, example\)"):
-            fp4pass.smooth(model)
     model = graph(GatedMlp)
     with pytest.raises(StateError, match="not prepared"):
         fp4pass.smooth(model)
