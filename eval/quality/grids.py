@@ -159,3 +159,10 @@ GRIDS["qualities"] = _one(
         for seed in (SEEDS if name != "fast" else (0,))
     ]
 )
+# What tasks are measured of.
+GRIDS["recovery"] = [
+    Run(by=f'quality="{name}"', scheme=scheme, options={"quality": name}, seed=seed)
+    for scheme in ("nvfp4a16", "nvfp4")
+    for name in ("good", "best")
+    for seed in SEEDS
+]

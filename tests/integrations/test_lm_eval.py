@@ -438,10 +438,24 @@ def test_documents_of_other_texts() -> None:
     ]
 
 
-def test_questions_are_what_their_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "documents", load_script("documents"))
+def test_tasks_on_a_file_of_pairs_and_of_prose(tmp_path: Path) -> None:
+    documents = load_script("documents")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"task": "a", "good": "It is.", "bad": "It are."}\n', encoding="utf-8")
+    assert list(documents.load_pairs(str(pairs))["test"]) == [{"good": "It is.", "bad": "It are."}]
+    found = documents.load_gaps(str(TINY / "eval.txt"))["test"]
+    assert len(found) > documents.COUNT
+    assert found[: documents.COUNT] == documents.load_questions()["test"][: documents.COUNT]
+    for load in (documents.load_pairs, documents.load_gaps, documents.load_wikitext):
+        with pytest.raises(ValueError, match="a file is needed: --metadata text="):
+            load()
+    with pytest.raises(ValueError, match="no line of prose"):
+        documents.load_gaps(str(pairs))
+
+
+def test_questions_are_what_their_script_makes() -> None:
     path = TASKS / "tiny_lm_next.json"
-    assert load_script("make_tiny_lm_next").make() == path.read_text(encoding="utf-8")
+    assert load_script("documents").make() == path.read_text(encoding="utf-8")
     assert path.stat().st_size < 60_000
     text = (TINY / "eval.txt").read_text(encoding="utf-8")
     questions = json.loads(path.read_text(encoding="utf-8"))
