@@ -57,8 +57,9 @@ def main() -> None:
         packed, took = stand.convert(run)
         found, own = scored(packed, stand.tokenizer, tasks, args.limit)
         for name, task in found.items():
-            pairs = zip(own[name], answers[name], strict=True)
-            task["changed"] = sum(a != b for a, b in pairs) / len(own[name])
+            if own[name][0] is not None:
+                pairs = zip(own[name], answers[name], strict=True)
+                task["changed"] = sum(a != b for a, b in pairs) / len(own[name])
         results.put({**run.row(), **took, "tasks": found})
         print(run.scheme, run.by, run.seed, found, flush=True)
 
