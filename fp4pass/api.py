@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -228,11 +229,15 @@ def _convert_whole(
     progress: bool,
 ) -> nn.Module:
     """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
-    with unprepared_on_error(call.root), shown("", progress) as bar:
+    with ExitStack() as stack:
+        bar = stack.enter_context(shown("", progress))
         bar.foresee(later_costs(call.plan))
         remember_tokenizer(model, tokenizer)
         batches = call.batches(data, tokenizer)
         arguments = call.arguments
+        if batches is not None:
+            stack.enter_context(call.smoothed(batches))
+        stack.enter_context(unprepared_on_error(call.root))
         if batches is not None:
             prepare(model, sequential=call.sequential, **arguments)
             calibrate(model, batches)

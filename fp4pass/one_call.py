@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,13 @@ from .distributed import ranks
 from .engine.schedule import planned_stacks
 from .engine.text_part import rules_beside_text
 from .engine.trial import size_of, try_layer
-from .errors import OptionError, StateError
+from .errors import OptionError, StateError, TraceError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
 from .quantization.plan import Plan, plan_layers
 from .quantization.recipe import require_undecided, with_quality
 from .quantization.rules import matching_rule
-from .state import config_of, get_state, set_state, unwrap
+from .state import config_of, get_state, set_state, smoothing_of, unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class OneCall:
         device: where that is done.
         plan: what is to be quantized.
         tokens: how many the model writes itself if there is no data; 0 if it needs none.
+        smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
     """
 
     root: nn.Module
@@ -63,6 +65,7 @@ class OneCall:
     device: torch.device | str | None
     plan: Plan
     tokens: int
+    smoothing: float
 
     @staticmethod
     def of(
@@ -116,7 +119,11 @@ class OneCall:
         tokens = INPUT_TOKENS if any(map(_has_input_scale, configs)) else 0
         if kv_cache is not None or any(each.needs for each in configs):
             tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
-        return OneCall(root, quality, config, rules, kv_cache, sequential, device, plan, tokens)
+        smoothing = 0.0
+        if recipe is not None and not all(each.weight_only for each in configs):
+            smoothing = recipe.smoothing
+        places = (kv_cache, sequential, device)
+        return OneCall(root, quality, config, rules, *places, plan, tokens, smoothing)
 
     @property
     def needs_data(self) -> bool:
@@ -158,6 +165,28 @@ class OneCall:
         own: dict[str, Any] = {} if group.size == 1 else {"seed": group.rank}
         windows = calibration.sample(self.root, tokenizer, tokens=tokens, **own)
         return self._in_turn(list(windows.split(_BATCH)))
+
+    @contextmanager
+    def smoothed(self, batches: Sequence[Any]) -> Iterator[None]:
+        """Smooth the model if the recipe has that; after an error its bits are as before."""
+        with ExitStack() as stack:
+            if self.smoothing and not smoothing_of(self.root):
+                # Late, for tracing takes a while to import.
+                from .smoothing import smoothed_unless_it_fails
+
+                few = _first(batches, INPUT_TOKENS)
+                try:
+                    folds = stack.enter_context(
+                        smoothed_unless_it_fails(self.root, self.smoothing, few)
+                    )
+                    _log.info(
+                        "%s smoothed the inputs of %d groups of layers", self.label, len(folds)
+                    )
+                except (StateError, TraceError) as error:
+                    _log.info(
+                        "%s: inputs are not smoothed, which needs a graph: %s", self.label, error
+                    )
+            yield
 
     def _in_turn(self, batches: list[Any]) -> list[Any]:
         """Return batches with the first window alone where that runs through whole layers."""
@@ -238,6 +267,18 @@ def duration(seconds: float) -> str:
         return f"about {minutes} min" + (f" {rest} s" if rest else "")
     hours, minutes = divmod(round(seconds / 300) * 5, 60)
     return f"about {hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def _first(batches: Sequence[Any], tokens: int) -> list[Any]:
+    """Return the first batches, so many that they have the tokens together."""
+    found: list[Any] = []
+    seen = 0
+    for each in batches:
+        if seen >= tokens:
+            break
+        found.append(each)
+        seen += size_of(each)
+    return found
 
 
 def _has_input_scale(config: LinearConfig) -> bool:

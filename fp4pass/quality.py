@@ -26,6 +26,7 @@ class Quality:
         alone: in place of `options`, for layers that cannot be calibrated one after the other:
             stacks of experts, and layers outside of the model's stacks.
         sequential: calibrate one layer at a time.
+        smoothing: the strength of `fp4pass.smooth` where inputs are quantized; 0 for none.
         tokens: how many a model writes itself where there is no data; 0 if the method needs none.
     """
 
@@ -33,6 +34,7 @@ class Quality:
     input_options: Mapping[str, Any] = field(default_factory=dict)
     alone: Mapping[str, Any] = field(default_factory=dict)
     sequential: bool = False
+    smoothing: float = 0.0
     tokens: int = 0
 
     @property
@@ -48,12 +50,13 @@ class Quality:
 # As measured: docs/quality.md.
 QUALITIES: dict[str, Quality] = {
     "fast": Quality({"method": Sse()}),
-    "good": Quality({"method": Hessian()}, tokens=1 << 15),
+    "good": Quality({"method": Hessian()}, smoothing=0.5, tokens=1 << 15),
     "best": Quality(
         {"method": Gptq(target="cross")},
         input_options={"activation_scales": "sse"},
         alone={"method": Gptq()},
         sequential=True,
+        smoothing=0.5,
         tokens=1 << 15,
     ),
 }

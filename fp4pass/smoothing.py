@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from . import calibration
-from .api import calibrate, prepare
+from .core.progress import shown
 from .distributed import ranks
 from .errors import OptionError, StateError, require_flags
 from .graph.export import trace
-from .graph.folds import ScaleFold
-from .observers.batches import call_arguments, device_of, require_batches
+from .graph.folds import ScaleFold, unfold_scales
+from .observers.batches import call_arguments, device_of, require_batches, run_batches
 from .observers.observer import collect, observers_of
-from .quantization.checks import require_float
+from .quantization.checks import require_float, require_layers
+from .quantization.plan import plan_layers
+from .quantization.replace import attach_observers
 from .quantization.restore import unprepared_after
 from .quantization.smooth import Smoothed, fold, mean_squares, smooth_graph, smoothed
-from .state import remember_smoothing, unwrap
+from .rows import Report
+from .state import (
+    PreparedState,
+    config_of,
+    forget_smoothing,
+    is_interrupted,
+    remember_smoothing,
+    set_state,
+    unwrap,
+)
 
 
 def smooth(
@@ -76,7 +89,17 @@ def smooth(
     require_flags(progress=progress)
     root = unwrap(model)
     if not isinstance(root, fx.GraphModule):
-        return _smooth_live(root, strength, data, tokenizer, progress)
+        if require_float(root, "smooth") is not None:
+            raise StateError(
+                f"smooth: the live {type(root).__name__} is prepared already, and its statistics "
+                "are of inputs that smoothing changes. Call fp4pass.smooth(model, data=...) before "
+                "prepare, or prepare, calibrate and smooth fp4pass.trace(model, example)."
+            )
+        batches = calibration.batches(data, tokenizer, model=root)
+        require_batches(batches)
+        with shown("smooth", progress):
+            graph, found = smooth_live(root, strength, list(batches))
+        return smoothed(graph, found)
     if data is not None or tokenizer is not None:
         raise OptionError(
             "smooth: data= and tokenizer= are for a live model. A graph is smoothed by what it was "
@@ -85,31 +108,50 @@ def smooth(
     return smooth_graph(root, strength)
 
 
-def _smooth_live(
-    root: nn.Module, strength: float, data: Any, tokenizer: Any, progress: bool
-) -> tuple[Smoothed, ...]:
-    if require_float(root, "smooth") is not None:
-        raise StateError(
-            f"smooth: the live {type(root).__name__} is prepared already, and its statistics are "
-            "of inputs that smoothing changes. Call fp4pass.smooth(model, data=...) before "
-            "prepare, or prepare, calibrate and smooth fp4pass.trace(model, example)."
-        )
-    batches = calibration.batches(data, tokenizer, model=root)
-    require_batches(batches)
-    batches = list(batches)
-    # Before anything is run, for a model may have no graph.
+def smooth_live(
+    root: nn.Module, strength: float, batches: list[Any]
+) -> tuple[fx.GraphModule, dict[ScaleFold, Tensor]]:
+    """Fold scales into a live float model; return its graph, and the exponents of each fold [K].
+
+    Raises TraceError, before anything is changed, if the model has no graph.
+    """
+    # Before anything is run. Without batches, the run says so.
     graph = trace(root, _example(batches[0], root), cache_length=0) if batches else None
+    config = config_of({"method": "hessian"}, None)
+    plan = plan_layers(root, config, ())
+    require_layers(plan)
     with unprepared_after(root):
-        calibrate(prepare(root, "hessian"), batches, progress=progress)
+        attach_observers(root, plan.layers, set(config.needs))
+        state = PreparedState({}, Report(()), config, (), tuple(config.needs), None)
+        set_state(root, state)
+        run_batches(root, batches, state)
         squares = _mean_squares(root)
-    assert graph is not None, "calibrate refuses no batches"
+    assert graph is not None, "a run refuses no batches"
 
     def known(name: str, each: ScaleFold) -> Tensor | None:
         return squares.get(name)
 
     found = fold(graph, root, strength, known)
     remember_smoothing(root, strength)
-    return smoothed(graph, found)
+    return graph, found
+
+
+@contextmanager
+def smoothed_unless_it_fails(
+    root: nn.Module, strength: float, batches: list[Any]
+) -> Iterator[tuple[Smoothed, ...]]:
+    """Smooth a live model; after an error inside, its bits are as before.
+
+    Raises TraceError, before anything is changed, if the model has no graph.
+    """
+    graph, found = smooth_live(root, strength, batches)
+    try:
+        yield smoothed(graph, found)
+    except BaseException:
+        if not is_interrupted(root):
+            unfold_scales(found.items())
+            forget_smoothing(root)
+        raise
 
 
 def _example(batch: Any, root: nn.Module) -> Any:

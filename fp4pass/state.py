@@ -131,6 +131,11 @@ def remember_smoothing(root: nn.Module, strength: float) -> None:
     root.__dict__[_SMOOTHED] = strength
 
 
+def forget_smoothing(root: nn.Module) -> None:
+    """Forget `remember_smoothing`."""
+    root.__dict__.pop(_SMOOTHED, None)
+
+
 def smoothing_of(root: nn.Module) -> dict[str, float]:
     """Return what the recipe of a live model says of `remember_smoothing`."""
     strength = root.__dict__.get(_SMOOTHED)

@@ -14,7 +14,8 @@ from small_models import assert_same_bits, mlp, tokens
 from torch import nn
 
 import fp4pass
-from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass import state
+from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.methods import Gptq
 from fp4pass.observers.observer import OBSERVERS
 from fp4pass.one_call import OneCall, duration
@@ -43,11 +44,24 @@ def language_model() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16().eval()
 
 
-def by_hand(fmt: str, quality: str, **options: Any) -> Any:
-    """The same by three calls."""
-    recipe = QUALITIES[quality]
-    decided = recipe.options_for(options.get("weight_only", False))
+def uneven() -> Any:
+    """The same with channels that are larger than others, before linears and between them."""
     model = language_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.mul_(torch.logspace(-2, 2, 64, base=2).round(decimals=1))
+            layer.mlp.up_proj.weight.mul_(torch.arange(96)[:, None] % 7 + 1)
+    return model
+
+
+def by_hand(fmt: str, quality: str, **options: Any) -> Any:
+    """The same by calls one after the other."""
+    recipe = QUALITIES[quality]
+    weight_only = options.get("weight_only", False)
+    decided = recipe.options_for(weight_only)
+    model = options.pop("model", None) or language_model()
+    if recipe.smoothing and not weight_only:
+        fp4pass.smooth(model, recipe.smoothing, data=BATCHES, progress=False)
     if recipe.tokens or (fmt == "nvfp4" and not options.get("weight_only")):
         fp4pass.prepare(model, fmt=fmt, sequential=recipe.sequential, **decided, **options)
         fp4pass.calibrate(model, BATCHES, progress=False)
@@ -85,6 +99,49 @@ def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
     model = in_one(fmt, quality)
     assert_same_bits(model, expected)
     assert fp4pass.report(model) == fp4pass.report(expected)
+
+
+def test_inputs_are_smoothed_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp4pass")
+    model = in_one(quality="good", model=uneven())
+    assert "smoothed the inputs of 4 groups of layers" in caplog.text
+    assert_same_bits(model, by_hand("nvfp4", "good", model=uneven()))
+    assert get_state(model).recipe["smooth"] == 0.5
+    scales = uneven().model.layers[0].input_layernorm.weight / (
+        model.model.layers[0].input_layernorm.weight
+    )
+    assert set(scales.log2().tolist()) > {-1.0, 1.0}
+    floats = in_one(quality="good", model=uneven(), weight_only=True)
+    assert "smooth" not in get_state(floats).recipe
+
+
+@pytest.mark.core
+def test_an_error_takes_the_smoothing_back() -> None:
+    model = uneven()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    wrong = [*BATCHES, torch.full((1, 4), 1 << 20)]
+    # Smoothing reads the first alone, and calibration all.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4pass.one_call.INPUT_TOKENS", 1)
+        with pytest.raises(IndexError):
+            in_one(quality="good", model=model, data=wrong)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+    assert get_state(model) is None and not state.smoothing_of(model)
+
+
+def test_a_model_without_a_graph_is_not_smoothed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise TraceError("layers.0: it has no graph.")
+
+    caplog.set_level(logging.INFO, "fp4pass")
+    monkeypatch.setattr("fp4pass.smoothing.trace", refuse)
+    model = in_one(quality="good", model=uneven())
+    assert 'quality "good": inputs are not smoothed, which needs a graph: layers.0' in caplog.text
+    assert "smooth" not in get_state(model).recipe
 
 
 def test_weights_only_have_no_searched_input_scales() -> None:

@@ -9,7 +9,7 @@ Rotations: D goes into the rows of the linear before the linears that would rota
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,16 @@ def fold_scales(
                 each.tensor.mul_(_factors(change, each.tensor))
         done.append((fold, exponents))
     return done[::-1]
+
+
+def unfold_scales(done: Iterable[tuple[ScaleFold, Tensor]]) -> None:
+    """Take the scales of folds out of the parameters again: their bits are as before."""
+    with torch.no_grad():
+        for fold, exponents in done:
+            for each in fold.divided:
+                each.tensor.mul_(_factors(exponents, each.tensor))
+            for each in fold.weights:
+                each.tensor.mul_(_factors(-exponents, each.tensor))
 
 
 class _Finder:
