@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from ..observers.batches import call_arguments, device_of
 from ..observers.visible_tokens import visible_rows, watching_tokens
-
-# Logits that are compared at once in float32: 64 MB.
-_CHUNK = 1 << 24
+from .loss import kl_loss
 
 
 @torch.no_grad()
@@ -32,9 +30,14 @@ def logits_kl(model: nn.Module, original: nn.Module, batches: Iterable[Any]) -> 
             others, _ = _logits(original, batch)
             if logits is None or others is None:
                 return None
-            total += _sum(logits, others.to(logits.device), visible).cpu()
-    kl, count = total.tolist()
-    return float(kl / count) if count else None
+            others = others.to(logits.device)
+            if visible is not None:
+                logits, others = logits[visible], others[visible]
+            if len(logits):
+                count = len(logits)
+                total += torch.tensor([float(kl_loss(logits, others)) * count, count]).double()
+    kl, tokens = total.tolist()
+    return float(kl / tokens) if tokens else None
 
 
 def _logits(model: nn.Module, batch: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -57,16 +60,3 @@ def _logits(model: nn.Module, batch: Any) -> tuple[Tensor | None, Tensor | None]
 def _visible(output: Any) -> Tensor | None:
     logits = getattr(output, "logits", None)
     return visible_rows(logits).visible if isinstance(logits, Tensor) else None
-
-
-def _sum(logits: Tensor, others: Tensor, visible: Tensor | None) -> Tensor:
-    """Return the sum of the KL of tokens, and their number: float64 [2]."""
-    if visible is not None:
-        logits, others = logits[visible], others[visible]
-    kl = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for rows in torch.arange(len(logits)).split(max(1, _CHUNK // logits.shape[-1])):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        log_q, log_p = (each[part].float().log_softmax(-1) for each in (logits, others))
-        p = log_p.exp()
-        kl += torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(dtype=torch.float64)
-    return torch.stack((kl, torch.full_like(kl, len(logits))))

@@ -22,6 +22,7 @@ from small_models import assert_same_bits
 from torch import Tensor
 
 import fp4pass
+from fp4pass import _compat
 from fp4pass.errors import (
     CheckpointError,
     NonFiniteError,
@@ -483,7 +484,7 @@ def test_importing_again_registers_again(
 def test_other_versions_are_errors_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, remedy: str
 ) -> None:
-    find = importlib.metadata.version
+    find = _compat.installed_version
 
     def installed(name: str) -> str:
         if name != package:
@@ -493,7 +494,7 @@ def test_other_versions_are_errors_with_a_remedy(
         return version
 
     monkeypatch.delitem(sys.modules, "fp4pass.integrations.transformers", raising=False)
-    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(_compat, "installed_version", installed)
     with pytest.raises(VersionError, match=f"{package}: expected version .*{remedy}"):
         getattr(fp4pass.integrations, "Fp4PassConfig")  # noqa: B009
 

@@ -166,7 +166,7 @@ def test_blocks_that_share_nothing_compensate_for_nothing() -> None:
     expected = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
     blocks = damp(hessian, 1e-9, 1.0, fmt.block)
     assert (found == expected).double().mean() > 0.99
-    assert loss(w, found, blocks) == pytest.approx(loss(w, expected, blocks), rel=1e-6)
+    assert loss(w, found, blocks) == pytest.approx(loss(w, expected, blocks), rel=1e-4)
 
 
 BETTER = [
