@@ -92,7 +92,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quality", list(QUALITIES))
 def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
     expected = by_hand(fmt, quality)

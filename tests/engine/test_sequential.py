@@ -375,7 +375,10 @@ def run_case(case: zoo.Case, module: nn.Module) -> Any:
     return module
 
 
-@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("gptq", marks=pytest.mark.slow, id="plain"), pytest.param(CROSS, id="cross")],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, method: Any) -> None:
     """Grouped queries, tuples, other masks for other layers, two stacks."""

@@ -89,9 +89,11 @@ def decode(model: Any, change: Callable[[fx.Graph], Any] | None, rows: int = 2) 
     [
         ("qwen3", LAYERS, {}),
         ("llama", LAYERS, {}),
-        ("llama", LAYERS, {"num_key_value_heads": 4}),
+        pytest.param("llama", LAYERS, {"num_key_value_heads": 4}, marks=pytest.mark.slow),
         ("gemma3_text", 0, {"sliding_window": 6}),
-        ("phi3", 0, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+        pytest.param(
+            *("phi3", 0, {"partial_rotary_factor": 0.5, "pad_token_id": 0}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_steps_of_decoders_read_their_cache_in_place(

@@ -180,6 +180,7 @@ def test_gradients_of_a_compiled_layer(kind: str) -> None:
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 @one_of_each
 def test_inductor_gives_the_same(kind: str) -> None:
     torch.compiler.reset()
