@@ -109,6 +109,7 @@ NOT_RUN = {
     "torch.compile(model.forward": "compiles for minutes, as tests/test_compiled_model.py does",
     "generate_batch": "takes long on a CPU; tests/integrations/test_serving.py does",
     "fp4pass.refine(": "learns for minutes; tests/learning/test_refine.py does",
+    "fp4pass.distill(": "trains for minutes; tests/learning/test_distill.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 
@@ -230,6 +231,7 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
     "docs/cli.md": {"model": converted},
     "docs/evaluation.md": {"model": converted},
     "docs/graphs.md": {"prompt": lambda: torch.arange(20).view(2, 10), "count": lambda: 3},
+    "docs/learning.md": {"model": converted},
     "docs/quality.md": {
         "prepared": lambda: calibrated("gptq"),
         "weight": lambda: state_and_hessian()[0],
