@@ -40,7 +40,7 @@ class Quality:
     @property
     def decides(self) -> tuple[str, ...]:
         """The fields of `LinearConfig` that nobody else may give."""
-        return (*self.options, *self.input_options)
+        return tuple({**self.options, **self.input_options})
 
     def options_for(self, weight_only: bool) -> dict[str, Any]:
         """Return the fields that it decides, for layers whose inputs are quantized or are not."""
@@ -53,7 +53,12 @@ QUALITIES: dict[str, Quality] = {
     "good": Quality({"method": Hessian()}, smoothing=0.5, tokens=1 << 15),
     "best": Quality(
         {"method": Gptq(target="cross")},
-        input_options={"activation_scales": "sse"},
+        # The error of rounded inputs is no error of the layers before: a target that takes it for
+        # one shrinks the weights.
+        input_options={
+            "method": Gptq(target="cross", target_damping=5.0),
+            "activation_scales": "sse",
+        },
         alone={"method": Gptq()},
         sequential=True,
         smoothing=0.5,

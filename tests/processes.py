@@ -14,8 +14,11 @@ import torch
 def start(script: Path, name: str, folder: Path, size: int = 2) -> list[Any]:
     """The processes of a scenario."""
     found = []
+    # What tests share is found there, too.
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     for rank in range(size):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        env = os.environ | shared | {"RANK": str(rank), "WORLD_SIZE": str(size)}
         command = [sys.executable, str(script), name, str(folder)]
         found.append(
             subprocess.Popen(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -47,3 +50,19 @@ def pair(
 
 def layers(model: nn.Module) -> dict[str, Any]:
     return {name: model.get_submodule(name) for name in ("up", "down")}
+
+
+@contextmanager
+def cut_off(original: nn.Module, calls: int) -> Iterator[None]:
+    """Have an original be interrupted after so many calls."""
+    left = [calls]
+
+    def count(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    handle = original.register_forward_pre_hook(count)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    handle.remove()

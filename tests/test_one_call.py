@@ -116,7 +116,8 @@ def test_inputs_are_smoothed_first(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.core
-def test_an_error_takes_the_smoothing_back() -> None:
+def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp4pass")
     model = uneven()
     before = {name: each.clone() for name, each in model.state_dict().items()}
     wrong = [*BATCHES, torch.full((1, 4), 1 << 20)]
@@ -125,6 +126,7 @@ def test_an_error_takes_the_smoothing_back() -> None:
         patch.setattr("fp4pass.one_call.INPUT_TOKENS", 1)
         with pytest.raises(IndexError):
             in_one(quality="good", model=model, data=wrong)
+    assert "smoothed the inputs of 4 groups" in caplog.text
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], each) for name, each in before.items())
@@ -161,7 +163,8 @@ def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
     fp4pass.save(in_one(quality="best"), tmp_path / "q")
     recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
     assert next(iter(recipe.items())) == ("quality", "best")
-    assert recipe["method"] == {"name": "gptq", **vars(Gptq(target="cross"))}
+    cross = Gptq(target="cross", target_damping=5.0)
+    assert recipe["method"] == {"name": "gptq", **vars(cross)}
     assert recipe["activation_scales"] == "sse" and recipe["calibration"]["batches"] == 3
     assert get_state(fp4pass.load(tmp_path / "q")).recipe["quality"] == "best"
     read = fp4pass.Recipe.read(tmp_path / "q" / "fp4pass.json")

@@ -90,7 +90,7 @@ def section(stem: str, found: Found) -> Iterator[str]:
 
 
 def of_file(name: str) -> str:
-    """What calibration windows are made of: a text, or token ids, which the model wrote."""
+    """Return where calibration windows come from: a text, or token ids that the model wrote."""
     return "that the model wrote" if name.endswith(".pt") else f"of `{name}`"
 
 
@@ -141,7 +141,7 @@ def better(rows: list[Row], fmt: str, base: str = BASE) -> Iterator[str]:
 
 
 def failed(found: Found) -> Iterator[str]:
-    """What did not run, with the reason that its library gave."""
+    """Return the runs that failed, with the reason that the library gave."""
     rows = [row for row in found["rows"] if "failed" in row]
     lines = [f"{row['library']}, {row['name']} ({row['format']}): {row['failed']}" for row in rows]
     if lines:
@@ -150,7 +150,7 @@ def failed(found: Found) -> Iterator[str]:
 
 
 def not_run(found: Found) -> Iterator[str]:
-    """What was not run on this model, of the formats that were."""
+    """Return the runs that this model lacks, of the formats that it has."""
     there = {(row["library"], row["run"]) for row in found["rows"]}
     formats = unique(found["rows"], "format")
     left = [

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells runs apart."""
+        """Return the values that tell runs apart."""
         return tuple(getattr(self, name) for name in self.KEY)
 
     def arguments(self) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class Stand:
             share = -(-count // len(kinds)) * window
             each = [self.windows(kind, seed, window, share) for kind in kinds]
             together = torch.cat(each)
-            return together[torch.randperm(len(together))[:count]]
+            generator = torch.Generator().manual_seed(seed)
+            return together[torch.randperm(len(together), generator=generator)[:count]]
         found = token_windows(self.tokenizer, self.calib[kind], window=window)
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
         return found[order[:count]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from scenarios import DEVICE, SIZE, decoder, failure, main
+from students import cut_off
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -34,22 +35,6 @@ def sharded(student: Any) -> Any:
     return fully_shard(student, mesh=mesh)
 
 
-def cut_off(original: Any, calls: int, run: Any) -> None:
-    """Run until the original was called so often."""
-    left = [calls]
-
-    def count(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    handle = original.register_forward_pre_hook(count)
-    try:
-        run()
-    except KeyboardInterrupt:
-        handle.remove()
-
-
 def distilled(folder: Path) -> dict[str, Any]:
     options = {"steps": 6, "batch_size": 4, "travel": 0.3, "progress": False}
     model, original = converted()
@@ -58,7 +43,8 @@ def distilled(folder: Path) -> dict[str, Any]:
     students = [sharded(trainable(copy.deepcopy(model), original)) for _ in range(3)]
     found = fp4pass.distill(students[0], original, windows(), **options)
     kept = {"resume": folder / "run", **options}
-    cut_off(original, 6, lambda: fp4pass.distill(students[1], original, windows(), **kept))
+    with cut_off(original, 6):
+        fp4pass.distill(students[1], original, windows(), **kept)
     resumed = fp4pass.distill(students[2], original, windows(), **kept)
     states = [
         get_model_state_dict(each, options=StateDictOptions(full_state_dict=True))

@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from mixtures import build
 from small_models import assert_same_bits
-from students import VOCABULARY, Predictor, pair, windows
+from students import VOCABULARY, Predictor, cut_off, pair, windows
 from torch import Tensor, nn
 
 import fp4pass
@@ -38,22 +36,6 @@ def kl(model: nn.Module, original: nn.Module, ids: Tensor) -> float:
 
 def untimed(found: Distillation) -> Distillation:
     return dataclasses.replace(found, seconds=0.0)
-
-
-@contextmanager
-def cut_off(original: nn.Module, calls: int) -> Iterator[None]:
-    """Have an original be interrupted after so many calls."""
-    left = [calls]
-
-    def count(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    handle = original.register_forward_pre_hook(count)
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    handle.remove()
 
 
 @pytest.mark.parametrize(
