@@ -45,9 +45,15 @@ def facts(device: str | None = None, *libraries: str, model: Path | None = None)
 
 def command(model: Path | None) -> str:
     """Return the command of this run, without what only this machine knows."""
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    words = [_without_folder(word) for word in sys.argv[1:]]
     words = [model.name if model and word == str(model) else word for word in words]
     return shlex.join(["python", *module(Path(sys.argv[0])), *words])
+
+
+def _without_folder(word: str) -> str:
+    """Return a word of a command, with the name of a file in place of its whole path."""
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{Path(path).name}" if os.path.isabs(path) else word
 
 
 def module(script: Path) -> list[str]:

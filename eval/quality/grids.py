@@ -25,6 +25,9 @@ class Run:
         tokens: how many; 0 for none.
         window: tokens of a window.
         seed: of the data.
+        smoothing: the strength of `smooth` before it; 0 for none.
+        refine: options of `Refine` after it, and "tokens", if not as many; None for none.
+        distill: those of `distill`.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("by", "scheme", "data", "tokens", "window", "seed")
@@ -37,6 +40,9 @@ class Run:
     tokens: int = 1 << 15
     window: int = 512
     seed: int = 0
+    smoothing: float = 0.0
+    refine: dict[str, Any] | None = None
+    distill: dict[str, Any] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -159,6 +165,60 @@ GRIDS["qualities"] = _one(
         for seed in (SEEDS if name != "fast" else (0,))
     ]
 )
+# With inputs in 4 bits: smoothed or not, how the inputs' scales are chosen, and how far what
+# layers before did wrong counts.
+_INPUTS: dict[str, dict[str, Any]] = {
+    "sse": {"name": "sse"},
+    "hessian": {"name": "hessian"},
+    "gptq": {"name": "gptq"},
+    **{
+        f"cross, target damping {value:g}": {
+            "name": "gptq",
+            "target": "cross",
+            "target_damping": value,
+        }
+        for value in (0.5, 2.0, 5.0, 20.0)
+    },
+}
+GRIDS["inputs"] = [
+    Run(
+        by=", ".join(
+            [name, *(["smoothed"] if smoothing else []), f"inputs {inputs}"],
+        ),
+        scheme=scheme,
+        method=method,
+        options={"activation_scales": inputs},
+        smoothing=smoothing,
+    )
+    for scheme in ("nvfp4", "mxfp4")
+    for smoothing in (0.0, 0.5)
+    for inputs in ("naive", "sse")
+    for name, method in _INPUTS.items()
+]
+# What learns behind a conversion.
+_LEARNED: dict[str, dict[str, dict[str, Any]]] = {
+    "refine": {"refine": {}},
+    "refine, share 0": {"refine": {"share": 0.0}},
+    "refine, travel 0.2": {"refine": {"travel": 0.2}},
+    "distill": {"distill": {"steps": 300, "travel": 1.7, "tokens": 1 << 17}},
+    "distill, share 0": {"distill": {"steps": 300, "travel": 1.7, "share": 0.0, "tokens": 1 << 17}},
+    "distill, 1200 steps": {"distill": {"steps": 1200, "travel": 3.5, "tokens": 1 << 18}},
+}
+_STARTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "nvfp4a16": [
+        ("hessian", {"method": {"name": "hessian"}}),
+        ("cross", {"method": {"name": "gptq", "target": "cross"}}),
+    ],
+    "nvfp4": [
+        ("gptq, smoothed", {"method": {"name": "gptq"}, "smoothing": 0.5}),
+    ],
+}
+GRIDS["learned"] = [
+    Run(by=f"{start}, {learned}", scheme=scheme, **given, **how)
+    for scheme, starts in _STARTS.items()
+    for start, given in starts
+    for learned, how in _LEARNED.items()
+]
 # What tasks are measured of.
 GRIDS["recovery"] = [
     Run(by=f'quality="{name}"', scheme=scheme, options={"quality": name}, seed=seed)
