@@ -56,7 +56,7 @@ QUALITIES: dict[str, Quality] = {
         # The error of rounded inputs is no error of the layers before: a target that takes it for
         # one shrinks the weights.
         input_options={
-            "method": Gptq(target="cross", target_damping=5.0),
+            "method": Gptq(target="cross", target_damping=2.0),
             "activation_scales": "sse",
         },
         alone={"method": Gptq()},

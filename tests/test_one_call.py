@@ -163,7 +163,7 @@ def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
     fp4pass.save(in_one(quality="best"), tmp_path / "q")
     recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
     assert next(iter(recipe.items())) == ("quality", "best")
-    cross = Gptq(target="cross", target_damping=5.0)
+    cross = Gptq(target="cross", target_damping=2.0)
     assert recipe["method"] == {"name": "gptq", **vars(cross)}
     assert recipe["activation_scales"] == "sse" and recipe["calibration"]["batches"] == 3
     assert get_state(fp4pass.load(tmp_path / "q")).recipe["quality"] == "best"

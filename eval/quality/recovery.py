@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from eval.quality.grids import GRIDS, Run
+from eval.quality.grids import GRIDS, SEEDS, Run
 from eval.quality.real_model import Stand, named
 from eval.record import Results, Row, facts
 from fp4pass._compat.lm_eval import TaskManager
@@ -34,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--task", type=named, action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--seed", type=int, action="append", choices=SEEDS, help="default: all")
     parser.add_argument("--limit", type=int, help="of the documents of each task")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
@@ -52,7 +53,7 @@ def main() -> None:
     results = Results(args.json, about, key=Run.KEY)
     there = {tuple(row[name] for name in Run.KEY) for row in results.rows}
     for run in GRIDS["recovery"]:
-        if run.key in there:
+        if run.key in there or run.seed not in (args.seed or SEEDS):
             continue
         packed, took = stand.convert(run)
         found, own = scored(packed, stand.tokenizer, tasks, args.limit)
