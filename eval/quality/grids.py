@@ -163,6 +163,20 @@ GRIDS["qualities"] = [
     for scheme in _SCHEMES
     for name in QUALITIES
 ]
+# What a processor takes for them.
+GRIDS["cpu"] = [
+    run
+    for scheme in ("nvfp4a16", "nvfp4")
+    for run in (
+        Run(
+            by="naive",
+            scheme=scheme,
+            method={"name": "naive"},
+            tokens=0 if scheme.endswith("a16") else 1 << 12,
+        ),
+        *(run for run in GRIDS["qualities"] if run.scheme == scheme),
+    )
+]
 # With inputs in 4 bits: smoothed or not, how the inputs' scales are chosen, and how far what
 # layers before did wrong counts.
 _INPUTS: dict[str, dict[str, Any]] = {
