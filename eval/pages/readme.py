@@ -8,41 +8,36 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from eval.pages.tables import ROOT, number, table, write_between
+from eval.pages.tables import ROOT, table, write_between
 
 RESULTS = ROOT / "eval" / "results"
-QUALITY, SPEED = "peer-weights-cpu.json", "generate-peers-h200.json"
+QUALITY, SPEED = "peers-quality/smollm2.json", "generate-peers-h200.json"
 
-# The rows: library, weights, what chose them, its name in the results on quality, and in those on
-# speed, which does not depend on who chose the codes.
+# The rows: library, weights, what chose them, the run in the results on quality, and its name in
+# those on speed, which does not depend on who chose the codes.
 ROWS = [
+    ("fp4pass", "nvfp4", '`quality="best"`', "nvfp4 best", "fp4pass nvfp4"),
+    ("fp4pass", "nvfp4", '`quality="good"`', "nvfp4 good", "fp4pass nvfp4"),
+    ("fp4pass", "nvfp4", '`quality="fast"`, no data', "nvfp4 fast", "fp4pass nvfp4"),
+    ("auto-round", "nvfp4", "200 iterations", "NVFP4 200 2", None),
     (
-        "fp4pass",
+        "llm-compressor",
         "nvfp4",
-        '`quality="best"`, text of its own',
-        "fp4pass best, own text",
-        "fp4pass nvfp4",
-    ),
-    ("fp4pass", "nvfp4", '`quality="best"`', "fp4pass best", "fp4pass nvfp4"),
-    ("fp4pass", "nvfp4", '`quality="good"`', "fp4pass good", "fp4pass nvfp4"),
-    ("fp4pass", "nvfp4", '`quality="fast"`, no data', "fp4pass fast", "fp4pass nvfp4"),
-    ("llm-compressor", "nvfp4", "GPTQ", "llm-compressor GPTQ", None),
-    ("llm-compressor", "nvfp4", "round to nearest", "llm-compressor", None),
-    (
-        "auto-round",
-        "nvfp4",
-        "200 iterations, tuned for 4-bit inputs",
-        "auto-round, 200 iterations",
+        "GPTQ, expanded mse",
+        "NVFP4A16 gptq nvfp4_expanded_mse",
         None,
     ),
-    ("ModelOpt", "nvfp4", "default scales", "ModelOpt", None),
-    ("torchao", "nvfp4", "round to nearest", "torchao", None),
+    ("llm-compressor", "nvfp4", "GPTQ", "NVFP4A16 gptq default", None),
+    ("llm-compressor", "nvfp4", "round to nearest", "NVFP4A16 rtn default", None),
+    ("ModelOpt", "nvfp4", "default scales", "NVFP4_DEFAULT_CFG", None),
+    ("torchao", "nvfp4", "round to nearest", "NVFP4", None),
     ("torchao", "int4", "groups of 64", None, "torchao int4"),
-    ("bitsandbytes", "nf4", "blocks of 64", "bitsandbytes nf4", "bitsandbytes nf4"),
+    ("bitsandbytes", "nf4", "blocks of 64", "nf4", "bitsandbytes nf4"),
 ]
 SHAPES = ("Qwen3-4B", "Llama-3-8B")
+# The distribution of a library that has another name.
+PACKAGES = {"llm-compressor": "llmcompressor", "ModelOpt": "nvidia-modelopt"}
 
 
 def main() -> None:
@@ -55,37 +50,39 @@ def main() -> None:
 def text() -> str:
     """Return the table and where its numbers come from."""
     quality, speed = (json.loads((RESULTS / name).read_text("utf-8")) for name in (QUALITY, SPEED))
-    by = {row["by"]: row for row in quality["rows"]}
+    by = {(row["library"], row["run"]): row for row in quality["rows"]}
     tokens = {(r["by"], r["model"]): r["decode_tokens_per_second"] for r in speed["rows"]}
-    original = number(quality["original"]["perplexity"])
-    rows = [["(original)", "bf16", "", "0", original, *fast("bf16", tokens)]]
-    for library, weights, how, name, timed in ROWS:
-        found = by.get(name, {})
-        kl = f"{found['kl']['value']:.4f}" if found else "-"
-        perplexity = number(found["perplexity"]) if found else "-"
-        rows.append([library, weights, how, kl, perplexity, *fast(timed, tokens)])
-    header = ["library", "weights", "by", "KL", "perplexity", *(f"{s}, tokens/s" for s in SHAPES)]
-    versions = dict(row for row in map(version, by.values()) if row[0] != "fp4pass")
-    named = ", ".join(f"{name} {number}" for name, number in versions.items())
+    texts = quality["texts"]
+    rows = [["(original)", "bf16", "", *["0"] * len(texts), "", *fast("bf16", tokens)]]
+    versions = {}
+    for library, weights, how, run, timed in ROWS:
+        package = PACKAGES.get(library, library)
+        found = by[package, run] if run else {}
+        kls = [found["W4A16"][name]["kl"]["value"] for name in texts] if found else []
+        shown = [f"{kl:.3f}" for kl in kls] or ["-"] * len(texts)
+        seconds = f"{found['cpu_seconds']:,.0f}" if found else "-"
+        rows.append([library, weights, how, *shown, seconds, *fast(timed, tokens)])
+        if found and library != "fp4pass":
+            versions[library] = found["versions"][package]
+    header = ["library", "weights", "by", *(f"KL, {name}" for name in texts), "CPU s"]
+    header += [f"{shape}, tokens/s" for shape in SHAPES]
+    windows = next(iter(texts.values()))["windows"]
     return (
         f"{table(header, rows, left=3)}\n"
-        f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
-        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on. "
-        "Rows that calibrate read one text, but for the row that names its own.\n"
-        f"[JSON](eval/results/{QUALITY});\n{named}.\n"
+        f"KL to the original: SmolLM2-135M-Instruct, weights only, {windows} windows of "
+        f"{quality['window']} tokens of each text. All rows\nthat calibrate read the same "
+        f"{quality['calibration']['tokens']:,} tokens, which the model wrote. auto-round tuned "
+        f"with float inputs, in batches of 2 windows.\n[JSON](eval/results/{QUALITY}); "
+        f"[more of each](docs/peers.md);\n"
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
         f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
         f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
     )
 
 
-def fast(name: str | None, tokens: dict[Any, float]) -> list[str]:
+def fast(name: str | None, tokens: dict[tuple[str, str], float]) -> list[str]:
     """Return tokens a second for each shape."""
     return [f"{tokens[name, shape]:.0f}" if name else "-" for shape in SHAPES]
-
-
-def version(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the library of a row and its version."""
-    return row["by"].split(",")[0].split(" ")[0], row["version"]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 from scipy import stats
 
 from eval.pages.tables import ROOT, group_by, number, origin, parse_args, percent, table
+from eval.quality.grids import GRIDS, Run
 from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 Found = Mapping[str, Any]
@@ -33,16 +34,14 @@ SCHEMES = {
     "mxfp4a16": "MXFP4, weights only",
     "mxfp4": "MXFP4, weights and inputs",
 }
-TOKENS, WINDOW, OWN = 1 << 15, 512, ("own", "none")
-# What other rows are compared with.
-BASE = "hessian"
-CALIBRATED = ("hessian", "gptq", "cross")
+TOKENS, WINDOW = 1 << 15, 512
 
 
 def main() -> None:
     """Write the page and its picture."""
     args = parse_args(__doc__, ROOT / "eval" / "results" / "real-model")
-    found = {path.stem: json.loads(path.read_text("utf-8")) for path in args.results.glob("*.json")}
+    paths = [path for path in args.results.glob("*.json") if "-cpu" not in path.stem]
+    found = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
     found = dict(sorted(found.items(), key=lambda item: -item[1]["parameters"]))
     (args.docs / "real-model.md").write_text(page(found), encoding="utf-8")
     draw(found, args.docs / "real-model.png")
@@ -63,91 +62,150 @@ def section(found: Found) -> Iterator[str]:
     if "blimp" in original:
         ends.append(f"BLiMP {percent(original['blimp']['accuracy'])}")
     yield f"## {found['model']}\n"
-    yield f"{found['parameters']:,} parameters. The original: {', '.join(ends)}.\n"
+    yield f"{found['parameters']:,} parameters. The original: perplexity {', '.join(ends)}.\n"
     yield "\n".join(origin(found))
-    rows = found["rows"]
-    for scheme, title in SCHEMES.items():
-        here = [
-            row
-            for row in rows
-            if row["scheme"] == scheme
-            and row["data"] in OWN
-            and row["window"] == WINDOW
-            and row["tokens"] in (0, TOKENS)
-            and " shrinkage " not in row["by"]
-            and " damping " not in row["by"]
-        ]
-        if here:
+    for title, name, lines, least in (
+        ("recipes by name", "qualities", named, 1),
+        ("weights only", "methods", main_table, 6),
+        ("every scheme", "methods", by_scheme, len(GRIDS["methods"]) // 2),
+        ("inputs in 4 bits", "inputs", inputs, 1),
+        ("learned", "learned", learned, 1),
+    ):
+        rows = of_grid(found, name)
+        if len(rows) >= least:
             yield f"### {found['model']}: {title}\n"
-            yield main_table(found, here)
+            yield lines(found, rows)
     yield from calibration(found)
 
 
+def of_grid(found: Found, name: str) -> list[Row]:
+    """Return the rows of a grid, in its order."""
+    rows = {tuple(row[key] for key in Run.KEY): row for row in found["rows"]}
+    return [rows[run.key] for run in GRIDS[name] if run.key in rows]
+
+
+def named(found: Found, rows: Sequence[Row]) -> str:
+    """Return what the recipes with a name give and take."""
+    texts = list(found["original"]["texts"])
+    header = ["recipe", "scheme", *(f"KL, {name}" for name in texts)]
+    header += [*(f"perplexity, {name}" for name in texts), "s", "GB"]
+    lines = [
+        [
+            f"`{row['by']}`",
+            f"`{row['scheme']}`",
+            *(f"{row['texts'][name]['kl']:.4f}" for name in texts),
+            *(number(row["texts"][name]["perplexity"]) for name in texts),
+            f"{row['seconds']:.1f}",
+            f"{row['memory_gb']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table(header, lines, left=2)
+
+
 def main_table(found: Found, rows: Sequence[Row]) -> str:
-    """Return the table of the recipes of one scheme, means over the seeds."""
+    """Return the table of the recipes with weights in nvfp4a16, means over the seeds."""
     texts = list(found["original"]["texts"])
     pairs = ["BLiMP", "margin"] if "blimp" in found["original"] else []
-    header = ["recipe", *(f"KL, {name}" for name in texts), f"to `{BASE}`", "99.9 %", "top-1"]
-    header += [*(f"perplexity, {name}" for name in texts), *pairs, "s", "GB"]
-    groups = list(group_by(rows, *KIND).values())
-    base = next((g for g in groups if g[0]["by"] == BASE), None)
+    header = ["recipe", *(f"KL, {name}" for name in texts), "to `naive`", "99.9 %", "top-1"]
+    header += [*(f"perplexity, {name}" for name in texts), *pairs]
+    groups = list(group_by([r for r in rows if r["scheme"] == "nvfp4a16"], *KIND).values())
+    base = next(group for group in groups if group[0]["by"] == "naive")
     lines = []
     for group in groups:
         first = texts[0]
-        line = [f"`{group[0]['by']}`" if "=" in group[0]["by"] else group[0]["by"]]
-        line += [spread(group, "texts", name, "kl") for name in texts]
-        line.append("" if base is None or base is group else paired(group, base, first))
+        line = [group[0]["by"], *(spread(group, "texts", name, "kl") for name in texts)]
+        line.append("" if base is group else paired(group, base, first))
         line.append(f"{mean(group, 'texts', first, 'kl_999'):.2f}")
         line.append(f"{mean(group, 'texts', first, 'top1'):.3f}")
         line += [number(mean(group, "texts", name, "perplexity")) for name in texts]
         if pairs:
             line.append(percent(mean(group, "blimp", "accuracy")))
             line.append(f"{mean(group, 'blimp', 'margin_change'):.2f}")
-        line.append(f"{mean(group, 'seconds'):.0f}")
-        line.append(f"{mean(group, 'memory_gb'):.1f}")
         lines.append(line)
     return table(header, lines, left=1)
 
 
+def by_scheme(found: Found, rows: Sequence[Row]) -> str:
+    """Return KL on both texts of each recipe in each scheme."""
+    return crossed(found, rows, "scheme", list(SCHEMES))
+
+
+def inputs(found: Found, rows: Sequence[Row]) -> str:
+    """Return KL by recipe, and by whether the model is smoothed and how inputs get their scales."""
+    shown = []
+    for row in rows:
+        by, _, scales = row["by"].rpartition(", inputs ")
+        kind = "smoothed, " if row["smoothing"] else ""
+        name = f"{row['scheme']}: {by.removesuffix(', smoothed')}"
+        shown.append({**row, "by": name, "kind": f"{kind}inputs `{scales}`"})
+    return crossed(found, shown, "kind", list(dict.fromkeys(row["kind"] for row in shown)))
+
+
+def learned(found: Found, rows: Sequence[Row]) -> str:
+    """Return KL of what learned from a start, beside that of the start."""
+    texts = list(found["original"]["texts"])
+    known = {row["by"]: row for row in rows} | _starts(found)
+    lines = []
+    for start in dict.fromkeys((row["scheme"], start_of(row)) for row in rows):
+        here = [row for row in rows if (row["scheme"], start_of(row)) == start]
+        first = known.get(start)
+        for title, row in [("", first)] * bool(first) + [(how(r), r) for r in here]:
+            kls = [f"{row['texts'][name]['kl']:.4f}" for name in texts]
+            lines.append(
+                [*start, title, *kls, *(number(row["texts"][t]["perplexity"]) for t in texts)]
+            )
+    header = ["scheme", "start", "learned by", *(f"KL, {name}" for name in texts)]
+    return table([*header, *(f"perplexity, {name}" for name in texts)], lines, left=3)
+
+
+def start_of(row: Row) -> str:
+    """Return the recipe that a row learned from."""
+    words = row["by"].split(", ")
+    return ", ".join(words[: next(i for i, w in enumerate(words) if w in ("refine", "distill"))])
+
+
+def how(row: Row) -> str:
+    """Return how a row learned."""
+    return row["by"].removeprefix(f"{start_of(row)}, ")
+
+
+def _starts(found: Found) -> dict[Any, Row]:
+    """Return the rows of recipes that others learned from, by scheme and name."""
+    starts = {(row["scheme"], row["by"]): row for row in of_grid(found, "methods")[::-1]}
+    for row in of_grid(found, "inputs"):
+        if ", target damping 2, smoothed, inputs sse" in row["by"]:
+            starts[row["scheme"], "cross, smoothed, inputs sse"] = row
+    return starts
+
+
 def calibration(found: Found) -> Iterator[str]:
     """Yield the tables of what a recipe calibrates on."""
-    own = [row for row in found["rows"] if row["scheme"] == "nvfp4a16"]
-    plain = [row for row in own if row["by"] in CALIBRATED]
-    tables = {
-        "what it calibrates on": ("data", [r for r in plain if at(r, tokens=TOKENS)]),
-        "how many tokens of its own": ("tokens", [r for r in plain if at(r, data="own")]),
-        "windows of WikiText": ("window", [r for r in plain if at(r, data="wiki")]),
-    }
-    for title, (key, rows) in tables.items():
-        if len({row[key] for row in rows}) > 1:
+    for title, key, name in (
+        ("what it calibrates on", "data", "kinds"),
+        ("how many tokens of its own", "tokens", "amounts"),
+        ("windows of WikiText-2", "window", "windows"),
+        ("how far the Hessian is trusted", "data", "shrinkage"),
+    ):
+        rows = of_grid(found, name)
+        if len(rows) > len(GRIDS[name]) // 2:
             yield f"### {found['model']}: {title}\n"
-            yield crossed(found, rows, key)
-    trusted = [r for r in own if " shrinkage " in r["by"] or " damping " in r["by"]]
-    if trusted:
-        yield f"### {found['model']}: how far the Hessian is trusted\n"
-        yield crossed(found, trusted, "data")
+            yield crossed(found, rows, key, list(dict.fromkeys(row[key] for row in rows)))
 
 
-def at(row: Row, **wanted: Any) -> bool:
-    """Return whether a row has values, and the default of the others."""
-    usual = {"window": WINDOW} if wanted.get("data") != "wiki" else {"tokens": TOKENS}
-    return all(row[key] == value for key, value in {**usual, **wanted}.items())
-
-
-def crossed(found: Found, rows: Sequence[Row], key: str) -> str:
+def crossed(found: Found, rows: Sequence[Row], key: str, columns: Sequence[Any]) -> str:
     """Return KL on both texts of each recipe, by the values of a key."""
     texts = list(found["original"]["texts"])
-    values = sorted({row[key] for row in rows}, key=str if key == "data" else int)
-    shown = [f"{value:,}" if isinstance(value, int) else value for value in values]
+    shown = [f"{value:,}" if isinstance(value, int) else value for value in columns]
     lines = []
     for (by,), group in group_by(rows, "by").items():
         cells = []
-        for value in values:
+        for value in columns:
             here = [row for row in group if row[key] == value]
-            kls = [spread(here, "texts", name, "kl") for name in texts]
-            cells.append(" / ".join(kls) if here else "")
+            kls = [spread(here, "texts", name, "kl") for name in texts] if here else []
+            cells.append("<br>".join(kls))
         lines.append([by, *cells])
-    return f"KL on {' / '.join(texts)}.\n\n{table(['', *shown], lines, left=1)}"
+    return f"KL on {', and below it on '.join(texts)}.\n\n{table(['', *shown], lines, left=1)}"
 
 
 def values(rows: Sequence[Row], *keys: str) -> list[float]:
@@ -187,27 +245,23 @@ def paired(rows: Sequence[Row], base: Sequence[Row], text: str) -> str:
 
 
 def draw(found: Mapping[str, Found], path: Path) -> None:
-    """Draw KL by seconds: a row of panels for each model, weights only and with inputs."""
-    grid = []
+    """Draw KL by seconds of the recipes with a name, a panel for each model and scheme."""
+    panels = []
     for each in found.values():
         first = next(iter(each["original"]["texts"]))
-        line = []
-        for scheme in ("nvfp4a16", "nvfp4"):
-            rows = [r for r in each["rows"] if r["scheme"] == scheme and r["data"] in OWN]
-            rows = [r for r in rows if r["window"] == WINDOW and r["tokens"] in (0, TOKENS)]
-            groups = group_by(rows, "by")
+        rows = of_grid(each, "qualities")
+        for scheme in dict.fromkeys(row["scheme"] for row in rows):
             series = [
                 Points(
-                    [mean(group, "seconds")],
-                    [mean(group, "texts", first, "kl")],
-                    label=by,
+                    [row["seconds"]],
+                    [row["texts"][first]["kl"]],
+                    label=row["by"],
                     color=i,
-                    marker=MARKERS[i // 6 % len(MARKERS)],
+                    marker=MARKERS[i],
                 )
-                for i, ((by,), group) in enumerate(groups.items())
-                if " shrinkage " not in by and " damping " not in by
+                for i, row in enumerate(r for r in rows if r["scheme"] == scheme)
             ]
-            line.append(
+            panels.append(
                 Panel(
                     series,
                     title=f"{each['model']}, {SCHEMES[scheme]}",
@@ -215,8 +269,7 @@ def draw(found: Mapping[str, Found], path: Path) -> None:
                     y=Scale(f"KL, {first}", low=0, grid=True),
                 )
             )
-        grid.append(line)
-    write_png(grid, path, columns=4)
+    write_png([panels[i : i + 2] for i in range(0, len(panels), 2)], path, columns=3)
 
 
 if __name__ == "__main__":

@@ -110,9 +110,7 @@ def _of_gptq(by: str, data: str, **options: Any) -> Run:
 
 
 # Every method in each scheme, on text that the model writes.
-GRIDS["methods"] = _one(
-    [r for s in _SCHEMES for n in (SEEDS if s[0] == "n" else SEEDS[:1]) for r in _runs(s, seed=n)]
-)
+GRIDS["methods"] = _one([r for s in _SCHEMES for n in SEEDS for r in _runs(s, seed=n)])
 # What it is calibrated on.
 GRIDS["kinds"] = _one(
     [r for k in _KINDS for n in SEEDS for r in _runs("nvfp4a16", _CALIBRATED, data=k, seed=n)]
@@ -165,17 +163,16 @@ GRIDS["qualities"] = [
 ]
 # What a processor takes for them.
 GRIDS["cpu"] = [
-    run
-    for scheme in ("nvfp4a16", "nvfp4")
-    for run in (
+    *(run for run in GRIDS["qualities"] if run.scheme.startswith("nvfp4")),
+    *(
         Run(
             by="naive",
             scheme=scheme,
             method={"name": "naive"},
             tokens=0 if scheme.endswith("a16") else 1 << 12,
-        ),
-        *(run for run in GRIDS["qualities"] if run.scheme == scheme),
-    )
+        )
+        for scheme in _SCHEMES
+    ),
 ]
 # With inputs in 4 bits: smoothed or not, how the inputs' scales are chosen, and how far what
 # layers before did wrong counts.

@@ -145,8 +145,21 @@ def mean_divergence(student: nn.Module, teacher: nn.Module, batches: Batches) ->
     count = sum(tokens for _, tokens in found)
     # One wait for a GPU.
     means = torch.stack([each for each, _ in found]).double().tolist()
-    total = sum(mean * tokens for mean, (_, tokens) in zip(means, found, strict=True))
+    total = sum(mean * n for mean, (_, n) in zip(means, found, strict=True) if n)
     return total / count if count else math.nan
+
+
+@torch.no_grad()
+def logits_kl(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> float | None:
+    """Return the mean KL of a model's tokens from the original's, in nats.
+
+    None without a visible token, or for a model whose output has no `logits`.
+    """
+    args, kwargs = call_arguments(batches[0], device_of(original))
+    if not hasattr(original(*args, **kwargs), "logits"):
+        return None
+    found = mean_divergence(model, original, Batches(batches, 1))
+    return None if math.isnan(found) else found
 
 
 def _logits(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

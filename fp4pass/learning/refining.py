@@ -27,7 +27,7 @@ from ..observers.visible_tokens import watching_tokens
 from ..quantization.quantize import resolve_compute
 from ..rows import Refined, Report, Row
 from ..state import get_state, set_state, unwrap
-from .judge import logits_kl
+from .batches import logits_kl
 from .layers import original_weight
 from .learned_layer import put, values_of
 from .options import Refine

@@ -28,7 +28,7 @@ TABLES = {
     ),
     "quality/kv_cache": ("quality.md", ""),
     "quality/sinks": ("calibration.md", "--json sinks-smollm2.json"),
-    "quality/qualities": ("quality.md", "--json qualities/smollm2.json"),
+    "pages/qualities": ("quality.md", ""),
 }
 
 
@@ -55,4 +55,15 @@ def test_readme_has_the_table_of_other_libraries(script: Any) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     assert page.text() in readme, "Run python -m eval.pages.readme --table README.md."
     cells = [line.strip("| ").split(" | ") for line in page.text().splitlines() if "| - |" in line]
-    assert len(cells) >= 3 and all(len(row) == 7 for row in cells)
+    assert len(cells) >= 3 and all(len(row) == 8 for row in cells)
+
+
+def test_page_of_the_real_model(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its script writes it, with its picture."""
+    monkeypatch.setattr(sys, "argv", ["real_model", "--docs", str(tmp_path)])
+    script("pages.real_model").main()
+    page = (ROOT / "docs" / "real-model.md").read_text("utf-8")
+    assert (tmp_path / "real-model.md").read_text("utf-8") == page
+    assert (tmp_path / "real-model.png").stat().st_size > 10_000

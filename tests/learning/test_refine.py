@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass import Gptq, Refine
 from fp4pass.errors import CalibrationError, OptionError, StateError
-from fp4pass.learning.judge import logits_kl
+from fp4pass.learning.batches import logits_kl
 from fp4pass.learning.layers import TRAINABLE, original_weight
 from fp4pass.learning.learned_layer import Hessians, LearnedLayer
 from fp4pass.state import get_state
