@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,33 @@ SCHEMES = {
     "mxfp4a16": "MXFP4, weights only",
     "mxfp4": "MXFP4, weights and inputs",
 }
-TOKENS, WINDOW = 1 << 15, 512
+# Results of recovery.py, and what of them is shown.
+TASKS = "recovery-"
+METRICS = (
+    ("blimp_local", "acc"),
+    ("next_local", "acc_norm"),
+    ("wikitext_local", "word_perplexity"),
+)
 
 
 def main() -> None:
     """Write the page and its picture."""
     args = parse_args(__doc__, ROOT / "eval" / "results" / "real-model")
-    paths = [path for path in args.results.glob("*.json") if "-cpu" not in path.stem]
-    found = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in args.results.glob("*.json")}
+    found = {name: each for name, each in read.items() if not name.endswith("-cpu")}
+    tasks = {name: found.pop(name) for name in list(found) if name.startswith(TASKS)}
     found = dict(sorted(found.items(), key=lambda item: -item[1]["parameters"]))
-    (args.docs / "real-model.md").write_text(page(found), encoding="utf-8")
+    (args.docs / "real-model.md").write_text(page(found, tasks.values()), encoding="utf-8")
     draw(found, args.docs / "real-model.png")
 
 
-def page(found: Mapping[str, Found]) -> str:
+def page(found: Mapping[str, Found], tasks: Iterable[Found]) -> str:
     """Return the page in Markdown."""
     parts = [INTRODUCTION.read_text("utf-8").strip(), "", "![KL by seconds](real-model.png)", ""]
     for each in found.values():
         parts += section(each)
+    for each in tasks:
+        parts += recovery(each)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -206,6 +215,38 @@ def crossed(found: Found, rows: Sequence[Row], key: str, columns: Sequence[Any])
             cells.append("<br>".join(kls))
         lines.append([by, *cells])
     return f"KL on {', and below it on '.join(texts)}.\n\n{table(['', *shown], lines, left=1)}"
+
+
+def recovery(found: Found) -> Iterator[str]:
+    """Yield the table of tasks of lm-eval of one model."""
+    metrics = [(name, key) for name, key in METRICS if name in found["original"]]
+    header = ["", "scheme", *(f"{name}, {key}" for name, key in metrics), "other answers"]
+    ends = [found["original"][name] for name, _ in metrics]
+    shown = [
+        f"{each[key]:.4f} ± {each[f'{key}_stderr']:.4f}"
+        if f"{key}_stderr" in each
+        else number(each[key])
+        for each, (_, key) in zip(ends, metrics, strict=True)
+    ]
+    lines = [["the original", "", *shown, ""]]
+    for (by, scheme), group in group_by(found["rows"], "by", "scheme").items():
+        cells = []
+        for name, key in metrics:
+            middle = mean(group, "tasks", name, key)
+            off = max(abs(each - middle) for each in values(group, "tasks", name, key))
+            cells.append(
+                f"{middle:.4f} ± {off:.4f}" if middle < 1 else f"{number(middle)} ± {off:.2g}"
+            )
+        changed = mean(group, "tasks", "blimp_local", "changed")
+        lines.append([f"`{by}`", f"`{scheme}`", *cells, percent(changed)])
+    yield f"## {found['model']}: tasks of lm-eval\n"
+    yield (
+        "The original with lm-eval's standard error; recipes as the mean of three seeds of the "
+        "calibration text, and how far one of them was\nfrom it. The last column is the share "
+        "of BLiMP's pairs with another answer than the original's.\n"
+    )
+    yield table(header, lines, left=2)
+    yield "\n".join(origin(found))
 
 
 def values(rows: Sequence[Row], *keys: str) -> list[float]:
