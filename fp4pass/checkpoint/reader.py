@@ -252,9 +252,16 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
     )
 
 
+def _are_scales(tensor: Tensor, layer: PackedLayer) -> bool:
+    """Return whether all scales are numbers, and none is negative."""
+    if layer.fmt.has_float_scale:
+        return bool(((tensor >= 0) & tensor.isfinite()).all())
+    return not (tensor.view(torch.uint8) > layer.fmt.scale.last).any()
+
+
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
+    if part == SCALE and not _are_scales(tensor, layer):
         return (
             "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
             "finite when it was written. Copy it again, or quantize a model that is finite."

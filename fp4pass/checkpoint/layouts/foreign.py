@@ -16,7 +16,7 @@ from .base import Layout
 from .layer import PackedLayer
 
 # The safetensors names of what the scales of a format are stored in.
-_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float32: "F32"}
 
 
 def read_layers(
@@ -88,16 +88,19 @@ def expected_shapes(
     layout: Layout, layer: PackedLayer
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
     """Return the shapes that each stored buffer of a layer may have, and its dtype."""
-    fmt, (*rows, columns) = layer.fmt, layer.shape
-    codes, scale = (*rows, fmt.packed_columns(columns)), (*rows, columns // fmt.block)
+    fmt, (*outer, rows, columns) = layer.fmt, layer.shape
+    codes = (*outer, rows, fmt.packed_columns(columns))
+    scale = (*outer, *fmt.scale_shape(rows, columns))
     if layout.stacks:
         codes = (*scale, fmt.packed_columns(fmt.block))
     found: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
         PACKED: ((codes,), "U8"),
         SCALE: ((scale,), _DTYPES[fmt.scale.storage]),
     }
+    one: tuple[tuple[int, ...], ...] = ((), (1,))
+    if fmt.has_float_scale:
+        found[INPUT_GLOBAL] = (one, "F32")
     if fmt.has_global_scale:
-        one: tuple[tuple[int, ...], ...] = ((), (1,))
         each = layer.shape[:1]
         # Of all rows of an expert, or of its parts, as gate and up.
         of_stack = (each, (*each, 2), (*each, 3))
