@@ -136,9 +136,10 @@ class CheckpointReader:
             return ""
         return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
 
-    def names(self, layer: str) -> dict[str, str]:
-        """Return the name on disk of each buffer that a packed layer has."""
-        full = {part: self.layout.tensor_name(layer, part) for part in self.layout.parts}
+    def names(self, layer: str, record: PackedLayer | None = None) -> dict[str, str]:
+        """Return the name on disk of each buffer that a packed layer, or its twin, has."""
+        fmt = (record or self.layers[layer]).fmt
+        full = {part: self.layout.tensor_name(layer, part, fmt) for part in self.layout.parts}
         return {part: name for part, name in full.items() if name in self.files}
 
     def twins(self) -> dict[str, str]:
@@ -162,7 +163,7 @@ class CheckpointReader:
         return {
             name: (layer, part, self.layers[path])
             for layer, path in layers.items()
-            for part, name in self.names(layer).items()
+            for part, name in self.names(layer, self.layers[path]).items()
         }
 
     def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
@@ -254,7 +255,22 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
 
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
+    if part == PACKED and layer.fmt.element.native is not None:
+        bits = tensor.view(torch.uint8)
+        unused = torch.tensor(layer.fmt.element.values, dtype=torch.float32).isnan()
+        if unused.any() and unused[bits.int()].any():
+            return (
+                "it holds NaN. The checkpoint is damaged, or its weights were not finite when it "
+                "was written. Copy it again, or quantize a model that is finite."
+            )
+    if part == SCALE and layer.fmt.has_float_scale:
+        numbers = tensor.float()
+        if not ((numbers > 0) & numbers.isfinite()).all():
+            return (
+                "expected positive finite scales, got others. The checkpoint is damaged, or its "
+                "weights were not finite when it was written. Copy it again."
+            )
+    elif part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
         return (
             "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
             "finite when it was written. Copy it again, or quantize a model that is finite."

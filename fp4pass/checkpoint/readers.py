@@ -91,7 +91,11 @@ class Facts:
             for group in groups
         ]
         read = groups[apart.index(are_experts)] if are_experts in apart else groups[0]
-        return any(CompressedTensors.label(layer) != read["format"] for layer in layers)
+        return any(
+            read[key] != value
+            for layer in layers
+            for key, value in CompressedTensors.declared_weights(layer).items()
+        )
 
 
 def _owner(root: nn.Module, stack: str) -> Any:
@@ -179,6 +183,10 @@ SAVE_PRETRAINED = (
     Because(
         lambda facts: any(layer.config.multiplies for layer in facts.layers.values()),
         "It holds the global scales of another layout, to the bit.",
+    ),
+    Because(
+        lambda facts: any(layer.fmt.element.native for layer in facts.layers.values()),
+        "transformers would write 8-bit codes under names that others do not look for.",
     ),
     Because(
         lambda facts: any(layer.is_stacked for layer in facts.layers.values()),
