@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .core.formats import FORMATS, Format, get_format
+from .core.formats import FORMATS, FP8_E4M3, Format, get_format
 from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
 from .kernels.fp8.naive import COMPUTES
 from .kernels.quantize.naive import ACTIVATION_SCALES
@@ -42,13 +42,14 @@ class LinearConfig:
     `fp4pass.linear`, and test it.
 
     Attributes:
-        fmt: a scheme: "nvfp4" and "mxfp4" quantize weights and inputs, "nvfp4a16" and "mxfp4a16"
-            weights only. Kept as the name of the format; `scheme` is the name of both.
+        fmt: a scheme: "nvfp4", "mxfp4", "fp8", "fp8_block" and "mxfp8" quantize weights and inputs,
+            "nvfp4a16", "fp8a16" and so on weights only. Kept as the name of the format; `scheme` is the name of both.
         method: chooses scales and codes: a name, an options object such as `Gptq()`, or None
             if another library chose them. Kept as the options object.
         weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.
         block: elements that share a scale; None for the format's own. Kept as a number.
-        activation_scales: how the block scales of the input are chosen at each call.
+        activation_scales: how the block scales of the input are chosen at each call; float32 ones
+            are "naive".
         rotation: columns of input and weight that are rotated together; 0 for none.
         unreached: the treatment of a layer whose method needs data, and that calibration never
             reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
@@ -56,7 +57,8 @@ class LinearConfig:
             each expert of a mixture; None for 32, and for K / 2 where a method takes the whole
             Hessian.
         compute: "fp8" rounds both operands of products of many rows to E4M3, for FP8 tensor cores;
-            fewer rows are computed as by "input", in the dtype of the input.
+            fewer rows, and weights that are E4M3, are computed as by "input", in the dtype of the
+            input.
         folded: the input comes rotated from the layer before it.
         output_rotation: rows of the weight that are rotated together, for a folded layer behind.
         multiplies: the stored global scales multiply (ModelOpt) instead of divide.
@@ -118,13 +120,22 @@ class LinearConfig:
         if self.multiplies:
             fmt = fmt.with_multiplier()
         settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
+        if fmt.has_float_scale:
+            settled["activation_scales"] = "naive"
+        if fmt.element == FP8_E4M3:
+            settled["compute"] = "input"
         settled |= {"weight_only": bool(scheme["weight_only"]), "multiplies": fmt.multiplies}
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         of_weight = ("method", "output_rotation", "unreached", "expert_prior", "compute")
         key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
         object.__setattr__(self, "input_key", key)
-        if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
+        if fmt.has_float_scale and getattr(method, "needs_block_scales", False):
+            raise OptionError(
+                f"method: {method} chooses 8-bit block scales, and those of {fmt.key} are float32. "
+                "Give its layers another one, in a rule for some: (glob, {'method': 'hessian'})."
+            )
+        if "block_hessian" in self.needs and not fmt.has_float_scale and fmt.block > HESSIAN_BLOCK:
             raise OptionError(
                 f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "
                 f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."

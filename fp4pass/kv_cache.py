@@ -48,7 +48,9 @@ class CacheFormat:
     @property
     def bits(self) -> float:
         """Bits of a number, scales of blocks included."""
-        return FP8_E4M3.bits if self.blocks is None else self.blocks.bits_per_weight
+        if self.blocks is None:
+            return FP8_E4M3.bits
+        return self.blocks.bits_per_weight((1, self.blocks.block))
 
     def width(self, columns: int) -> int:
         """Return the bytes of one head of one token, which has so many numbers."""

@@ -32,9 +32,9 @@ class StoredWeight(NamedTuple):
     """The tensors of a packed weight and of its input, as a linear layer has them."""
 
     packed: Any  # uint8 [N, P], packed codes
-    scale: Any  # uint8 [N, K / block], the bits of the block scales
+    scale: Any  # scale_shape(N, K), uint8 for the bits of 8-bit scales, else float32
     global_scale: Any  # float32 [1] as it is stored, or None
-    input_global_scale: Any  # the same for the input
+    input_global_scale: Any  # the same for the input; of float32 scales the one of all inputs
 
 
 # Returns the result of a function, which layers that read one input share under a name.
@@ -54,8 +54,8 @@ def needs_dynamic_scale(weight: StoredWeight, config: LinearConfig) -> bool:
 def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
     """Quantize an input [..., K], or a proxy of it in a graph, as a linear layer does.
 
-    Return the packed codes [..., P] and scale bits [..., K / block], both uint8, and the global
-    scale, which is that of calibration if there is one.
+    Return the packed codes [..., P], the scales [..., J] and the global scale, which is that of
+    calibration if there is one; a float32 scale of calibration is in the scales.
     """
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
@@ -67,7 +67,7 @@ def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[
         )
     else:
         packed, scale = ops.quantize(x, global_scale, key, config.activation_scales)
-    return packed, scale, global_scale
+    return packed, scale, global_scale if config.format.has_global_scale else None
 
 
 def quantized_linear(
@@ -103,9 +103,10 @@ class PackedBlocks(PackedLinear):
     config: LinearConfig
     weight_dtype: torch.dtype  # of the dense weight
     weight_packed: Tensor  # uint8 [N, P]
-    weight_scale: Tensor  # [N, K / block] in the dtype of the scale
+    weight_scale: Tensor  # scale_shape(N, K) in the dtype of the scale
     # float32 [1]: 1 / global_scale, or global_scale itself where `config.multiplies`; None for
-    # formats without one. That of the input is None unless calibrated.
+    # formats without one. That of the input is None unless calibrated. Where scales are float32
+    # it is the scale of all inputs, which multiplies.
     weight_global_scale: Tensor | None
     input_global_scale: Tensor | None
 
@@ -119,7 +120,8 @@ class PackedBlocks(PackedLinear):
         packed: Any = known[PACKED]
         scale: Any = known[SCALE]
         packed = packed if packed.dtype == torch.uint8 else code_bits(packed)
-        scale = scale if scale.dtype == torch.uint8 else scale_bits(scale)
+        if scale.dtype != torch.uint8:
+            scale = scale_bits(scale, self.config.format.scale.storage)
         return StoredWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
 
     def weight_for(self, x: Tensor) -> StoredWeight:
@@ -193,22 +195,24 @@ class PackedBlocks(PackedLinear):
 
     @classmethod
     def buffers_of(
-        cls, states: Sequence[QuantState], input_global_scale: float | None = None
+        cls, states: Sequence[QuantState], input_scale: float | None = None
     ) -> dict[str, Tensor | None]:
-        """Return the buffers of a quantized weight, given the matrices of its stack."""
+        """Return the buffers of a quantized weight, given the matrices of its stack.
+
+        input_scale: that of its input as it is stored (`Format.input_scale_for`).
+        """
         fmt, device = states[0].format, states[0].qdata.device
 
-        def stored(global_scales: list[float]) -> Tensor | None:
-            if not global_scales or not fmt.has_global_scale:
-                return None
-            numbers = list(map(fmt.global_scale_of, global_scales))
-            return torch.tensor(numbers, dtype=torch.float32, device=device)
+        def stored(numbers: list[float]) -> Tensor | None:
+            return torch.tensor(numbers, dtype=torch.float32, device=device) if numbers else None
+
+        global_scales = [fmt.global_scale_of(state.global_scale) for state in states]
 
         return {
             PACKED: cls.stacked([state.qdata for state in states]),
             SCALE: cls.stacked([state.scale for state in states]).view(fmt.scale.storage),
-            GLOBAL: stored([state.global_scale for state in states]),
-            INPUT_GLOBAL: stored([] if input_global_scale is None else [input_global_scale]),
+            GLOBAL: stored(global_scales if fmt.has_global_scale else []),
+            INPUT_GLOBAL: stored([] if input_scale is None else [input_scale]),
         }
 
 

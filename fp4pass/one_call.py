@@ -283,7 +283,7 @@ def _first(batches: Sequence[Any], tokens: int) -> list[Any]:
 
 def _has_input_scale(config: LinearConfig) -> bool:
     """Return whether `save` needs a scale of inputs that comes from data."""
-    return not config.weight_only and config.format.has_global_scale
+    return not config.weight_only and config.format.has_input_scale
 
 
 def _rules_alone(

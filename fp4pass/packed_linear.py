@@ -75,9 +75,19 @@ def code_bits(packed: Tensor) -> Tensor:
     return packed.view(torch.uint8)
 
 
-def scale_bits(scale: Tensor) -> Tensor:
-    """Return block scales as uint8, a view. Raises TraceError where that cannot be recorded."""
+def scale_bits(scale: Tensor, storage: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Return scales that are stored in a dtype as operators take them: bytes as uint8, a view.
+
+    Raises TraceError where that cannot be recorded, StateError if FSDP has cast float32 ones.
+    """
     if scale.dtype == torch.uint8:
+        return scale
+    if storage == torch.float32:
+        if scale.dtype != storage:
+            raise StateError(
+                "fully_shard casts float32 scales by its MixedPrecisionPolicy. Leave param_dtype at "
+                "None."
+            )
         return scale
     if scale.itemsize > 1:
         # FSDP casts parameters to the dtype of a MixedPrecisionPolicy, which has these exactly.

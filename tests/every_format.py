@@ -39,7 +39,7 @@ TABLES = {
     "int8": ([float(i) for i in range(128)], E4M3),
     "mxfp6_e2m3": (binary(3, 1, 32), E8M0),
     "mxfp6_e3m2": (binary(2, 3, 32), E8M0),
-    "mxfp8_e4m3": (stored(torch.float8_e4m3fn, 0, 127), E8M0),
+    "mxfp8": (stored(torch.float8_e4m3fn, 0, 127), E8M0),
     "mxfp8_e5m2": (stored(torch.float8_e5m2, 0, 124), E8M0),
 }
 

@@ -62,7 +62,7 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
         made["same"] and made["losses"][-1] < made["losses"][0] / 4 and made["difference"] < 1e-3
     ),
     "mixed_precision": lambda made: (
-        formats(made, "down_proj") == {"mxfp8_e4m3"}
+        formats(made, "down_proj") == {"mxfp8"}
         and formats(made, "q_proj") == {"mxfp4"}
         and formats(made, "o_proj") == {"nvfp4"}
         and formats(made, "layers.0.") == set()

@@ -238,7 +238,8 @@ def _origin(
     for name, module in model.named_modules():
         if isinstance(module, QUANTIZED):
             layer = reader.layers[name]
-            rows.append(Row(name, layer.shape, layer.config, layer.fmt.bits_per_weight))
+            bits = layer.fmt.bits_per_weight(layer.shape)
+            rows.append(Row(name, layer.shape, layer.config, bits))
         elif isinstance(module, nn.Linear):
             shape = tuple(module.weight.shape)
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))

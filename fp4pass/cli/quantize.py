@@ -228,7 +228,7 @@ def quantize(
 def _needs_text(recipe: Recipe) -> bool:
     """Return whether a model has to write its own text where none is given."""
     needs = (
-        config.needs or (config.format.has_global_scale and not config.weight_only)
+        config.needs or (config.format.has_input_scale and not config.weight_only)
         for config in recipe.configs()
     )
     return recipe.kv_cache is not None or any(map(bool, needs))

@@ -43,16 +43,22 @@ class Element:
     name: str  # for people; nothing reads it
     bits: int  # of a code, which is `sign << (bits - 1) | index`
     magnitudes: tuple[float, ...]  # ascending from 0; codes beyond the last are never written
+    native: torch.dtype | None = None  # of torch, whose bits are the codes
 
     @staticmethod
     def binary(
-        name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
+        name: str,
+        bits: int,
+        mantissa_bits: int,
+        min_exponent: int,
+        count: int | None = None,
+        native: torch.dtype | None = None,
     ) -> Element:
         """Return the element of binary floats with gradual underflow below 2^min_exponent."""
         # Integers are the case where all bits but the sign are mantissa. count: how many magnitudes
         # there are, of all that the bits have room for.
         count = 1 << (bits - 1) if count is None else count
-        return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
+        return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count), native)
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(self.magnitudes))
@@ -130,7 +136,7 @@ def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[f
 
 @dataclass(frozen=True)
 class Scale:
-    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa."""
+    """The unsigned numbers that a scale can be, as the bits of an exponent and a mantissa."""
 
     name: str  # for people; nothing reads it
     mantissa_bits: int  # of a byte; the bits above them are the exponent
@@ -139,6 +145,16 @@ class Scale:
     nan: int  # the byte that marks a block whose input was not finite
     subnormal: bool  # whether exponent 0 is one of subnormal numbers, as IEEE has it
     storage: torch.dtype  # in which checkpoints hold the bytes
+
+    @property
+    def bits(self) -> int:
+        """Of one scale: 8, which are a byte, or 32, which are a float32."""
+        return 8 * self.storage.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which records hold scales, and operators take them: uint8 for bytes."""
+        return torch.uint8 if self.bits == 8 else self.storage
 
     def decode(self, byte: int) -> float:
         """Return the value of one byte."""
@@ -159,12 +175,12 @@ class Scale:
     @property
     def min(self) -> float:
         """The smallest scale that is written."""
-        return self.values[0]
+        return self.decode(1)
 
     @property
     def max(self) -> float:
         """The largest scale."""
-        return self.values[-1]
+        return self.decode(self.last)
 
     @property
     def octave(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import SupportsIndex
@@ -18,22 +19,29 @@ from torch import Tensor
 from ..errors import OptionError, unknown_name
 from .elements import Element, Record, Scale
 
+# The number of rows or columns that share a scale where all do.
+WHOLE = 0
+
 # The last part of the key of a format whose stored global scale multiplies.
 _MULTIPLIER = "multiplier"
 
 
 @dataclass(frozen=True, repr=False)
 class Format(Record):
-    """A block format: elements, a scale for each `block` of them along K, maybe a global scale."""
+    """Elements, a scale for each tile of a weight [N, K], and maybe a global scale.
+
+    An input [..., K] has a scale for each `block` of a row, whatever `rows` is.
+    """
 
     name: str  # under which it is registered, and which checkpoints store
     element: Element  # what a code stands for
     scale: Scale  # what a block scale can be
-    block: int  # how many elements share a scale
+    block: int  # how many columns share a scale; WHOLE for all
     blocks: tuple[int, ...]  # the block sizes that may be asked for
     has_global_scale: bool  # whether a tensor has a float32 scale besides
     # Whether the stored global scale multiplies (ModelOpt), or divides (compressed-tensors).
     multiplies: bool = False
+    rows: int = 1  # how many rows of a weight share a scale; WHOLE for all
 
     __hash__ = Record.__hash__
 
@@ -54,9 +62,43 @@ class Format(Record):
         return stored if self.multiplies else 1.0 / stored
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits of codes and block scales for one weight."""
-        return self.element.bits + 8 / self.block
+    def has_float_scale(self) -> bool:
+        """Whether scales are float32 numbers, of tiles that need not fill the weight."""
+        return self.scale.storage == torch.float32
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether calibration finds a scale of inputs: a global one, or of weights with one."""
+        return self.has_global_scale or (self.has_float_scale and self.rows == WHOLE)
+
+    @property
+    def tile(self) -> str:
+        """What shares a scale of a weight, in words."""
+        if self.block == WHOLE:
+            return "the tensor" if self.rows == WHOLE else "a row"
+        return f"{self.block}" if self.rows == 1 else f"{self.rows} x {self.block}"
+
+    def bits_per_weight(self, shape: Sequence[int]) -> float:
+        """Return the bits of codes and scales for one weight of matrices [..., N, K]."""
+        *_, rows, columns = shape
+        scales = math.prod(self.scale_shape(rows, columns))
+        return self.element.bits + self.scale.bits * scales / (rows * columns)
+
+    def fits(self, columns: int) -> bool:
+        """Return whether rows of so many columns can be quantized: tiles of 8-bit scales fill them."""
+        return self.has_float_scale or columns % self.block == 0
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the scales of a weight [rows, columns]."""
+        return self.scale_rows(rows), self.scale_columns(columns)
+
+    def scale_rows(self, rows: int) -> int:
+        """Return how many scales lie below each other for a weight of so many rows."""
+        return 1 if self.rows == WHOLE else -(-rows // self.rows)
+
+    def scale_columns(self, columns: int) -> int:
+        """Return how many scales a row of so many columns has."""
+        return 1 if self.block == WHOLE else -(-columns // self.block)
 
     def packed_columns(self, columns: int) -> int:
         """Return P, the bytes of the packed codes of `columns` elements, which are whole blocks."""
@@ -83,6 +125,15 @@ class Format(Record):
             )
         )
 
+    def input_scale_for(self, amax: float) -> float | None:
+        """Return the number that is stored for inputs up to `amax`, None for what stores none."""
+        if self.has_global_scale:
+            return self.global_scale_of(self.global_scale_for(amax))
+        if not self.has_input_scale:
+            return None
+        # As calibration has it in float32, and no subnormal number.
+        return float(torch.tensor(amax, device="cpu").div(self.element.max).clamp(min=2.0**-126))
+
 
 def power_reaching(amax: Tensor, full: float) -> Tensor:
     """Return the smallest power of two 2^k, float32, with `2^k * full >= amax`; 1 for an amax of 0.
@@ -100,8 +151,12 @@ E2M1 = Element("e2m1", bits=4, magnitudes=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.
 E2M3 = Element.binary("e2m3", bits=6, mantissa_bits=3, min_exponent=0)
 E3M2 = Element.binary("e3m2", bits=6, mantissa_bits=2, min_exponent=-2)
 # The other codes of 8 bits are NaN and, in E5M2, infinity (OCP OFP8 v1.0).
-FP8_E4M3 = Element.binary("e4m3", bits=8, mantissa_bits=3, min_exponent=-6, count=127)
-FP8_E5M2 = Element.binary("e5m2", bits=8, mantissa_bits=2, min_exponent=-14, count=124)
+FP8_E4M3 = Element.binary(
+    "e4m3", bits=8, mantissa_bits=3, min_exponent=-6, count=127, native=torch.float8_e4m3fn
+)
+FP8_E5M2 = Element.binary(
+    "e5m2", bits=8, mantissa_bits=2, min_exponent=-14, count=124, native=torch.float8_e5m2
+)
 INT4 = Element.binary("int4", bits=4, mantissa_bits=3, min_exponent=3)
 INT8 = Element.binary("int8", bits=8, mantissa_bits=7, min_exponent=7)
 
@@ -118,6 +173,11 @@ UE4M4 = Scale(
 UE5M3 = Scale(
     "ue5m3", mantissa_bits=3, bias=15, last=254, nan=255, subnormal=True, storage=torch.uint8
 )
+# The bits of a float32, whose sign is not used.
+FLOAT32 = Scale(
+    "float32", mantissa_bits=23, bias=127, last=0x7F7FFFFF, nan=0x7FC00000, subnormal=True,
+    storage=torch.float32,
+)  # fmt: skip
 
 NVFP4 = Format("nvfp4", E2M1, E4M3, block=16, blocks=(16, 32), has_global_scale=True)
 MXFP4 = Format("mxfp4", E2M1, E8M0, block=32, blocks=(32, 16), has_global_scale=False)
@@ -133,8 +193,11 @@ FORMATS: dict[str, Format] = {
         Format("int8", INT8, E4M3, block=32, blocks=(32, 64, 128, 256), has_global_scale=True),
         Format("mxfp6_e2m3", E2M3, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
         Format("mxfp6_e3m2", E3M2, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
-        Format("mxfp8_e4m3", FP8_E4M3, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+        Format("mxfp8", FP8_E4M3, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
         Format("mxfp8_e5m2", FP8_E5M2, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+        Format("fp8", FP8_E4M3, FLOAT32, WHOLE, (WHOLE,), has_global_scale=False),
+        Format("fp8_block", FP8_E4M3, FLOAT32, 128, (128,), has_global_scale=False, rows=128),
+        Format("fp8_tensor", FP8_E4M3, FLOAT32, WHOLE, (WHOLE,), False, rows=WHOLE),
     )
 }
 

@@ -23,7 +23,8 @@ class PackedWeight(NamedTuple):
     """A weight [N, K], or a stack [E, N, K] of them, in blocks along K, as operators take it."""
 
     packed: Tensor  # uint8 [..., N, P], packed codes; in kernels words of them
-    scale: Tensor  # uint8 [..., N, K / block], the bits of the block scales
+    # [..., *scale_shape(N, K)], uint8 for the bits of 8-bit scales, else float32.
+    scale: Tensor
     global_scale: Tensor | None  # float32 [1], or [E], as it is stored
     bias: Tensor | None = None  # [..., N]
 
@@ -32,7 +33,7 @@ class PackedInput(NamedTuple):
     """Quantized rows [..., K] in blocks along K, as operators take them."""
 
     packed: Tensor  # uint8 [..., P]
-    scale: Tensor  # uint8 [..., K / block]
+    scale: Tensor  # [..., scale_columns(K)], uint8 or float32 as that of a weight
     global_scale: Tensor | None  # float32 [1], or [E] for the rows of each expert
 
 
@@ -82,15 +83,24 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
 
 
 def empty_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
+    """Return uninitialized packed codes [..., P] and scales [..., J] for rows x [..., K]."""
     return empty_rows(x, x.shape[:-1], fmt)
+
+
+def empty_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return uninitialized packed codes [..., N, P] and scales [..., I, J] for a weight."""
+    *leading, rows, columns = weight.shape
+    packed = weight.new_empty((*leading, rows, fmt.packed_columns(columns)), dtype=torch.uint8)
+    shape = (*leading, *fmt.scale_shape(rows, columns))
+    return packed, weight.new_empty(shape, dtype=fmt.scale.dtype)
 
 
 def empty_rows(x: Tensor, leading: Sequence[int], fmt: Format) -> tuple[Tensor, Tensor]:
     """Return the same for rows [*leading, K] in place of x."""
     columns = x.shape[-1]
     packed = x.new_empty((*leading, fmt.packed_columns(columns)), dtype=torch.uint8)
-    return packed, x.new_empty((*leading, columns // fmt.block), dtype=torch.uint8)
+    shape = (*leading, fmt.scale_columns(columns))
+    return packed, x.new_empty(shape, dtype=fmt.scale.dtype)
 
 
 def _codes_together(bits: int) -> int:

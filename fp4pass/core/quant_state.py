@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError, OptionError, ShapeError, expected, require_type, unknown_name
 from .devices import moved
 from .fingerprint import fingerprint
-from .formats import FORMATS, Format, get_format
+from .formats import FORMATS, WHOLE, Format, get_format
 from .packing import PACKINGS
 from .paths import path_of
 
@@ -103,9 +103,13 @@ class TensorRecord(ABC):
         noted = "" if factor == 1.0 else f", global_scale={factor}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, blocks of "
-            f"{self.scheme.block}{noted}, {self.nbytes} bytes on {self.qdata.device})"
+            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, {self._tile}{noted}, "
+            f"{self.nbytes} bytes on {self.qdata.device})"
         )
+
+    @property
+    def _tile(self) -> str:
+        return f"blocks of {self.scheme.block}"
 
     @property
     def _size(self) -> str:
@@ -142,7 +146,8 @@ class QuantState(TensorRecord):
 
     Attributes:
         qdata: packed codes, uint8 [..., P].
-        scale: bits of the block scales, uint8 [..., ceil(K / block)].
+        scale: bits of the block scales, uint8 [..., ceil(K / block)]; of formats with float32
+            scales those of a matrix, or of each of a stack: [..., *format.scale_shape(N, K)].
         global_scale: the multiplier of all block scales; 1.0 for formats without one.
         format: what the codes and scales mean.
         shape: the shape of the dense tensor.
@@ -174,15 +179,36 @@ class QuantState(TensorRecord):
                 expected("QuantState.global_scale", "a positive number", self.global_scale)
             )
         *leading, columns = self.shape or (1,)
-        blocks = -(-columns // self.format.block)
-        packed = self.format.packed_columns(blocks * self.format.block)
-        self._require_tensor("qdata", (*leading, packed), torch.uint8)
-        self._require_tensor("scale", (*leading, blocks), torch.uint8)
+        fmt = self.format
+        if fmt.has_float_scale:
+            self._require_tensor("qdata", self.shape or (1,), torch.uint8)
+            outer = (*leading[:-1], *map(fmt.scale_rows, leading[-1:]))
+            scales = (*outer, fmt.scale_columns(columns))
+        else:
+            blocks = -(-columns // fmt.block)
+            packed = fmt.packed_columns(blocks * fmt.block)
+            self._require_tensor("qdata", (*leading, packed), torch.uint8)
+            scales = (*leading, blocks)
+        self._require_tensor("scale", scales, fmt.scale.dtype)
 
     @property
     def packing(self) -> str:
         """The order of the codes in the bytes of `qdata`."""
         return PACKINGS[self.format.element.bits]
+
+    @property
+    def _tile(self) -> str:
+        fmt = self.format
+        return f"a scale for {fmt.tile}" if fmt.has_float_scale else super()._tile
+
+    def rows(self, start: int, stop: int) -> QuantState:
+        """Return some rows of a matrix: those of whole tiles, or all of a tile of more."""
+        # The scales of tiles that rows cut are theirs, too: dequantized they are the same.
+        qdata, fmt = self.qdata[start:stop], self.format
+        scale = self.scale
+        if fmt.rows != WHOLE:
+            scale = scale[start // fmt.rows : -(-stop // fmt.rows)]
+        return dataclasses.replace(self, qdata=qdata, scale=scale, shape=tuple(qdata.shape))
 
     @property
     def nbytes(self) -> int:

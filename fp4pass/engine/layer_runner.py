@@ -34,7 +34,7 @@ from .recording import Recorded
 _Inputs = dict[nn.Module, list[Tensor]]
 
 # The quantization of inputs: the use of a linear, and its global scale.
-_View = tuple[LinearConfig, float]
+_View = tuple[LinearConfig, float | None]
 
 _CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Runner:
     def observe(self, layers: Sequence[LayerPlan]) -> Plan:
         """Return the layers with the statistics of their inputs in this layer as it is now."""
         kept: list[_Inputs] = []
-        if any(_is_viewed(layer) and layer.config.format.has_global_scale for layer in layers):
+        if any(_is_viewed(layer) and layer.config.format.has_input_scale for layer in layers):
             # Quantized inputs have the scale of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.is_stack]
@@ -250,12 +250,11 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
     """Return an input as a converted layer multiplies it: quantized, and back in float32."""
-    config, global_scale = view
-    fmt = config.format
+    config, number = view
     rows = x.reshape(-1, x.shape[-1])
-    stored = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
-    packed, scale, _ = quantize_input(rows, StoredWeight(None, None, None, stored), config)
-    dense = ops.dequantize(packed, scale, stored, fmt.key, torch.float32)
+    stored = None if number is None else torch.tensor([number], device=x.device)
+    quantized = quantize_input(rows, StoredWeight(None, None, None, stored), config)
+    dense = ops.dequantize(*quantized, config.format.key, torch.float32)
     # The statistics are of inputs as the layer is called with them.
     return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)
 
@@ -302,7 +301,7 @@ def _view(layer: LayerPlan, amax: float) -> _View | None:
         return None
     if config.rotation:
         amax = Stats(input_amax=amax).rotated(config.rotation).input_amax
-    return config, config.format.global_scale_for(amax)
+    return config, config.format.input_scale_for(amax)
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:

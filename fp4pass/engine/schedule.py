@@ -133,5 +133,8 @@ def packed_size(model: nn.Module, plan: Plan) -> float:
     weights = [members[0] for members in plan.by_weight()]
     size = sum(parameter.nbytes for parameter in model.parameters())
     dense = sum(first.module.get_parameter("weight").nbytes for first in weights)
-    bits = sum(math.prod(first.shape) * first.config.format.bits_per_weight for first in weights)
+    bits = sum(
+        math.prod(first.shape) * first.config.format.bits_per_weight(first.shape)
+        for first in weights
+    )
     return size - dense + bits / 8

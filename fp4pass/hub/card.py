@@ -244,7 +244,7 @@ def _facts(state: ModelState, layout: str) -> Iterator[tuple[str, str]]:
     configs = [row.config for row in state.report.converted if row.config is not None]
     if "quality" in recipe:
         yield "quality", _words(recipe["quality"])
-    yield "scheme", "; ".join(sorted({f"{c.label}, blocks of {c.block}" for c in configs}))
+    yield "scheme", "; ".join(sorted({f"{c.label}, a scale for {c.format.tile}" for c in configs}))
     yield "method", ", ".join(sorted({config.method_name for config in configs}))
     if seen := recipe.get("calibration"):
         count = seen.get("batches")

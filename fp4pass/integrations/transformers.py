@@ -182,7 +182,7 @@ class Fp4PassQuantizer(HfQuantizer):
                     self._groups.update(dict.fromkeys(by_name, _Group(by_name, set(by_name))))
         for layer in self._plan.layers:
             name = weight_name(layer.name, layer.module)
-            self._bytes[name] = layer.config.format.bits_per_weight / 8
+            self._bytes[name] = layer.config.format.bits_per_weight(layer.shape) / 8
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a tensor of the checkpoint is passed to `take`."""

@@ -31,6 +31,9 @@ _ROWS = 1 << 12
 class Gptq:
     """Options of the method "gptq"; docs/quality.md says how much each improves.
 
+    Float32 scales are chosen before, as by "hessian", and codes one after the other: `codes`,
+    `scales` and `sweeps` are for formats with 8-bit block scales.
+
     Attributes:
         damping: added to the diagonal of the Hessian, relative to its mean.
         shrinkage: the part of the Hessian between blocks that is left out, in [0, 1]. At 0 weights

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ShapeError
+from ..ops.checks import require_block_scales
 from .search import search_scales
 
 
@@ -25,6 +26,7 @@ def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
             "Give the dense weight as [N, K]; a transposed one with .t()."
         )
     fmt = state.format
+    require_block_scales(fmt)
     naive = search_scales(weight, fmt, state.global_scale, "naive")
     counted = weight.detach().unflatten(1, (-1, fmt.block)).any(-1)  # [N, K / block]
     # Bytes ascend with the scales they stand for.
@@ -34,6 +36,7 @@ def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
 
 def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:
     """Count the blocks by scale, without the global scale: {scale: blocks}, ascending, NaN last."""
+    require_block_scales(fmt)
     bits = scale.scale if isinstance(scale, QuantState) else scale.view(torch.uint8)
     found: dict[float, int] = {}
     for byte, count in _counts(bits):

@@ -106,7 +106,10 @@ class Sse:
 
 @method("sse", Sse, stack=_search_stack("sse"))
 def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
-    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
+    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format.
+
+    Of float32 scales over those of an octave below amax / element.max, 2^(1/32) apart.
+    """
     return _search(weight, fmt, global_scale, "sse")
 
 
@@ -140,6 +143,11 @@ class Hessian:
             raise OptionError(expected("Hessian: exact", "True or False", repr(self.exact)))
         if type(self.node_budget) is not int or self.node_budget < 1:
             raise OptionError(expected("Hessian: node_budget", "1, 2, ...", repr(self.node_budget)))
+
+    @property
+    def needs_block_scales(self) -> bool:
+        """Whether it is for formats with 8-bit block scales alone."""
+        return self.codes == "joint" or self.exact
 
 
 def certify(
@@ -177,7 +185,10 @@ def certify(
 def hessian(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Hessian
 ) -> QuantState | MethodResult:
-    """Choose the scale of each block that minimizes r^T H r, over all scales of the format."""
+    """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse".
+
+    What shares a scale and is larger than a block of the Hessian has the sum over its blocks.
+    """
     block_hessian = stats.block_hessian
     state = _search(weight, fmt, global_scale, "hessian", block_hessian)
     assert block_hessian is not None, "the search refuses it"

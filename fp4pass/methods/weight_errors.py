@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..core.quant_state import QuantState
 from ..errors import ShapeError, expected
+from ..kernels.common.float_scales import bands
 from ..kernels.statistics.naive import HESSIAN_BLOCK, ieee_products
 from .statistics import Stats
 
@@ -41,12 +42,11 @@ def squared_errors(weight: Tensor, state: QuantState, stats: Stats | None = None
     fmt, device = state.format, weight.device
     divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=device)
     sums = torch.zeros(2, 2 if has_hessian else 1, dtype=torch.float64, device=device)
-    rows, columns = weight.shape
-    step = max(1, (_TILE_CPU if device.type == "cpu" else _TILE_GPU) // columns)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
+    numbers = _TILE_CPU if device.type == "cpu" else _TILE_GPU
+    for part in bands(weight.shape, fmt, numbers):
         dense = weight[part].detach().float()
-        stored = (state.qdata[part], state.scale[part], divisor)
+        own = state.rows(part.start, part.stop)
+        stored = (own.qdata, own.scale, divisor)
         quantized = ops.dequantize(*stored, fmt.key, torch.float32)
         both = torch.stack((dense - quantized, dense))  # [2, R, K]
         sums[:, 0] += both.double().square_().sum((1, 2))

@@ -46,7 +46,12 @@ def require_quantizable(x: Tensor, fmt: Format, scale_method: str) -> None:
     if scale_method not in ACTIVATION_SCALES:
         raise unknown_name("Activation scales", scale_method, ACTIVATION_SCALES)
     require_float(x)
-    if x.ndim == 0 or x.shape[-1] % fmt.block:
+    if fmt.has_float_scale and scale_method != "naive":
+        raise OptionError(
+            f"Activation scales {scale_method!r}: expected 'naive', as scales of {fmt.key} are "
+            "float32 numbers."
+        )
+    if x.ndim == 0 or not fmt.fits(x.shape[-1]):
         raise ShapeError(
             f"The tensor to quantize: expected a last dimension that is a multiple of {fmt.block}, "
             f"the block of {fmt.key}, got shape {tuple(x.shape)}. Pad it before the call."
@@ -117,12 +122,21 @@ def weight_problem(weight: Tensor, fmt: Format) -> str | None:
         return f"its weight has shape {tuple(weight.shape)}, not [N, K]"
     if not weight.numel():
         return f"its weight has shape {tuple(weight.shape)}, which is empty"
-    if weight.shape[1] % fmt.block:
+    if not fmt.fits(weight.shape[1]):
         return (
             f"in_features={weight.shape[1]} is not a multiple of {fmt.block} "
             f"(the block of {fmt.key})"
         )
     return None
+
+
+def require_block_scales(fmt: Format) -> None:
+    """Raise OptionError for formats whose scales are not bytes of blocks."""
+    if fmt.has_float_scale:
+        raise OptionError(
+            f"{fmt.key}: expected 8-bit block scales, got float32 ones. Choose method 'naive', "
+            "'sse' or 'hessian' with its default options."
+        )
 
 
 def require_weight(weight: Tensor, fmt: Format) -> None:
@@ -243,7 +257,7 @@ def require_stack(x: Tensor, weight: PackedWeight, fmt: Format) -> None:
         raise ShapeError(f"packed: expected [E, N, P], the codes of E experts, got {_of(packed)}.")
     experts, rows, bytes_ = packed.shape
     columns = fmt.columns(bytes_)
-    shapes = ((experts, rows, columns // fmt.block), (experts,), (experts, rows))
+    shapes = ((experts, *fmt.scale_shape(rows, columns)), (experts,), (experts, rows))
     for name, given, wanted in zip(weight._fields[1:], weight[1:], shapes, strict=True):
         if given is not None and given.shape != wanted:
             raise ShapeError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..core.packing import empty_blocks
+from ..core.packing import empty_weight
 from ..kernels.dequantize.naive import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
@@ -14,6 +14,7 @@ from ..kernels.search.reference import search_ref, search_stack_ref
 from ..kernels.statistics.naive import observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
+    require_block_scales,
     require_hessian,
     require_hessian_of_objective,
     require_objective,
@@ -26,7 +27,7 @@ from .registration import operator
 
 
 def _packed_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return empty_blocks(weight, fmt)
+    return empty_weight(weight, fmt)
 
 
 def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -49,12 +50,12 @@ joint = operator(
     joint_ref,
     triton="kernels.search.joint_triton:joint_triton",
     shapes=_packed_weight,
-    checks=(require_block_hessian,),
+    checks=(require_block_scales, require_block_hessian),
 )
 gptq = operator(
     gptq_ref,
     triton="kernels.search.joint_triton:gptq_triton",
-    shapes=lambda weight, fmt, start, stop: empty_blocks(weight[start:stop], fmt),
+    shapes=lambda weight, fmt, start, stop: empty_weight(weight[start:stop], fmt),
     checks=(require_hessian,),
 )
 observe = operator(

@@ -195,7 +195,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
         amax = amax.rotated(config.rotation) if config.rotation else amax
-        input_scale = config.format.global_scale_for(amax.input_amax)
+        input_scale = config.format.input_scale_for(amax.input_amax)
     tensors = kind.buffers_of(states, input_scale)
     return _Packed(rows, (first.parent, config.format.key, input_scale), tensors)
 

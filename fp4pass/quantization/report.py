@@ -57,7 +57,7 @@ def converted_row(
         name=layer.name,
         shape=layer.shape,
         config=layer.config,
-        bits=layer.config.format.bits_per_weight,
+        bits=layer.config.format.bits_per_weight(layer.shape),
         weight_error=weight_error,
         output_error=output_error,
         tokens=stats.tokens,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._compat.accelerate import on_device
 from ..config import LinearConfig
-from ..core.formats import get_format
+from ..core.formats import WHOLE, get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
@@ -197,13 +197,14 @@ def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
 def joined_rows(results: Sequence[MethodResult]) -> MethodResult:
     """Return the result of a matrix, given those of its rows."""
     states = [result.state for result in results]
-    qdata, scale = (torch.cat([getattr(s, name) for s in states]) for name in ("qdata", "scale"))
+    qdata = torch.cat([state.qdata for state in states])
+    # That of a whole matrix is in the results of all its rows.
+    alone = states[0].format.rows == WHOLE
+    scale = states[0].scale if alone else torch.cat([state.scale for state in states])
     shape = (len(qdata), states[0].shape[1])
     return MethodResult(dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape))
 
 
 def state_rows(state: QuantState, start: int, count: int) -> QuantState:
     """Return some rows of a quantized matrix."""
-    qdata, scale = (each[start : start + count] for each in (state.qdata, state.scale))
-    shape = (len(qdata), state.shape[1])
-    return dataclasses.replace(state, qdata=qdata, scale=scale, shape=shape)
+    return state.rows(start, min(start + count, state.shape[0]))

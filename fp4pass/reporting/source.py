@@ -173,7 +173,9 @@ def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts
     """Return the facts of every row of the report, then of packed layers that it lacks."""
     rows = {row.name: row for row in report.rows}
     for name, layer in layers.items():
-        rows.setdefault(name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight))
+        rows.setdefault(
+            name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight(layer.shape))
+        )
     return {name: layer_facts(row) for name, row in rows.items()}
 
 

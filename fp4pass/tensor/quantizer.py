@@ -46,6 +46,8 @@ def quantize(
         global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
             for the smallest power of two with which the largest magnitude is within reach.
 
+    Tiles of several rows, as of "fp8_block", are of the last two dimensions.
+
     Returns:
         A QuantState for a format, a `fp4pass.parity.CodebookState` for a codebook.
 
@@ -80,14 +82,19 @@ def quantize(
     if not math.isfinite(amax):
         raise not_finite()
     factor = read_global_scale("quantize", fmt, global_scale, amax)
-    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
-    state = chosen.quantize(rows, Stats(), fmt, factor, options).state
-    leading = x.shape[:-1]
+    leading, columns = x.shape[:-1], x.shape[-1] if x.ndim else 1
+    # Matrices of a stack share no tile of several rows.
+    height = x.shape[-2] if fmt.rows != 1 and x.ndim > 1 else x.numel() // columns
+    padding = 0 if fmt.fits(columns) else -columns % fmt.block
+    matrices = F.pad(x.reshape(-1, height, columns), (0, padding))
+    states = [chosen.quantize(each, Stats(), fmt, factor, options).state for each in matrices]
+    scale_rows: tuple[int, ...] = leading
+    if fmt.rows != 1 and leading:
+        scale_rows = (*leading[:-1], fmt.scale_rows(height))
     found = dataclasses.replace(
-        state,
-        qdata=state.qdata.view(*leading, -1),
-        scale=state.scale.view(*leading, -1),
+        states[0],
+        qdata=torch.cat([state.qdata for state in states]).view(*leading, -1),
+        scale=torch.cat([state.scale for state in states]).view(*scale_rows, -1),
         shape=tuple(x.shape),
     )
     # Rounding at most doubles a number.

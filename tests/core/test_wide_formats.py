@@ -62,7 +62,7 @@ PARTS = {
     "int8": ("int8", "e4m3", 8),
     "mxfp6_e2m3": ("e2m3", "e8m0", 6),
     "mxfp6_e3m2": ("e3m2", "e8m0", 6),
-    "mxfp8_e4m3": ("e4m3", "e8m0", 8),
+    "mxfp8": ("e4m3", "e8m0", 8),
     "mxfp8_e5m2": ("e5m2", "e8m0", 8),
 }
 

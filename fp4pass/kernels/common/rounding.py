@@ -17,7 +17,7 @@ _EXPONENT_MASK = 0x7F800000
 
 # Elements that a reference works on at a time. Their float32 fit a core's second cache, and the
 # allocator returns memory of this size that was used before, where larger tensors get fresh pages.
-_CHUNK = 1 << 17
+CHUNK = 1 << 17
 
 
 def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
@@ -27,7 +27,7 @@ def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
 
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same rows, blocks of `block` elements, of all tensors [J, ...], a few at a time."""
-    return zip(*(each.split(max(1, _CHUNK // block)) for each in tensors), strict=True)
+    return zip(*(each.split(max(1, CHUNK // block)) for each in tensors), strict=True)
 
 
 def float_exponent(x: Tensor) -> Tensor:
@@ -81,6 +81,8 @@ def round_to_values_(y: Tensor, element: Element) -> Tensor:
 
 def round_to_codes_(y: Tensor, element: Element) -> Tensor:
     """Return the codes (uint8) of finite float32 y, zeros with their sign too; overwrites y."""
+    if element.native is not None:
+        return y.clamp_(-element.max, element.max).to(element.native).view(torch.uint8)
     sign = (y.view(torch.int32) >> 31).to(torch.uint8) & 1 << (element.bits - 1)
     y.abs_().clamp_(max=element.max)
     if element.minifloat is None:

@@ -21,8 +21,11 @@ def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
     if uses_fp8(compute, math.prod(x.shape[:-1]), len(weight.packed)):
         rows = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
         return multiply_ref(rows, weight, fmt).to(x.dtype).view(*x.shape[:-1], -1)
-    dense = dequantize_ref(*weight[:3], fmt, x.dtype)
-    return F.linear(x, dense, None if weight.bias is None else weight.bias.to(x.dtype))
+    # The product of a code and a float32 scale is not exact in 16 bits.
+    exact = torch.float32 if fmt.has_float_scale and x.dtype.itemsize == 2 else x.dtype
+    dense = dequantize_ref(*weight[:3], fmt, exact)
+    bias = None if weight.bias is None else weight.bias.to(exact)
+    return F.linear(x.to(exact), dense, bias).to(x.dtype)
 
 
 def linear_quantized_ref(
@@ -46,7 +49,8 @@ def linear_quantized_ref(
         rows = expand_ref(PackedInput(codes, bits, x_rows.global_scale), fmt)
         return multiply_ref(rows, weight, fmt).to(x.dtype).view(*leading, -1)
     # The values that float16 numbers are rounded to may leave its range.
-    exact = torch.float32 if x.dtype == torch.float16 else x.dtype
+    wide = x.dtype == torch.float16 or (fmt.has_float_scale and x.dtype == torch.bfloat16)
+    exact = torch.float32 if wide else x.dtype
     return linear(dequantize(*x_rows, fmt, exact), weight, fmt).to(x.dtype)
 
 

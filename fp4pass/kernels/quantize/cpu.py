@@ -39,7 +39,8 @@ def quantize_cpu(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Return packed codes and scale bits of activations x [..., K], as `quantize_ref`."""
-    call, rounding = function("quantize", x.dtype, fmt), _rounding(fmt)
+    call = function("quantize", x.dtype, fmt)
+    rounding = None if call is None else _rounding(fmt)
     if call is None or rounding is None or scale_method != "naive":
         return quantize_ref(x, global_scale, fmt, scale_method)
     if global_scale is not None:

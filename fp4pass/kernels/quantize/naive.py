@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ...core.formats import Format, power_reaching
 from ...core.packing import pack_codes
+from ..common.float_scales import quantize_rows_ref
 from ..common.rounding import (
     global_multiplier,
     in_chunks,
@@ -32,7 +33,10 @@ ACTIVATION_SCALES = ("naive", "sse")
 def quantize_ref(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Return packed codes [..., P] and scale bits [..., K / block] of activations x [..., K]."""
+    """Return packed codes [..., P] and scales [..., K / block] of activations x [..., K]."""
+    # global_scale: of a format with float32 scales, the one scale of all (`quantize_rows_ref`).
+    if fmt.has_float_scale:
+        return quantize_rows_ref(x, global_scale, fmt)
     # A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a
     # block whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round
     # amax up where the next one is as near (`Element.carry`).

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...core.formats import Format
-from ...core.packing import empty_blocks, pack_codes
-from ..common.rounding import round_to_codes_
-from ..statistics.naive import diagonal_blocks
+from ...core.packing import empty_weight, pack_codes
+from ..common.float_scales import band_of, bands, spread
+from ..common.rounding import round_to_codes_, round_to_values_
+from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
+from .float_scales import search_float_scales
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
 # Rows at a time: they share nothing but the Hessian. Bits may depend on it, for products of other
@@ -116,6 +119,9 @@ def gptq_ref(
     # codes: of joint_reference.CODES. scales: "inside" (chosen with a block's codes) or "static".
     # order: "loss" (what costs all rows most first) or "natural". sweeps: repeated visits of all
     # blocks. start, stop: the rows that are quantized; the same bits from a multiple of ROWS on.
+    if fmt.has_float_scale:
+        stop = len(weight) if stop is None else stop
+        return gptq_float_scales(weight, hessian, fmt, damping, shrinkage, order, start, stop)
     damped = damp(hessian, damping, shrinkage, fmt.block)
     blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]
@@ -126,7 +132,7 @@ def gptq_ref(
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
     parts = range(start, len(weight) if stop is None else stop, ROWS)
-    packed, scale = empty_blocks(weight[start:stop], fmt)
+    packed, scale = empty_weight(weight[start:stop], fmt)
     for here in parts:
         rows = weight[here : min(here + ROWS, parts.stop)]
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
@@ -137,6 +143,60 @@ def gptq_ref(
         out = slice(here - start, here - start + len(rows))
         packed[out], scale[out] = pack_codes(found, fmt.element.bits), byte.t().to(torch.uint8)
     return packed, scale
+
+
+def gptq_float_scales(
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    damping: float,
+    shrinkage: float,
+    order: str,
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor]:
+    """Round rows of a weight [N, K] column by column, with the float32 scales of its tiles."""
+    # order "loss": columns with the largest inputs first. Blocks of the Hessian are of 32 columns,
+    # which zeros fill.
+    rows, columns = weight.shape
+    missing = -columns % HESSIAN_BLOCK
+    hessian = F.pad(hessian, (0, missing, 0, missing))
+    in_blocks = diagonal_blocks(hessian, HESSIAN_BLOCK)
+    scale = search_float_scales(weight, in_blocks, fmt, "hessian")[1]
+    damped = damp(hessian, damping, shrinkage, HESSIAN_BLOCK)[:columns, :columns]
+    visited = torch.arange(columns, device=weight.device)
+    if order == "loss":
+        visited = damped.diagonal().argsort(descending=True, stable=True)
+    factor = upper_factor(damped[visited][:, visited])
+    feedback = (factor / factor.diagonal()).float()  # M, of the module's first lines
+    codes = torch.empty((stop - start, columns), dtype=torch.uint8, device=weight.device)
+    for part in bands(weight.shape, fmt, ROWS * columns):
+        own = slice(max(part.start, start), min(part.stop, stop))
+        if own.start < own.stop:
+            steps = spread(band_of(scale, part, fmt), (part.stop - part.start, columns), fmt)
+            steps = steps.expand(-1, columns) if fmt.rows else steps.expand(rows, columns)
+            inside = slice(own.start - part.start, own.stop - part.start)
+            x = weight[own].to(torch.float32)
+            found = _round_columns(x[:, visited], steps[inside][:, visited], feedback, fmt)
+            codes[own.start - start : own.stop - start, visited] = found
+    return codes, band_of(scale, slice(start, stop), fmt)
+
+
+def _round_columns(x: Tensor, steps: Tensor, feedback: Tensor, fmt: Format) -> Tensor:
+    """Return the codes [R, K] of columns that are rounded in order, with the errors of others."""
+    x, steps = x.t().contiguous(), steps.t().contiguous()  # [K, R]
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    residual = torch.zeros_like(x)
+    for first in range(0, len(x), HESSIAN_BLOCK):
+        here = slice(first, min(first + HESSIAN_BLOCK, len(x)))
+        target = torch.addmm(x[here], feedback[:first, here].t(), residual[:first])
+        for i in range(here.start, here.stop):
+            added = feedback[first:i, i] @ residual[first:i]
+            quotient = (target[i - first] + added) / steps[i]
+            values = round_to_values_(quotient, fmt.element)
+            residual[i] = x[i] - values * steps[i]
+            codes[i] = round_to_codes_(values, fmt.element)
+    return codes.t()
 
 
 def each_alone(

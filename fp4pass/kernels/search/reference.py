@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.packing import empty_blocks, pack_codes
+from ...core.packing import empty_weight, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import block_hessians, normalize, step_sizes
+from .float_scales import search_float_scales
 
 OBJECTIVES = ("naive", "sse", "hessian")
 
@@ -56,7 +57,9 @@ def search_ref(
     # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
     # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
     if not len(weight):
-        return empty_blocks(weight, fmt)
+        return empty_weight(weight, fmt)
+    if fmt.has_float_scale:
+        return search_float_scales(weight, hessian, fmt, objective)
     columns = weight.shape[1]
     metric = None
     if objective == "hessian":
@@ -83,7 +86,7 @@ def search_stack_ref(
     weight: Tensor, global_scales: Sequence[float], fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
     """Quantize each weight of a stack [E, N, K] by its global scale; not by Hessians."""
-    packed, scale = empty_blocks(weight, fmt)
+    packed, scale = empty_weight(weight, fmt)
     for i, global_scale in enumerate(global_scales):
         packed[i], scale[i] = search_ref(weight[i], None, global_scale, fmt, objective)
     return packed, scale
