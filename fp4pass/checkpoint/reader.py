@@ -199,7 +199,7 @@ class CheckpointReader:
         parts, record = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config = scale.view(torch.uint8), record.config
+        bits, config = scale.view(record.fmt.scale.dtype), record.config
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
         weight = StoredWeight(packed, bits, parts[GLOBAL], None)
