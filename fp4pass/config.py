@@ -42,8 +42,9 @@ class LinearConfig:
     `fp4pass.linear`, and test it.
 
     Attributes:
-        fmt: a scheme: "nvfp4", "mxfp4", "fp8", "fp8_block" and "mxfp8" quantize weights and inputs,
-            "nvfp4a16", "fp8a16" and so on weights only. Kept as the name of the format; `scheme` is the name of both.
+        fmt: a scheme: "nvfp4", "mxfp4", "fp8", "fp8_block" and "mxfp8" quantize weights and
+            inputs, "nvfp4a16", "fp8a16" and so on weights only. Kept as the name of the format;
+            `scheme` is the name of both.
         method: chooses scales and codes: a name, an options object such as `Gptq()`, or None
             if another library chose them. Kept as the options object.
         weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.

@@ -85,8 +85,8 @@ def scale_bits(scale: Tensor, storage: torch.dtype = torch.float8_e4m3fn) -> Ten
     if storage == torch.float32:
         if scale.dtype != storage:
             raise StateError(
-                "fully_shard casts float32 scales by its MixedPrecisionPolicy. Leave param_dtype at "
-                "None."
+                "fully_shard casts float32 scales by its MixedPrecisionPolicy. Leave param_dtype "
+                "at None."
             )
         return scale
     if scale.itemsize > 1:

@@ -85,7 +85,7 @@ class Format(Record):
         return self.element.bits + self.scale.bits * scales / (rows * columns)
 
     def fits(self, columns: int) -> bool:
-        """Return whether rows of so many columns can be quantized: tiles of 8-bit scales fill them."""
+        """Return whether rows of so many columns can be quantized: blocks of 8-bit scales fill."""
         return self.has_float_scale or columns % self.block == 0
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:

@@ -103,8 +103,8 @@ class TensorRecord(ABC):
         noted = "" if factor == 1.0 else f", global_scale={factor}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, {self._tile}{noted}, "
-            f"{self.nbytes} bytes on {self.qdata.device})"
+            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, {self._tile}"
+            f"{noted}, {self.nbytes} bytes on {self.qdata.device})"
         )
 
     @property
@@ -208,7 +208,9 @@ class QuantState(TensorRecord):
         scale = self.scale
         if fmt.rows != WHOLE:
             scale = scale[start // fmt.rows : -(-stop // fmt.rows)]
-        return dataclasses.replace(self, qdata=qdata, scale=scale, shape=tuple(qdata.shape))
+        return dataclasses.replace(
+            self, qdata=qdata, scale=scale, shape=(len(qdata), self.shape[1])
+        )
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from .base import Layout
 from .layer import PackedLayer, Scheme
 
 # The safetensors names of what the scales of a format are stored in.
-_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float32: "F32"}
 
 # Those of codes that are numbers of torch, and of scales that are any float.
 _NATIVE = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
@@ -136,7 +136,8 @@ def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
         codes = (*layer.scale_shape, fmt.packed_columns(fmt.block))
     if layout.engines:
         kind = _codes_dtype(fmt)
-    scale_kinds = _FLOATS if fmt.has_float_scale else (_DTYPES[fmt.scale.storage],)
+    is_float = fmt.has_float_scale and layout.engines
+    scale_kinds = _FLOATS if is_float else (_DTYPES[fmt.scale.storage],)
     shapes = layout.scale_shapes(layer) if layout.engines else (layer.scale_shape,)
     found: dict[str, Expected] = {PACKED: ((codes,), (kind,)), SCALE: (shapes, scale_kinds)}
     one: tuple[tuple[int, ...], ...] = ((), (1,))
