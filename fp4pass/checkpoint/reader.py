@@ -253,24 +253,29 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
     )
 
 
+def _are_scales(tensor: Tensor, layer: PackedLayer) -> bool:
+    """Return whether all scales are numbers, and none is negative."""
+    if layer.fmt.has_float_scale:
+        return bool(((tensor.float() >= 0) & tensor.isfinite()).all())
+    return not (tensor.view(torch.uint8) > layer.fmt.scale.last).any()
+
+
+def _are_codes(tensor: Tensor, layer: PackedLayer) -> bool:
+    """Return whether all codes of 8 bits stand for numbers."""
+    if layer.fmt.element.native is None:
+        return True
+    values = torch.tensor(layer.fmt.element.values, dtype=torch.float32)
+    return not values.isnan()[tensor.view(torch.uint8).flatten().int()].any()
+
+
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    if part == PACKED and layer.fmt.element.native is not None:
-        bits = tensor.view(torch.uint8)
-        unused = torch.tensor(layer.fmt.element.values, dtype=torch.float32).isnan()
-        if unused.any() and unused[bits.int()].any():
-            return (
-                "it holds NaN. The checkpoint is damaged, or its weights were not finite when it "
-                "was written. Copy it again, or quantize a model that is finite."
-            )
-    if part == SCALE and layer.fmt.has_float_scale:
-        numbers = tensor.float()
-        if not ((numbers > 0) & numbers.isfinite()).all():
-            return (
-                "expected positive finite scales, got others. The checkpoint is damaged, or its "
-                "weights were not finite when it was written. Copy it again."
-            )
-    elif part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
+    if part == PACKED and not _are_codes(tensor, layer):
+        return (
+            "it holds NaN. The checkpoint is damaged, or its weights were not finite when it was "
+            "written. Copy it again, or quantize a model that is finite."
+        )
+    if part == SCALE and not _are_scales(tensor, layer):
         return (
             "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
             "finite when it was written. Copy it again, or quantize a model that is finite."
