@@ -288,14 +288,20 @@ def statically_equal(a: Any, b: Any) -> bool:
 
 
 def scaled_mm(
-    x: Tensor, weight: Tensor, x_factors: Tensor, factors: Tensor, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    x_factors: Tensor,
+    factors: Tensor,
+    bias: Tensor | None,
+    fast: bool = True,
 ) -> Tensor:
     """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K].
 
-    Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do.
+    Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do; unless they are
+    fast, they are added to float32 ones every few columns.
     """
     bias = None if bias is None else bias.to(torch.bfloat16)
     scales = (x_factors[:, None], factors[None])
     return torch._scaled_mm(
-        x, weight.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        x, weight.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

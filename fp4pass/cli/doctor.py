@@ -17,7 +17,7 @@ from .._version import __version__
 from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
 from ..kernels.cpu.library import load, serves
-from ..ops.registration import unserved
+from ..ops.registration import has_e4m3, unserved
 from . import screen
 
 # Libraries that fp4pass works with beside torch.
@@ -120,7 +120,9 @@ def _served(name: str, compiled: bool, has_gpu: bool) -> dict[str, str | None]:
     on_cpu = compiled and serves(torch.float32, fmt)
     by_gpu = None
     if has_gpu:
-        by_gpu = PLAIN if unserved(torch.device("cuda", 0), fmt) else "Triton"
+        device = torch.device("cuda", 0)
+        known = unserved(device, None) is None and has_e4m3(fmt)
+        by_gpu = "Triton" if known or unserved(device, fmt) is None else PLAIN
     return {"cpu": "C++" if on_cpu else PLAIN, "gpu": by_gpu}
 
 

@@ -76,6 +76,7 @@ dynamic_global_scale = operator(
 quantize = operator(
     quantize_ref,
     triton="kernels.quantize.triton:quantize_triton",
+    e4m3="kernels.quantize.e4m3_triton:quantize_e4m3",
     cpu="kernels.quantize.cpu:quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable,),
@@ -84,6 +85,7 @@ quantize = operator(
 norm_quantize = operator(
     norm_quantize_ref,
     triton="kernels.quantize.norm_triton:norm_quantize_triton",
+    e4m3="kernels.quantize.e4m3_triton:norm_quantize_e4m3",
     cpu="kernels.quantize.cpu:norm_quantize_cpu",
     shapes=lambda x, residual, fmt: (
         x.new_empty(0 if residual is None else x.shape),
@@ -95,6 +97,7 @@ norm_quantize = operator(
 activate_quantize = operator(
     activate_quantize_ref,
     triton="kernels.quantize.triton:activate_quantize_triton",
+    e4m3="kernels.quantize.e4m3_triton:activate_quantize_e4m3",
     cpu="kernels.quantize.cpu:activate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),

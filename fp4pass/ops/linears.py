@@ -75,6 +75,7 @@ def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
 linear = operator(
     linear_ref,
     triton="kernels.linear.triton:linear_triton",
+    e4m3="kernels.linear.e4m3_triton:linear_e4m3",
     cpu="kernels.linear.cpu:linear_cpu",
     shapes=_product,
     checks=(require_float, require_compute),
@@ -83,6 +84,7 @@ linear = operator(
 linear_quantized = operator(
     linear_quantized_ref,
     triton="kernels.linear.triton:linear_quantized_triton",
+    e4m3="kernels.linear.e4m3_triton:linear_quantized_e4m3",
     cpu="kernels.linear.cpu:linear_quantized_cpu",
     shapes=_product,
     checks=(require_compute,),
@@ -92,6 +94,7 @@ linear_quantized = operator(
 linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
+    e4m3="kernels.linear.e4m3_triton:linear_group_e4m3",
     cpu="kernels.linear.cpu:linear_group_cpu",
     shapes=_products,
     checks=(require_float, require_compute),
@@ -99,6 +102,7 @@ linear_group = operator(
 linear_quantized_group = operator(
     linear_quantized_group_ref,
     triton="kernels.linear.triton:linear_quantized_group_triton",
+    e4m3="kernels.linear.e4m3_triton:linear_quantized_group_e4m3",
     cpu="kernels.linear.cpu:linear_quantized_group_cpu",
     shapes=_products,
     checks=(require_compute,),

@@ -61,11 +61,12 @@ class Operator:
         reference: Callable[..., Any],
         shapes: Callable[..., Any],
         triton: str | None,
+        e4m3: str | None,
         cpu: str | None,
         checks: Sequence[Callable[..., None]],
         mutates: Sequence[str],
     ) -> None:
-        self.reference, self.triton, self.cpu = reference, triton, cpu
+        self.reference, self.triton, self.e4m3, self.cpu = reference, triton, e4m3, cpu
         self.name = reference.__name__.removesuffix("_ref")
         parameters = _parameters(reference)
         self._names = [each.name for each in parameters]
@@ -120,7 +121,9 @@ class Operator:
         else:
             device = args[0].device
             record = None if self._record_at is None else args[self._record_at]
-            implementation = implementation_on(device, self.reference, self.triton, record)
+            implementation = implementation_on(
+                device, self.reference, self.triton, record, self.e4m3
+            )
             if device.index == torch.cuda.current_device():
                 result = implementation(*args)
             else:
@@ -139,15 +142,22 @@ class Operator:
 
 @lru_cache(maxsize=256)
 def implementation_on(
-    device: torch.device, reference: Callable[..., Any], triton: str | None, record: object
+    device: torch.device,
+    reference: Callable[..., Any],
+    triton: str | None,
+    record: object,
+    e4m3: str | None = None,
 ) -> Callable[..., Any]:
     """Return the kernel of an operator, or its reference where the kernels cannot serve."""
     # A GPU that runs a reference despite a kernel is logged, once per operator, device and format.
     if triton is None:
         return reference
-    reason = unserved(device, record if isinstance(record, Format) else None)
+    fmt = record if isinstance(record, Format) else None
+    reason = unserved(device, fmt)
     if reason is None:
         return _imported(triton)
+    if e4m3 is not None and fmt is not None and unserved(device, None) is None and has_e4m3(fmt):
+        return _imported(e4m3)
     _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
     return reference
 
@@ -174,11 +184,19 @@ def unserved(device: torch.device, fmt: Format | None) -> str | None:
     return None
 
 
+def has_e4m3(fmt: Format) -> bool:
+    """Return whether the kernels for E4M3 codes know a format."""
+    from ..kernels.common.e4m3_tiles import supports_e4m3
+
+    return supports_e4m3(fmt)
+
+
 def operator(
     reference: Callable[..., Any],
     *,
     shapes: Callable[..., Any],
     triton: str | None = None,
+    e4m3: str | None = None,
     cpu: str | None = None,
     checks: Sequence[Callable[..., None]] = (),
     mutates: Sequence[str] = (),
@@ -193,6 +211,7 @@ def operator(
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
             a GPU needs it. Without one, the reference serves GPUs too.
+        e4m3: the same for formats with codes of E4M3, which the other kernel does not know.
         cpu: the same for CPUs, with C++ where it can be compiled.
         checks: raise what a caller has to know, from the arguments that they name.
         mutates: the arguments that it changes in place.
@@ -201,7 +220,7 @@ def operator(
     Returns:
         The function that calls the operator, `torch.ops.fp4pass.<name>.default`.
     """
-    declared = Operator(reference, shapes, triton, cpu, checks, mutates)
+    declared = Operator(reference, shapes, triton, e4m3, cpu, checks, mutates)
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = _one_at_a_time(declared.run) if mutates else declared.run
