@@ -60,9 +60,7 @@ SCHEMES: dict[str, CtScheme] = {
         {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True},
     ),
     "fp8_tensor": CtScheme("float-quantized", _OF_TENSOR, _OF_TOKENS, static=_OF_TENSOR),
-    "mxfp8": CtScheme(
-        "mxfp8-quantized", {**_FP8, **_GROUPS}, {**_FP8, **_GROUPS, "dynamic": True}
-    ),
+    "mxfp8": CtScheme("mxfp8-quantized", {**_FP8, **_GROUPS}, {**_FP8, **_GROUPS, "dynamic": True}),
 }
 
 # Other names of the formats, for the same tensors.

@@ -39,7 +39,7 @@ def read_layers(
     """
     layout.require_applied(declared, shapes)
     layers, unread = {}, dict[str, UnreadError]()
-    for name, (shape, kind) in shapes.items():
+    for name, (_, kind) in shapes.items():
         if (layer := _layer_of(layout, name, kind)) is None:
             continue
         try:

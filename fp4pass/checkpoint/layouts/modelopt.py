@@ -15,7 +15,6 @@ from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
 
 
-
 class Algorithm(NamedTuple):
     """What one of its names for a way to quantize stands for.
 
