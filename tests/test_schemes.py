@@ -54,7 +54,7 @@ def test_a_scheme_is_its_fields_and_has_its_name(name: str) -> None:
     assert Recipe(config) == Recipe.from_dict({"fmt": name, "method": "naive"})
 
 
-@pytest.mark.parametrize("name", schemes())
+@pytest.mark.parametrize("name", [name for name in schemes() if not name.startswith("fp8")])
 def test_a_block_stands_behind_the_name(name: str) -> None:
     block = LinearConfig(name, "naive").format.blocks[1]
     config = LinearConfig(name, "naive", block=block)

@@ -244,7 +244,8 @@ def shardable(tensor: Tensor) -> Tensor:
     require_version("torch", VERSIONS)
     # It gave each parameter a gradient, for which integers have none.
     takes_integers = TorchVersion(torch.__version__) >= "2.13"
-    return tensor if takes_integers else tensor.view(torch.float8_e4m3fn)
+    fits = takes_integers or tensor.is_floating_point()
+    return tensor if fits else tensor.view(torch.float8_e4m3fn)
 
 
 def operator_name(node: fx.Node) -> str:

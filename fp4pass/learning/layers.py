@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
-from ..errors import ShapeError, StateError, expected
+from ..errors import OptionError, ShapeError, StateError, expected
 from ..expert_scales import quantize_pairs
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..kernels.experts.naive import chosen, of_expert
@@ -265,12 +265,19 @@ def freeze(module: nn.Module, *, codes: Codes | None = None) -> None:
     )
 
 
-def original_weight(original: nn.Module, name: str, module: nn.Module) -> Tensor:
+def original_weight(original: nn.Module, name: str, module: PackedBlocks) -> Tensor:
     """Return the float weight of a quantized layer, by its name in the model it was converted from.
 
     Raises:
         StateError: the original has no such weight, or it has no values.
+        OptionError: the layer has float32 scales.
     """
+    if module.config.format.has_float_scale:
+        raise OptionError(
+            f"{name}: layers in {module.config.format.key} do not learn: the scales that learning "
+            "takes as they are have 8 bits. Convert the model with another scheme for this layer, "
+            "or learn before it is converted to this one."
+        )
     place = weight_name(name, module)
     try:
         weight = original.get_parameter(place)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ..core.formats import WHOLE
 from ..errors import ShapeError
 from ..linear import PACKED, SCALE, QuantizedLinear, StoredWeight
 from .split import (
@@ -78,7 +79,10 @@ class ColumnLinear(SplitLinear):
 
 
 class RowLinear(SplitLinear):
-    """A layer of which each process reads some of the inputs."""
+    """A layer of which each process reads some of the inputs.
+
+    Where a whole token has one scale, each process has one for its part of the token.
+    """
 
     dim, divided = 1, "in_features"
     wanted = Shard(-1)
@@ -95,12 +99,13 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
     unit, why, count = 1, "", getattr(layer, kind.divided)
     if isinstance(layer, QuantizedLinear):
         config = layer.config
-        if kind is ColumnLinear:
-            unit, why = config.output_rotation or 1, "the rotation"
-        else:
-            unit = math.lcm(config.format.block, config.rotation or 1)
-            rotated = f" rotated by {config.rotation}" if config.rotation else ""
-            why = f"the block of {config.format.key}{rotated}"
+        # What one scale is for, in that direction; a scale of all is in every process.
+        fmt, is_column = config.format, kind is ColumnLinear
+        rotation = (config.output_rotation if is_column else config.rotation) or 1
+        tile = (fmt.rows if is_column else fmt.block) or 1
+        unit = math.lcm(tile, rotation)
+        rotated = f" rotated by {rotation}" if rotation > 1 else ""
+        why = f"the block of {fmt.key}{rotated}" if tile > 1 else "the rotation"
     if count % (size * unit):
         each = f"{size} ranks x {unit} ({why})" if unit > 1 else f"{size} ranks"
         raise ShapeError(
@@ -115,7 +120,9 @@ def split_linear(
 ) -> None:
     """Keep only the part of a layer that this process computes with, in place."""
     require_whole_blocks(name, layer, kind, mesh.size())
-    split = {PACKED: kind.dim, SCALE: kind.dim}
+    fmt, split = layer.config.format, {PACKED: kind.dim}
+    if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
+        split[SCALE] = kind.dim
     if layer.bias is not None and kind.adds_bias:
         split["bias"] = 0
     sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}

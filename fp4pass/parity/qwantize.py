@@ -81,13 +81,19 @@ def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tens
     return quants * scales.unsqueeze(dim)
 
 
+# The formats of blocks, under the names that qwantize has for them.
+_FORMATS = {
+    {"mxfp8": "mxfp8_e4m3"}.get(name, name): name
+    for name, fmt in FORMATS.items()
+    if not fmt.has_float_scale
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"{fmt}_{name}{ending}": partial(_quantize, fmt, objective)
-    for fmt in FORMATS
+    f"{known}_{name}{ending}": partial(_quantize, fmt, objective)
+    for known, fmt in _FORMATS.items()
     for name, objective in _OBJECTIVES.items()
     for ending in ("", "_triton")
 }
-_FUNCTIONS |= {f"{fmt}_dequantize": partial(_dequantize, fmt) for fmt in FORMATS}
+_FUNCTIONS |= {f"{known}_dequantize": partial(_dequantize, fmt) for known, fmt in _FORMATS.items()}
 
 __all__ = [
     "build_fp8_e4m3_scales",

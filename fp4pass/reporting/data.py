@@ -103,23 +103,28 @@ def _read_weights(
     """Count block scales by format; one weight is held at a time."""
     counts: dict[str, Counter[float]] = {}
     offsets: dict[tuple[str, str], Counter[int]] = {}
+    compared = 0
     packed = model.packed.items()
     for name, layer in track(packed, "block scales", unit="layers", show=progress):
         facts, sums = model.facts[name], [0.0, 0.0]
-        for scale in model.scales(name):
+        # Of float32 scales hardly two are equal.
+        is_counted = not layer.fmt.has_float_scale
+        for scale in model.scales(name) if is_counted else ():
             counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(scale, layer.fmt))
         for state, piece in model.states(name) if original is not None else ():
             weight = original.weight(name, layer, piece) if original is not None else None
             if weight is not None:
                 weight = layer.config.stored(weight.to(state.qdata.device))
+                compared += 1
                 key = layer.fmt.key, facts["method"]
-                offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
+                if is_counted:
+                    offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
                 # Nobody reported it.
                 if facts["weight_error"] is None:
                     sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
         if facts["weight_error"] is None and sums[1]:
             facts["weight_error"] = math.sqrt(sums[0] / sums[1])
-    if original is not None and not offsets:
+    if original is not None and not compared:
         raise OptionError(
             f"{original.name} has none of the layers of {model.name}. Give the float model that "
             "it was made of."

@@ -72,7 +72,7 @@ def nearest_codes(y: Tensor, element: Element) -> Tensor:
 def test_the_formats() -> None:
     assert list(FORMATS)[:2] == ["nvfp4", "mxfp4"]
     assert [f.key for f in VARIANTS] == ["nvfp4", "nvfp4:32", "mxfp4", "mxfp4:16"]
-    assert [f.bits_per_weight for f in VARIANTS] == [4.5, 4.25, 4.25, 4.5]
+    assert [f.bits_per_weight((3, 64)) for f in VARIANTS] == [4.5, 4.25, 4.25, 4.5]
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
@@ -302,7 +302,7 @@ def test_naive_scales_at_the_ends(fmt: Format) -> None:
     ("name", "hint"),
     [
         ("nvpf4", "'nvfp4'"),
-        ("mxfp", "'mxfp4'"),
+        ("mxfp", "'mxfp8'"),
         ("NVFP4", "'nvfp4'"),
         ("nvfp4:x", "'nvfp4'"),
         ("nvfp4:²", "'nvfp4'"),
@@ -320,7 +320,7 @@ def test_an_unknown_format_names_the_nearest(name: str, hint: str) -> None:
 
 @pytest.mark.parametrize("name", ["zzz", None, 4, ""])
 def test_an_unknown_format_names_all(name: object) -> None:
-    with pytest.raises(Fp4PassError, match=r"Known: int8, mxfp4, .*nvint4\."):
+    with pytest.raises(Fp4PassError, match=r"Known: fp8, fp8_block, .*nvint4\."):
         get_format(name)  # type: ignore[arg-type]
 
 

@@ -62,7 +62,7 @@ def test_bad_codes() -> None:
 def test_a_state_counts_its_bytes(fmt: Format) -> None:
     quantized = state(fmt)
     bits = 8 * (quantized.nbytes - 4 * fmt.has_global_scale)
-    assert bits == fmt.bits_per_weight * 3 * 64
+    assert bits == fmt.bits_per_weight((3, 64)) * 3 * 64
     assert fmt.key in repr(quantized) and "3 x 64" in repr(quantized) and "cpu" in repr(quantized)
 
 

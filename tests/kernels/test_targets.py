@@ -9,6 +9,7 @@ not changed is not compiled again.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,6 +38,12 @@ from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.fp8.expand_triton import expanded
+from fp4pass.kernels.linear.e4m3_triton import linear_e4m3, linear_quantized_e4m3
+from fp4pass.kernels.quantize.e4m3_triton import (
+    activate_quantize_e4m3,
+    norm_quantize_e4m3,
+    quantize_e4m3,
+)
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 from fp4pass.kernels.quantize.triton import (
@@ -86,7 +93,11 @@ def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequ
     # sm_80 has no float8. From sm_89 on some products take it, and the scales of one row.
     float8 = {v["kernel"] for v in variants if v["float8"]}
     of_fp8 = {"_operands", "_round_rows_kernel", "_expand_rows_kernel", "fp8_rows_kernel"}
-    asking = of_fp8 | {"one_row_kernel"} | ({"wide_kernel"} if arch >= 90 else set())
+    asking = (
+        of_fp8
+        | {"one_row_kernel", "e4m3_tiles_kernel"}
+        | ({"wide_kernel"} if arch >= 90 else set())
+    )
     assert float8 == (asking if arch >= 89 else set())
 
 
@@ -308,6 +319,25 @@ def _launch_fp8(every: bool) -> None:
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
 
 
+def _launch_e4m3(every: bool) -> None:
+    """Inputs alone and after what computes them; products of one row, of few and of many."""
+    names = ("fp8", "fp8_block", "fp8_tensor", "mxfp8")
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,)
+    for fmt, dtype in itertools.product(map(get_format, names), dtypes):
+        n, k = 4096, 14336
+        packed = _empty(n, k, dtype=torch.uint8)
+        weight = PackedWeight(packed, _empty(*fmt.scale_shape(n, k), dtype=fmt.scale.dtype), None)
+        static = _empty(1) if fmt.has_float_scale else None
+        for m in (1, 8, 64, 2048):
+            x, row = _empty(m, k, dtype=dtype), _empty(k, dtype=dtype)
+            linear_e4m3(x, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
+            codes = PackedInput(*quantize_e4m3(x, static, fmt), None)
+            linear_quantized_e4m3(x, codes, weight, fmt)
+        norm_quantize_e4m3(x, x, row, None, "rms", 1e-6, None, fmt)
+        norm_quantize_e4m3(x, None, row, row, "layer", 1e-6, None, fmt)
+        activate_quantize_e4m3(x, x, "silu", None, fmt)
+
+
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
     """Both products of a layer, of numbers and of codes; of the second no step divides K."""
     experts, k, hidden, inner = 128, 8, 2048, 736
@@ -375,7 +405,7 @@ def _compile(key: str) -> dict[str, Any]:
     except Exception as error:
         return found | {"error": f"{type(error).__name__}: {error}"[:2000]}
     assert compiled.asm["cubin"]
-    return found | {"float8": any(word in compiled.asm["ptx"] for word in ("e4m3", "e5m2"))}
+    return found | {"float8": any(word in compiled.asm["ptx"] for word in (".e4m3", ".e5m2"))}
 
 
 def _main(arch: int, extent: int) -> None:
@@ -395,6 +425,7 @@ def _main(arch: int, extent: int) -> None:
         _launch_all(extent == EVERYTHING)
     if arch >= 89:
         _launch_fp8(extent == EVERYTHING)
+    _launch_e4m3(extent == EVERYTHING)
     launched = {function for function, *_ in _RECORDED.values()}
     newer = {".fp8.": 89, "one_row": 89, "linear.wide": 90}
     missed = [

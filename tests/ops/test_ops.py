@@ -167,17 +167,18 @@ def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
         dense = ("observe_full", "linear_int8", "experts_dense", "experts_outer")
         assert name in (*dense, "experts_linear_transposed")
         return
-    module, _, name = declared.triton.partition(":")
-    kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)
-    crossing, found = (
-        [
-            (each.name, each.default)
-            for each in inspect.signature(function).parameters.values()
-            if each.kind is not each.KEYWORD_ONLY
-        ]
-        for function in (declared.reference, kernel)
-    )
-    assert found == crossing
+    for place in filter(None, (declared.triton, declared.e4m3)):
+        module, _, name = place.partition(":")
+        kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)
+        crossing, found = (
+            [
+                (each.name, each.default)
+                for each in inspect.signature(function).parameters.values()
+                if each.kind is not each.KEYWORD_ONLY
+            ]
+            for function in (declared.reference, kernel)
+        )
+        assert found == crossing
 
 
 SEARCHES = [

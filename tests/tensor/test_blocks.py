@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import BLOCKS
 from every_format import hessian_of, inputs, sample
 from torch import Tensor
 
 from fp4pass import functional as F
-from fp4pass.core.formats import FORMATS, Format
+from fp4pass.core.formats import Format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.tensor import blocks as tensor_blocks
@@ -21,7 +22,7 @@ from fp4pass.tensor.functional import quantize_blocks
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 @pytest.mark.parametrize("name", ["nvfp4", "int8", "mxfp6_e2m3"])
 def test_the_block_may_be_any_dimension(name: str, dim: int) -> None:
-    fmt = FORMATS[name]
+    fmt = BLOCKS[name]
     x, X = sample(fmt), inputs(fmt)
     last = quantize_blocks(x, name, "hessian", inputs=X)
     # The blocks of a row stay behind the rows.
@@ -35,7 +36,7 @@ def test_the_block_may_be_any_dimension(name: str, dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int8"])
 def test_dtypes_are_read_as_float32(name: str, dtype: torch.dtype) -> None:
-    fmt = FORMATS[name]
+    fmt = BLOCKS[name]
     x = torch.randn(6, 3, fmt.block, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = x.clone()
     for objective in F.OBJECTIVES:
@@ -51,7 +52,7 @@ def test_dtypes_are_read_as_float32(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int8"])
 def test_inputs_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = FORMATS[name]
+    fmt = BLOCKS[name]
     x, X = sample(fmt), inputs(fmt)
 
     def scale(**inputs: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def test_inputs_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.core
 def test_a_row_of_blocks_may_be_flat() -> None:
     """[N * J, n] and [2, N / 2, J, n] are [N, J, n]; orders in which they are not are refused."""
-    fmt = FORMATS["nvfp4"]
+    fmt = BLOCKS["nvfp4"]
     x, X = sample(fmt), inputs(fmt)
     found = quantize_blocks(x, objective="hessian", inputs=X)
     for shape in ((72, 16), (2, 12, 3, 16), (8, 3, 3, 1, 16)):
@@ -82,7 +83,7 @@ def test_a_row_of_blocks_may_be_flat() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.key)
+@pytest.mark.parametrize("fmt", BLOCKS.values(), ids=lambda f: f.key)
 def test_packed_codes_stand_for_the_values(fmt: Format) -> None:
     x = sample(fmt)
     found = quantize_blocks(x, fmt.name)
@@ -98,7 +99,7 @@ def test_packed_codes_stand_for_the_values(fmt: Format) -> None:
 
 
 def test_a_global_scale_is_a_number_or_a_tensor_of_one() -> None:
-    x = sample(FORMATS["nvfp4"])
+    x = sample(BLOCKS["nvfp4"])
     wanted = quantize_blocks(x, global_scale=2.0**-5)
     for g in (torch.tensor(2.0**-5), torch.tensor([2.0**-5], dtype=torch.float64)):
         assert torch.equal(quantize_blocks(x, global_scale=g).scale, wanted.scale)
@@ -112,7 +113,7 @@ def test_a_global_scale_is_a_number_or_a_tensor_of_one() -> None:
         with pytest.raises(OptionError, match=r"expected global_scale to be 'auto' or a number"):
             quantize_blocks(x, global_scale=bad)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="mxfp4 has no global scale, got global_scale=2"):
-        quantize_blocks(sample(FORMATS["mxfp4"]), "mxfp4", global_scale=2.0)
+        quantize_blocks(sample(BLOCKS["mxfp4"]), "mxfp4", global_scale=2.0)
 
 
 def by(**tensors: Tensor) -> Any:

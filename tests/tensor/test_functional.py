@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import ALL, VARIANTS
+from blocks import ALL, BLOCKS, VARIANTS
 from every_format import TABLES, hessian_of, inputs, rounded, sample, steps_of
 from torch import Tensor
 
 from fp4pass import functional as F
-from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.errors import ShapeError
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.methods import search_scales
@@ -45,7 +45,7 @@ def brute_force(key: str, global_scale: float, by_hessian: bool) -> Tensor:
 
 
 def test_tables_cover_all_formats() -> None:
-    assert set(TABLES) == set(FORMATS)
+    assert set(TABLES) == set(BLOCKS)
 
 
 def check_best(fmt: Format, objective: str, global_scale: Any, device: str = "cpu") -> None:
@@ -76,8 +76,8 @@ FULL = [
 # Every element and scale once; global scales that cut scales off and that are rounded; blocks as
 # wide as a Hessian of calibration and wider.
 BEST = [
-    *(pytest.param(fmt, "auto", id=f"{fmt.key}-auto") for fmt in FORMATS.values()),
-    *(pytest.param(FORMATS["nvfp4"], g, id=f"nvfp4-{g}") for g in (1.0, 2.0**-6, 0.0037)),
+    *(pytest.param(fmt, "auto", id=f"{fmt.key}-auto") for fmt in BLOCKS.values()),
+    *(pytest.param(BLOCKS["nvfp4"], g, id=f"nvfp4-{g}") for g in (1.0, 2.0**-6, 0.0037)),
     pytest.param(get_format("nvfp4", 32), "auto", id="nvfp4:32-auto"),
     pytest.param(get_format("int8", 64), "auto", id="int8:64-auto"),
 ]
@@ -90,7 +90,7 @@ def test_scales_are_the_best_of_all(fmt: Format, global_scale: Any, objective: s
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=IDS)
+@pytest.mark.parametrize("fmt", BLOCKS.values(), ids=IDS)
 def test_never_worse_than_naive(fmt: Format) -> None:
     x, X = sample(fmt), inputs(fmt)
     hessian = hessian_of(X, fmt.block)
@@ -116,7 +116,7 @@ PUBLISHED = {
 @pytest.mark.core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_naive_is_what_is_published(name: str) -> None:
-    fmt = FORMATS[name]
+    fmt = BLOCKS[name]
     x = torch.randn(400, fmt.block, generator=torch.Generator().manual_seed(0)) * 3
     found = quantize_blocks(x, name, "naive", global_scale=1 / 127 if name == "int8" else 1.0)
     wanted, steps = PUBLISHED[name](x.abs().amax(-1)), found.steps()
@@ -186,7 +186,7 @@ def test_ties_go_to_the_even_code() -> None:
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_the_search_of_a_layer_finds_the_same(columns: int) -> None:
     """The same bits as a layer's search with the block Hessians of its calibration."""
-    fmt = FORMATS["nvfp4"]
+    fmt = BLOCKS["nvfp4"]
     x, X = sample(fmt, columns=columns), inputs(fmt, columns=columns)
     padded = torch.nn.functional.pad(X, (0, -X.shape[1] % 32))
     statistics = hessian_of(padded, 32).float()

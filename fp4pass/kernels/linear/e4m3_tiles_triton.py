@@ -37,7 +37,7 @@ def quad(words, at, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def one_row_kernel(
+def e4m3_row_kernel(
     x, x_scales, words, scales, bias, out, N,
     K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
@@ -87,7 +87,7 @@ def one_row_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def tiles_kernel(
+def e4m3_tiles_kernel(
     x, x_scales, codes, scales, bias, out, M, N,
     K: tl.constexpr, FMT: tl.constexpr, OPERAND: tl.constexpr, SIZES: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,

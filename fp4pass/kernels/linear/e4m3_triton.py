@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -14,14 +15,18 @@ from ...core.formats import WHOLE, Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import DTYPES, LAUNCH, PTX, cdiv, overlapping, wider
 from ..dequantize.naive import dequantize_ref
-from .e4m3_tiles_triton import Sizes, one_row_kernel, tiles_kernel
+from .e4m3_tiles_triton import Sizes, e4m3_row_kernel, e4m3_tiles_kernel
 from .naive import linear_quantized_ref, linear_ref
+from .tiling import shared_memory_of
 
 # Words of four columns at a time in the kernel of one row: 16 bytes for each lane of a warp.
 _ROW_WORDS = 128
 
 # Rows of a weight from which a program of that kernel takes more of them.
 _TALL = 8192
+
+# Products from which programs take tiles of 128 x 128.
+_MANY = 1 << 20
 
 # Rows of x from which a weight that is exact in bfloat16 is expanded for a dense product.
 _DENSE = 128
@@ -80,7 +85,7 @@ def _multiply(
     by_rows = fmt.block == WHOLE and dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
     if m == 1 and k % 16 == 0 and (x_scales is not None or dtype.itemsize == 2):
         return _multiply_row(x, x_scales, codes, scales, bias, dtype, fmt)
-    if native and by_rows and x_scales is not None:
+    if native and by_rows and x_scales is not None and x.is_cuda:
         # Both are rows with a factor each.
         left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
         factors = scales.expand(n, 1).flatten()
@@ -93,9 +98,9 @@ def _multiply(
     operand = _operand(x.dtype, native, fmt)
     if operand == tl.float8e4nv:
         x, codes = (each.view(torch.float8_e4m3fn) for each in (x, codes))
-    sizes = sizes_of(m, n, operand, fmt)
+    sizes = sizes_of(m, n, operand, fmt, shared_memory_of(x.device))
     out = torch.empty((m, n), dtype=dtype, device=x.device)
-    tiles_kernel[(cdiv(m, sizes.m) * cdiv(n, sizes.n),)](
+    e4m3_tiles_kernel[(cdiv(m, sizes.m) * cdiv(n, sizes.n),)](
         x, x_scales, codes, scales, bias, out, m, n,
         K=k, FMT=fmt, OPERAND=operand, SIZES=sizes,
         num_warps=sizes.warps, num_stages=sizes.stages, **LAUNCH, **overlapping(x.device, False),
@@ -105,9 +110,10 @@ def _multiply(
 
 def has_tensor_cores(device: torch.device) -> bool:
     """Return whether a GPU multiplies E4M3 numbers."""
-    return (
-        bool(PTX) and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    if not PTX or device.type == "cpu":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:
@@ -121,18 +127,33 @@ def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:
     return tl.float16 if of_x == torch.float16 else tl.bfloat16
 
 
-def sizes_of(m: int, n: int, operand: tl.dtype, fmt: Format) -> Sizes:
-    """Return the tile of a program of `tiles_kernel`."""
+def sizes_of(m: int, n: int, operand: tl.dtype, fmt: Format, shared_memory: int) -> Sizes:
+    """Return the tile of a program of `e4m3_tiles_kernel`, which fits into shared memory."""
     # The scales of tiles of 128 columns hold for one step.
+    least = fmt.block if fmt.block == 128 else 32
     if operand == tl.float32:
-        return Sizes(16 if m <= 16 else 64, 32, fmt.block if fmt.block == 128 else 32, 4, 2)
+        return Sizes(16 if m <= 16 else 64, 32, least, 4, 1)
+    known = [Sizes(16, 32, 128, 4, 4)]
     if m <= 16:
-        return Sizes(16, 64 if n >= 8192 else 32, 128, 4, 4)
-    if m <= 64:
-        return Sizes(64, 64, 128, 4, 4)
-    if operand == tl.float8e4nv:
-        return Sizes(128, 128, 128, 8, 4) if n * m >= 1 << 22 else Sizes(64, 128, 128, 4, 4)
-    return Sizes(128, 128, fmt.block if fmt.block == 128 else 64, 8, 3)
+        known.insert(0, Sizes(16, 64 if n >= _TALL else 32, 128, 4, 4))
+    else:
+        known.insert(0, Sizes(64, 64, 128, 4, 4))
+        if m * n >= _MANY:
+            known.insert(
+                0, Sizes(128, 128, 128 if operand == tl.float8e4nv else max(64, least), 8, 4)
+            )
+    fitting = (_fitted(each, operand, shared_memory) for each in known)
+    return next((each for each in fitting if each.stages > 1), known[-1])
+
+
+def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
+    """Return a tile with as many stages as fit, if so many are wanted."""
+    # A stage holds both tiles as they are loaded; decoded ones are there once.
+    itemsize = operand.primitive_bitwidth // 8
+    decoded = 0 if itemsize == 1 else itemsize * (sizes.m + sizes.n) * sizes.k
+    stage = (itemsize * sizes.m + sizes.n) * sizes.k
+    fitting = (shared_memory - decoded) // stage
+    return dataclasses.replace(sizes, stages=max(1, min(sizes.stages, fitting)))
 
 
 def _multiply_row(
@@ -149,7 +170,7 @@ def _multiply_row(
     words = wider(x, torch.int64 if x_scales is None else torch.int32)
     rows = 8 if n >= _TALL else 4
     out = torch.empty((1, n), dtype=dtype, device=x.device)
-    one_row_kernel[(cdiv(n, rows),)](
+    e4m3_row_kernel[(cdiv(n, rows),)](
         words, x_scales, wider(codes, torch.int32), scales, bias, out, n,
         K=k, FMT=fmt, DTYPE=tl.uint8 if x_scales is not None else DTYPES[x.dtype],
         BN=rows, BW=_ROW_WORDS, num_warps=4, num_stages=4,

@@ -83,7 +83,7 @@ def _launch(
         # A row has J blocks of B columns, of which the last may be cut.
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
-        _rows_kernel[(codes.numel() // columns,)](
+        _e4m3_kernel[(codes.numel() // columns,)](
             *(None if each is None else each.contiguous() for each in (x, beside, weight, bias)),
             static, total if total.numel() else None, codes, scales, eps,
             K=columns, KIND=kind, IS_NORM=is_norm, FMT=fmt, J=blocks, B=width,
@@ -94,7 +94,7 @@ def _launch(
 
 
 @triton.jit
-def _rows_kernel(
+def _e4m3_kernel(
     x, beside, weight, bias, static, total, codes, scales, eps,
     K: tl.constexpr, KIND: tl.constexpr, IS_NORM: tl.constexpr, FMT: tl.constexpr,
     J: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
