@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import urllib.parse
 import urllib.request
@@ -12,14 +13,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from ._compat.accelerate import make_later
 from ._compat.transformers import config_faults
-from ._compat.transformers_loading import Later, made_later
+from ._compat.transformers_loading import (
+    Later,
+    Pending,
+    made_later,
+    names_in_model,
+    other_tensors,
+)
+from .checkpoint.float_source import FloatSource, open_float_source
 from .checkpoint.layouts import LAYOUTS
 from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import WEIGHT_ENDS, pipeline_folders
 from .errors import CheckpointError, Fp4PassError, UnreadError, some
+from .quantization.kept import KeptWeight, keep_weight
 from .sources.unread import require_float, unread_names
 
 
@@ -43,7 +53,10 @@ def reading(source: str, what: str) -> Iterator[None]:
 
 
 def load_config(source: str, trust: bool = False) -> Any:
-    """Return the config of the float model of a folder or a hub id; `trust` runs its own code."""
+    """Return the config of the float model of a folder or a hub id; `trust` runs its own code.
+
+    A folder in FP8 is read as a float model.
+    """
     _require_there(source)
     import transformers
 
@@ -53,7 +66,9 @@ def load_config(source: str, trust: bool = False) -> Any:
         except config_faults() as error:
             raise ValueError(str(error) or type(error).__name__) from error
     declared = getattr(config, "quantization_config", None)
-    if declared is not None or is_packed(source):
+    if open_float_source(source) is not None:
+        config.__dict__.pop("quantization_config", None)
+    elif declared is not None or is_packed(source):
         facts = declared if isinstance(declared, dict | None) else declared.to_dict()
         advice = _float_advice(source, facts)
         raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
@@ -100,14 +115,20 @@ def load_float(
     merge_later: what transformers makes of tensors of the folder, as stacks of experts, is made
     where it is needed, and not kept; all else is mapped from the files, on the CPU in their dtype.
     """
-    kind = model_class(load_config(source, trust))
-    # The error that loading it raises does not say which file is cut off either.
-    require_float(Path(source))
+    config, held = load_config(source, trust), open_float_source(source)
+    kind = model_class(config)
+    reads: Any = nullcontext()
+    if held is None:
+        # The error that loading it raises does not say which file is cut off either.
+        require_float(Path(source))
+    else:
+        reads = other_tensors(lambda tensors: _in_float(held, tensors, merge_later))
     merging: Any = made_later() if merge_later else nullcontext({})
-    with reading(source, "the model"), merging as later:
+    with reading(source, "the model"), reads, merging as later:
         # Missing tensors, or those of another shape, would be random weights and a warning.
         loaded: Any = kind.from_pretrained(
             source,
+            **({} if held is None else {"config": config}),
             dtype=dtype,
             device_map=device,
             output_loading_info=True,
@@ -131,9 +152,30 @@ def load_float(
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
         by_module.setdefault(owner, {})[last] = made
+    if held is not None:
+        _keep_weights(model, held)
     for owner, own in by_module.items():
         make_later(model.get_submodule(owner), own)
     return model.eval()
+
+
+def _in_float(held: FloatSource, tensors: dict[str, Any], later: bool) -> dict[str, Any]:
+    """Return what reads the tensors of a folder in FP8 as a float model; later: when needed."""
+    found = held.dense(tensors)
+    for name, weight in held.weights().items() if later else ():
+        made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
+        found[name] = Pending(made, weight.get_shape(), torch.float32)
+    return found
+
+
+def _keep_weights(model: Any, held: FloatSource) -> None:
+    """Have the linear layers of a model know the codes that their weights are made of."""
+    weights, modules = held.weights(), dict(model.named_modules())
+    for disk, name in names_in_model(model, weights).items():
+        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
+        if type(module) is nn.Linear:
+            kept = KeptWeight(weight.record.fmt.key, weight.state, weight.input_scale)
+            keep_weight(module, kept)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

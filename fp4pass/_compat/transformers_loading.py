@@ -109,17 +109,84 @@ class Later(NamedTuple):
     sources: Sequence[Tensor]
 
 
+class Pending:
+    """What stands for a tensor of a file that is made when it is needed."""
+
+    def __init__(self, later: Later, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.later, self.shape, self.dtype = later, shape, dtype
+
+    def __getitem__(self, index: Any) -> Pending:
+        # transformers reads slices by [...].
+        return self
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as a slice of safetensors does."""
+        return list(self.shape)
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """Return the same in another dtype; on the meta device a tensor."""
+        dtype = self.dtype if dtype is None else dtype
+        if device is not None and torch.device(device).type == "meta":
+            return torch.empty(self.shape, dtype=dtype, device="meta")
+        return Pending(self.later, self.shape, dtype)
+
+    def now(self) -> Tensor:
+        """Make the tensor."""
+        return self.later.make().to(self.dtype)
+
+
+def _now(tensor: Any) -> Tensor:
+    found: Tensor = tensor.now() if isinstance(tensor, Pending) else tensor
+    return found
+
+
+def _sources(tensor: Any) -> Sequence[Tensor]:
+    return tensor.later.sources if isinstance(tensor, Pending) else [tensor]
+
+
+@contextmanager
+def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Have `from_pretrained` read other tensors than those of the files.
+
+    change: returns tensors, or what gives one for `[...]`, for the slices of the files by name.
+    """
+    require_transformers()
+    from transformers import modeling_utils
+
+    module: Any = modeling_utils
+    read = module.convert_and_load_state_dict_in_model
+
+    def changed(*, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return read(state_dict=change(state_dict), **kwargs)
+
+    module.convert_and_load_state_dict_in_model = changed
+    try:
+        yield
+    finally:
+        module.convert_and_load_state_dict_in_model = read
+
+
 @contextmanager
 def made_later() -> Iterator[dict[str, Later]]:
-    """Have `from_pretrained` leave what it merges or splits on the meta device.
+    """Have `from_pretrained` leave what it merges or splits on the meta device, and `Pending` ones.
 
     Yields what makes each such weight, by its name in the model.
     """
     require_transformers()
-    from transformers.core_model_loading import WeightConverter
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     convert: Any = WeightConverter.convert
+    rename: Any = WeightRenaming.convert
     found: dict[str, Later] = {}
+
+    def renamed(renaming: Any, *args: Any, **kwargs: Any) -> Any:
+        made: Any = rename(renaming, *args, **kwargs)
+        for key, tensors in made.items():
+            one = tensors[0] if isinstance(tensors, list) else tensors
+            if isinstance(one, Pending):
+                found[key] = Later(one.now, one.later.sources)
+                made[key] = one.to("meta")
+        return made
 
     def later(converter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         stored = converter.materialize_tensors()
@@ -130,17 +197,21 @@ def made_later() -> Iterator[dict[str, Later]]:
         own = {key: kwargs.get(key) for key in ("model", "config")}
 
         def make(target: str) -> Tensor:
-            converter.collected_tensors = {key: list(each) for key, each in stored.items()}
+            converter.collected_tensors = {
+                key: [_now(each) for each in tensors] for key, tensors in stored.items()
+            }
             made: Any = convert(converter, name, **own)[target]
             tensor: Tensor = made[0] if isinstance(made, list) else made
             return tensor
 
-        sources = [each for tensors in stored.values() for each in tensors]
+        sources = [own for tensors in stored.values() for each in tensors for own in _sources(each)]
         found.update({key: Later(functools.partial(make, key), sources) for key in empty})
         return empty
 
     WeightConverter.convert = later  # type: ignore
+    WeightRenaming.convert = renamed  # type: ignore
     try:
         yield found
     finally:
         WeightConverter.convert = convert  # type: ignore
+        WeightRenaming.convert = rename  # type: ignore

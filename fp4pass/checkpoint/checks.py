@@ -26,13 +26,13 @@ def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
     for layer, facts in reader.layers.items():
         known, names = expected_shapes(reader.layout, facts), reader.names(layer)
         if GLOBAL in known and GLOBAL not in names:
-            missing = reader.layout.tensor_name(layer, GLOBAL)
+            missing = reader.layout.tensor_name(layer, GLOBAL, facts.fmt)
             raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
         for part, name in names.items():
-            (shape, dtype), (allowed, kind) = shapes[name], known.get(part, ((), ""))
-            if part in known and (shape not in allowed or dtype != kind):
+            (shape, dtype), (allowed, kinds) = shapes[name], known.get(part, ((), ()))
+            if part in known and (shape not in allowed or dtype not in kinds):
                 raise CheckpointError(
-                    f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
+                    f"{reader.files[name]}: {name}: expected {kinds[0]} {list(allowed[0])} for a "
                     f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
                     "Copy the folder again."
                 )
@@ -69,11 +69,9 @@ def missing_input_scales(reader: CheckpointReader) -> dict[str, str]:
     """Return the names of scales of inputs that a folder of another library lacks, by layer."""
     # Ours has them, or means that each input gets one of its own.
     return {
-        layer: reader.layout.tensor_name(layer, INPUT_GLOBAL)
+        layer: reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
         for layer, facts in ({} if reader.own else reader.layers).items()
-        if facts.fmt.has_global_scale
-        and not facts.config.weight_only
-        and INPUT_GLOBAL not in reader.names(layer)
+        if facts.has_input_scale and INPUT_GLOBAL not in reader.names(layer)
     }
 
 

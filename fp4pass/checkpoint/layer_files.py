@@ -28,7 +28,7 @@ from ..quantization.replace import begin_replacing, store_packed
 from ..rows import Row
 from ..state import ModelState
 from .layer_store import LayerStore, write_whole
-from .layouts import Layout
+from .layouts import Layout, PackedLayer
 
 # Layers that are written at a time, while the next one is worked on.
 _WRITERS = 2
@@ -295,7 +295,7 @@ def files_to_take(
     modules: Mapping[str, nn.Module],
     state: ConvertedState,
     layout: Layout,
-    packed: Mapping[str, tuple[str, str, bool]],
+    packed: Mapping[str, tuple[str, str, PackedLayer]],
     renamed: Collection[str],
     limit: int,
 ) -> list[LayerFile]:
@@ -305,8 +305,8 @@ def files_to_take(
         modules: of the model, by their names.
         state: of the model.
         layout: of the checkpoint.
-        packed: the layer and the buffer of each packed tensor of the state dict, and whether its
-            global scales multiply.
+        packed: the layer and the buffer of each packed tensor of the state dict, and the record of
+            the layer.
         renamed: the layers that have other names in the checkpoint, or are taken apart there.
         limit: the bytes of a file.
     """
@@ -322,9 +322,9 @@ def files_to_take(
             if each[0] in layers and (tensor := modules[each[0]]._buffers.get(each[1])) is not None
         }
         is_as_stored = layers.isdisjoint(renamed) and all(
-            layout.tensor_name(layer, part) == name
-            and layout.encode(part, tensor, multiplied) is tensor
-            for name, ((layer, part, multiplied), tensor) in tensors.items()
+            layout.tensor_name(layer, part, record.fmt) == name
+            and layout.encode(part, tensor, record) is tensor
+            for name, ((layer, part, record), tensor) in tensors.items()
         )
         holds = file.is_unchanged({name: tensor for name, (_, tensor) in tensors.items()})
         # A layer that is skipped whole has a file without tensors.

@@ -12,6 +12,7 @@ from torch import nn
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
+from ..config import LinearConfig
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QuantizedExperts, QuantizedExpertStack, packed_stacks, stacks_of, weight_name
@@ -20,7 +21,15 @@ from ..rows import Row
 from ..schemes import scheme_name
 from ..sources.beside import COPIED, NOT_COPIED
 from ..state import ModelState, has_adapters
-from .layouts import Layout, PackedLayer, Piece, below, fused_problems, join
+from .layouts import (
+    Layout,
+    PackedLayer,
+    Piece,
+    below,
+    fused_problems,
+    has_whole_tiles,
+    join,
+)
 
 # The end of the name of a layer's weight.
 _WEIGHT = ".weight"
@@ -49,8 +58,15 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             transposed=bool(getattr(module, "transposed", False)),
             shape=row.shape,
             stored_shape=stored_shape(getattr(module, "view", None), row.shape),
+            static_inputs=has_static_inputs(module, row.config),
         )
     return layers
+
+
+def has_static_inputs(module: nn.Module, config: LinearConfig) -> bool:
+    """Return whether inputs of a layer in FP8 have the one scale that it stores."""
+    is_stored = module._buffers.get(INPUT_GLOBAL) is not None
+    return is_stored and not config.weight_only and not config.format.has_global_scale
 
 
 def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -280,7 +296,8 @@ def split_layers(
     split: dict[str, SplitStack] = {}
     known = split_stacks(model, layers)
     for name, layer in layers.items():
-        if name not in known or not _is_uniform(name, layers, model):
+        is_split = name in known and has_whole_tiles(known[name].pieces, layer.fmt)
+        if not is_split or not _is_uniform(name, layers, model):
             written[name] = layer
             continue
         split[name] = known[name]
@@ -308,4 +325,4 @@ def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) 
     path = name.rpartition(".")[0]
     adapter = adapter_of(model.get_submodule(path))
     others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]
-    return len({each and (each.fmt, each.config.weight_only) for each in others}) == 1
+    return len({each and each.scheme for each in others}) == 1

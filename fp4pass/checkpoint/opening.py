@@ -135,7 +135,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     read = reader.packed_names()
     require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
     if not layers:
-        raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
+        raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")
     check_shapes(reader, shapes)
     return reader
 
@@ -172,13 +172,16 @@ def _with_directions(reader: CheckpointReader) -> CheckpointReader:
         name: layer
         for layer in reader.layers
         for part, name in reader.names(layer).items()
-        if part in (GLOBAL, INPUT_GLOBAL)
+        if part in (GLOBAL, INPUT_GLOBAL) and reader.layers[layer].fmt.has_global_scale
     }
     scales: dict[str, list[Tensor]] = {layer: [] for layer in reader.layers}
     for name, tensor in read_tensors({name: reader.files[name] for name in holders}):
         scales[holders[name]].append(tensor)
     layers = {}
     for name, layer in reader.layers.items():
+        if not layer.fmt.has_global_scale:
+            layers[name] = layer
+            continue
         # One that is no power of two has no exact reciprocal.
         exact = all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales[name])
         config = dataclasses.replace(layer.config, multiplies=not exact)

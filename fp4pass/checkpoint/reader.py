@@ -136,9 +136,10 @@ class CheckpointReader:
             return ""
         return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
 
-    def names(self, layer: str) -> dict[str, str]:
-        """Return the name on disk of each buffer that a packed layer has."""
-        full = {part: self.layout.tensor_name(layer, part) for part in self.layout.parts}
+    def names(self, layer: str, record: PackedLayer | None = None) -> dict[str, str]:
+        """Return the name on disk of each buffer that a packed layer, or its twin, has."""
+        fmt = (record or self.layers[layer]).fmt
+        full = {part: self.layout.tensor_name(layer, part, fmt) for part in self.layout.parts}
         return {part: name for part, name in full.items() if name in self.files}
 
     def twins(self) -> dict[str, str]:
@@ -162,7 +163,7 @@ class CheckpointReader:
         return {
             name: (layer, part, self.layers[path])
             for layer, path in layers.items()
-            for part, name in self.names(layer).items()
+            for part, name in self.names(layer, self.layers[path]).items()
         }
 
     def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
@@ -198,7 +199,7 @@ class CheckpointReader:
         parts, record = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config = scale.view(torch.uint8), record.config
+        bits, config = scale.view(record.fmt.scale.dtype), record.config
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
         weight = StoredWeight(packed, bits, parts[GLOBAL], None)
@@ -255,12 +256,25 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
 def _are_scales(tensor: Tensor, layer: PackedLayer) -> bool:
     """Return whether all scales are numbers, and none is negative."""
     if layer.fmt.has_float_scale:
-        return bool(((tensor >= 0) & tensor.isfinite()).all())
+        return bool(((tensor.float() >= 0) & tensor.isfinite()).all())
     return not (tensor.view(torch.uint8) > layer.fmt.scale.last).any()
+
+
+def _are_codes(tensor: Tensor, layer: PackedLayer) -> bool:
+    """Return whether all codes of 8 bits stand for numbers."""
+    if layer.fmt.element.native is None:
+        return True
+    values = torch.tensor(layer.fmt.element.values, dtype=torch.float32)
+    return not values.isnan()[tensor.view(torch.uint8).flatten().int()].any()
 
 
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
+    if part == PACKED and not _are_codes(tensor, layer):
+        return (
+            "it holds NaN. The checkpoint is damaged, or its weights were not finite when it was "
+            "written. Copy it again, or quantize a model that is finite."
+        )
     if part == SCALE and not _are_scales(tensor, layer):
         return (
             "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "

@@ -91,7 +91,11 @@ class Facts:
             for group in groups
         ]
         read = groups[apart.index(are_experts)] if are_experts in apart else groups[0]
-        return any(CompressedTensors.label(layer) != read["format"] for layer in layers)
+        return any(
+            read[key] != value
+            for layer in layers
+            for key, value in CompressedTensors.declared_weights(layer).items()
+        )
 
 
 def _owner(root: nn.Module, stack: str) -> Any:
@@ -124,6 +128,12 @@ STOCK = (
         lambda facts: any(layer.fmt.has_global_scale for layer in facts.experts),
         "it drops the global scales of experts (transformers issue 48371); mxfp4 has none, and "
         'rules=[("*.experts.*", {{"fmt": "mxfp4"}})] of convert makes a folder that it loads',
+    ),
+    Because(
+        lambda facts: any(
+            layer.fmt.element.native and not layer.fmt.has_float_scale for layer in facts.experts
+        ),
+        "it takes the scales of experts in mxfp8 for numbers",
     ),
     Because(
         lambda facts: not all(layer.config.weight_only for layer in facts.experts),
@@ -181,6 +191,10 @@ SAVE_PRETRAINED = (
         "It holds the global scales of another layout, to the bit.",
     ),
     Because(
+        lambda facts: any(layer.fmt.element.native for layer in facts.layers.values()),
+        "transformers would write 8-bit codes under names that others do not look for.",
+    ),
+    Because(
         lambda facts: any(layer.is_stacked for layer in facts.layers.values()),
         "transformers would write its stacks of experts in a layout that nobody reads.",
     ),
@@ -207,35 +221,51 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 
 
 class Reads(NamedTuple):
-    """The formats that a program reads in one layout, and a remark for the page."""
+    """The formats that a program reads in one layout, and a remark for the page.
+
+    untried: formats with which it was not tried.
+    """
 
     formats: tuple[str, ...]
     remark: str = ""
+    untried: tuple[str, ...] = ()
 
 
 _NO_LAYOUT = Reads((), "it knows no such layout")
 _NOT_TRIED = Reads((), "not tried")
 
+_FP4, _FP8 = ("nvfp4", "mxfp4"), ("fp8", "fp8_block", "fp8_tensor")
+
 # By the program, in the version that was tried, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.23 with compressed-tensors 0.20": {
-        "compressed-tensors": Reads(("nvfp4", "mxfp4"), "not the classes below; it dequantizes"),
+        "compressed-tensors": Reads(
+            (*_FP4, *_FP8, "mxfp8"), "not the classes below; it dequantizes"
+        ),
         "modelopt": _NO_LAYOUT,
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
+        "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "without a GPU it dequantizes"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            ("nvfp4", "mxfp4"), "it decides by itself whether inputs of mxfp4 are quantized"
+            (*_FP4, *_FP8, "mxfp8"),
+            "it decides by itself whether inputs of mxfp4 and mxfp8 are quantized",
         ),
-        "modelopt": Reads(("nvfp4",)),
-        "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
+        "modelopt": Reads(("nvfp4", *_FP8, "mxfp8")),
+        "compressed-tensors-hadamard": Reads(_FP4, "without tensor parallelism"),
+        "finegrained-fp8": Reads(
+            ("fp8_block",), "of fp8_tensor it looks for other names than transformers"
+        ),
         "gpt-oss": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
-        "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
-        "modelopt": Reads(("nvfp4",)),
+        "compressed-tensors": Reads(
+            ("nvfp4",), "it refuses dense mxfp4; 8 bits were not tried", (*_FP8, "mxfp8")
+        ),
+        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
         "compressed-tensors-hadamard": _NOT_TRIED,
+        "finegrained-fp8": _NOT_TRIED,
         "gpt-oss": _NOT_TRIED,
     },
 }
@@ -271,6 +301,8 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, stock: s
         if reads.formats:
             of_model = stock if name == "transformers" else has_class
             why = f"it reads no dense {lacking}" if lacking else of_model
+            if lacking and set(formats) - set(reads.formats) <= set(reads.untried):
+                why = f"not tried with {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:

@@ -177,7 +177,7 @@ def _save(
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
     named = {name: modules[name] for name in all_names(root, records)}
     packed = {
-        join(name, part): (name, part, records[module].config.multiplies)
+        join(name, part): (name, part, records[module])
         for name, module in named.items()
         for part in BUFFERS
     }
@@ -239,9 +239,9 @@ def _save(
             if name not in packed:
                 writer.add(names.tensors.get(name, name), tensor)
                 continue
-            layer, part, _ = packed[name]
-            for path, share in split_layer(pieces[layer], part, tensor):
-                writer.add(join(path, part), share, records[named[layer]])
+            layer, part, record = packed[name]
+            for path, share in split_layer(pieces[layer], part, tensor, record.fmt):
+                writer.add(join(path, part), share, written.get(path, record))
         for name, tensor in read_carried(state.carried):
             writer.add(name, tensor)
         writer.close(

@@ -13,6 +13,7 @@ from .. import float_models
 from ..api import convert
 from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
+from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader
@@ -151,6 +152,8 @@ def quantize(
     sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = float_models.load_config(model, trust_remote_code)
+    if (held := open_float_source(model)) is not None:
+        screen.note(held.sentence)
     if calib is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)

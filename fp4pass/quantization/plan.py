@@ -17,6 +17,7 @@ from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..observers.observer import collect, observers_of
 from ..ops.checks import weight_problem
+from .kept import KeptWeight, kept_weight
 from .rules import BuiltInRules, matching_rule, require_matches
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
@@ -33,6 +34,8 @@ class LayerPlan(LinearLayer):
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
     # Known after `with_statistics`: of its inputs, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
+    # What a source in FP8 has of it, and is taken in place of a search.
+    kept: KeptWeight | None = field(default=None, kw_only=True)
     searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
 
     @property
@@ -146,6 +149,9 @@ def _plan_layer(
     reason = reason or _weight_reason(layer, config)
     if reason:
         return skip(layer, reason)
+    if (kept := kept_weight(layer.module, config)) is not None:
+        # A method that needs no data: it has nothing to choose.
+        return LayerPlan(**vars(layer), config=config.override({"method": "naive"}), kept=kept)
     return LayerPlan(**vars(layer), config=config)
 
 

@@ -23,6 +23,7 @@ from ..methods import Stats, resolve_method
 from ..rows import Report, Row
 from ..stacks import packed_class
 from ..state import get_state, set_state, unwrap
+from .kept import NOTE, forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
@@ -189,6 +190,8 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
     stats = first.stats
     states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
+    if first.kept is not None:
+        config, note = dataclasses.replace(config, method=None), NOTE
     members = [dataclasses.replace(layer, config=config) for layer in members]
     rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
     input_scale = None
@@ -196,6 +199,8 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
         amax = Stats(input_amax=stats.input_amax)
         amax = amax.rotated(config.rotation) if config.rotation else amax
         input_scale = config.format.input_scale_for(amax.input_amax)
+    if first.kept is not None and not config.weight_only:
+        input_scale = first.kept.input_scale()
     tensors = kind.buffers_of(states, input_scale)
     return _Packed(rows, (first.parent, config.format.key, input_scale), tensors)
 
@@ -211,6 +216,7 @@ def _replace(
         rotated = rotate_weight(bias[None], config.output_rotation)[0].to(bias.dtype)
         first.module.bias = nn.Parameter(rotated, requires_grad=bias.requires_grad)
     for layer in members:
+        forget_kept(layer.module)
         store_packed(layer.module, tensors, config, transposed=layer.transposed)
 
 

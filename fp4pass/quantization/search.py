@@ -21,6 +21,7 @@ from ..errors import NonFiniteError, StateError
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from ..stacks import dense_stack
+from ..tensor import dequantize
 from .plan import LayerPlan
 from .search_costs import SearchStore
 
@@ -83,6 +84,12 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list
     found: list[Found] = []
     with dense_weight(layer) as weight:
         stats = layer.stats.to(weight.device)
+        if layer.kept is not None:
+            if rank != layer.owner:
+                return []
+            state = layer.kept.read().to(weight.device)
+            exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
+            return [(MethodResult(state), _squares(exact, state, stats, layer))]
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
         for i, rows in parts:

@@ -188,7 +188,8 @@ def _states(
     """Yield the packed weight of a layer, or those of a stack: by its pieces, else by experts."""
     packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
-    scale, fmt = scale.view(torch.uint8), layer.config.format
+    fmt = layer.config.format
+    scale = scale.view(fmt.scale.dtype)
     numbers = [] if stored is None else stored.flatten().tolist()
     scales = list(map(fmt.global_scale_of, numbers)) or [1.0] * layer.shape[0]
     if not layer.is_stacked:
@@ -200,7 +201,7 @@ def _states(
     whole = (Piece(name, e, i, i + each) for e in range(experts) for i in range(0, rows, each))
     for piece in pieces or whole:
         own = slice(piece.start, piece.stop)
-        codes, bits = packed[piece.expert, own], scale[piece.expert, own]
+        codes, bits = packed[piece.expert, own], scale[piece.expert, piece.scales(fmt)]
         shape = (piece.stop - piece.start, columns)
         scale_of_it = scales[(piece.expert * rows + piece.start) // each]
         yield QuantState(codes, bits, scale_of_it, layer.fmt, shape), piece

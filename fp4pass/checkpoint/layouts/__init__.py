@@ -6,7 +6,7 @@
 # ruff: noqa: F401
 
 from ...sources.files import Shapes
-from . import compressed_tensors, gpt_oss, modelopt, own
+from . import compressed_tensors, finegrained_fp8, gpt_oss, modelopt, own
 from .base import (
     CACHE_SCALES,
     LAYOUTS,
@@ -19,14 +19,6 @@ from .base import (
 )
 from .compressed_tensors import CompressedTensors
 from .foreign import expected_shapes, read_layers
-from .layer import (
-    BUFFERS,
-    PackedLayer,
-    Piece,
-    Scheme,
-    fused_problems,
-    join,
-    join_layers,
-    split_layer,
-)
+from .layer import BUFFERS, PackedLayer, Scheme, fused_problems, join
 from .patterns import below, is_plain, matches
+from .pieces import Piece, has_whole_tiles, join_layers, split_layer

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..._version import __version__
 from ...config import LinearConfig
-from ...core.formats import get_format
+from ...core.formats import Format
 from ...errors import CheckpointError, OptionError, UnreadError, expected, unknown_name
 from ...kv_cache import SCALES
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED
+from ...linear import INPUT_GLOBAL, PACKED, SCALE
 from ...sources.files import Shapes
 from .layer import BUFFERS, PackedLayer, Scheme, join
 
@@ -39,6 +39,7 @@ class Layout:
         name: what users call it, and its quant_method unless `detect` says otherwise.
         parts: the name of each buffer of a QuantizedLinear, beside that of its module; without
             one for `input_global_scale` inputs stay in floating point.
+        native_parts: those that differ for codes that are numbers of a dtype of torch, as FP8.
         formats: keys of the formats that it holds.
         multiplies: global scales are stored as multipliers [] rather than as divisors [1].
         stacks: it holds stacks of experts alone, which a model has as [E, K, N]. A part is a
@@ -59,6 +60,7 @@ class Layout:
 
     name: ClassVar[str]
     parts: ClassVar[Mapping[str, str]] = dict(zip(BUFFERS, BUFFERS, strict=True))
+    native_parts: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ()
     multiplies: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
@@ -98,8 +100,8 @@ class Layout:
         for name, tensor in state.items():
             path, _, last = name.rpartition(".")
             if path in layers and last in self.parts:
-                name = self.tensor_name(path, last)
-                tensor = self.encode(last, tensor, layers[path].config.multiplies)
+                name = self.tensor_name(path, last, layers[path].fmt)
+                tensor = self.encode(last, tensor, layers[path])
             elif has_cache and last in SCALES:
                 name = join(path, self.cache_names.get(last, last))
                 tensor = tensor.reshape(()) if self.multiplies else torch.atleast_1d(tensor)
@@ -114,35 +116,59 @@ class Layout:
         Exact for global scales where `multiplies` of a layer is as `open_checkpoint` says.
         """
         parts = {
-            self.tensor_name(name, part): (name, part) for name in layers for part in self.parts
+            self.tensor_name(name, part, layer.fmt): (name, part)
+            for name, layer in layers.items()
+            for part in self.parts
         }
         found = {}
         for stored, tensor in tensors.items():
             if stored not in parts:
                 found[stored] = tensor
                 continue
-            layer, part = parts[stored]
-            if self.stacks and part == PACKED:
-                tensor = tensor.flatten(-2)
-            elif self.engines and part in (GLOBAL, INPUT_GLOBAL):
-                is_so = self.multiplies == layers[layer].config.multiplies
-                tensor = torch.atleast_1d(tensor if is_so else 1 / tensor)
-            found[join(layer, part)] = tensor
+            name, part = parts[stored]
+            found[join(name, part)] = self.decode(part, tensor, layers[name])
         return found
 
-    def tensor_name(self, layer: str, part: str) -> str:
-        """Return the name on disk of a buffer of a layer."""
-        return layer + self.parts[part] if self.stacks else join(layer, self.parts[part])
+    def tensor_name(self, layer: str, part: str, fmt: Format) -> str:
+        """Return the name on disk of a buffer of a layer in a format."""
+        name = self.parts[part]
+        if self.engines and fmt.element.native is not None:
+            name = self.native_parts.get(part, name)
+        return layer + name if self.stacks else join(layer, name)
 
-    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
-        """Return a buffer of a layer as it is stored; `multiplies` is that of its config."""
-        if self.stacks and part == PACKED:
-            fmt = get_format(self.formats[0])
-            return tensor.unflatten(-1, (-1, fmt.packed_columns(fmt.block)))
-        if part not in (GLOBAL, INPUT_GLOBAL) or not self.engines:
+    def encode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
+        """Return a buffer of a layer as it is stored."""
+        fmt = layer.fmt
+        if not self.engines:
             return tensor
-        tensor = tensor if self.multiplies == multiplies else 1 / tensor
+        if part == PACKED and self.stacks:
+            return tensor.unflatten(-1, (-1, fmt.packed_columns(fmt.block)))
+        if part == PACKED:
+            native = fmt.element.native
+            return tensor if native is None else tensor.view(native)
+        if part == SCALE:
+            return tensor.reshape(self.scale_shapes(layer)[0]) if fmt.has_float_scale else tensor
+        if fmt.has_global_scale and self.multiplies != layer.config.multiplies:
+            tensor = 1 / tensor
         return tensor.reshape(()) if self.multiplies else tensor
+
+    def decode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
+        """Return a buffer of a layer of what is stored: the inverse of `encode`."""
+        if not self.engines:
+            return tensor
+        if part == PACKED:
+            return tensor.flatten(-2) if self.stacks else tensor.view(torch.uint8)
+        if part == SCALE:
+            is_float = layer.fmt.has_float_scale
+            return tensor.float().reshape(layer.scale_shape) if is_float else tensor
+        if layer.fmt.has_global_scale and self.multiplies != layer.config.multiplies:
+            tensor = 1 / tensor
+        # Others may have it in bfloat16.
+        return torch.atleast_1d(tensor.float())
+
+    def scale_shapes(self, layer: PackedLayer) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that the scales of a layer may have on disk, the written one first."""
+        return (layer.scale_shape,)
 
     # The config that declares them.
 

@@ -8,30 +8,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...config import LinearConfig
-from ...core.formats import get_format
+from ...core.formats import WHOLE
 from ...errors import CheckpointError, UnreadError
 from ...kernels.rotate.naive import ROTATIONS
 from ...kv_cache import CACHE_FORMATS
+from ...linear import INPUT_GLOBAL, PACKED
 from ...sources.files import Shapes
 from .base import Layout, register_layout
+from .ct_schemes import SCHEMES, group_args, read_scheme
 from .layer import PackedLayer, Scheme
 from .patterns import distance, matches
-
-# The weights of its scheme for each format; "dynamic" is that of inputs.
-_SCHEMES: dict[str, dict[str, Any]] = {
-    "nvfp4": {
-        "format": "nvfp4-pack-quantized",
-        "strategy": "tensor_group",
-        "scale_dtype": "torch.float8_e4m3fn",
-        "dynamic": "local",
-    },
-    "mxfp4": {
-        "format": "mxfp4-pack-quantized",
-        "strategy": "group",
-        "scale_dtype": "torch.uint8",
-        "dynamic": True,
-    },
-}
 
 # The `kv_cache_scheme` of a cache in E4M3, and its strategy by our format.
 _CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -46,7 +32,8 @@ class CompressedTensors(Layout):
     """`weight_packed`, `weight_scale`, `weight_global_scale`, in config_groups with targets."""
 
     name = "compressed-tensors"
-    formats = tuple(_SCHEMES)
+    native_parts: ClassVar[Mapping[str, str]] = {PACKED: "weight", INPUT_GLOBAL: "input_scale"}
+    formats = tuple(SCHEMES)
     fallback = "fp4pass"
     # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
     cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {
@@ -61,15 +48,16 @@ class CompressedTensors(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config, one group for each scheme."""
-        schemes: dict[tuple[str, bool], list[str]] = {}
+        schemes: dict[tuple[str, bool, bool], list[str]] = {}
         for name, layer in layers.items():
-            schemes.setdefault((layer.fmt.key, bool(layer.config.weight_only)), []).append(name)
+            scheme = (layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
+            schemes.setdefault(scheme, []).append(name)
         # Engines take an output embedding for dense unless a target has its name. Whatever is not
         # in a stack of layers is named, which changes nothing for other linear layers.
         outer = [name for name in layers if not any(map(str.isdigit, name.split(".")))]
         targets = _targets(schemes.values()) if len(schemes) > 1 else [[*outer, "Linear"]]
         groups = {
-            f"group_{i}": _group(*scheme, names)
+            f"group_{i}": {"targets": names, **group_args(*scheme)}
             for i, (scheme, names) in enumerate(zip(schemes, targets, strict=True))
         }
         formats = {group["format"] for group in groups.values()}
@@ -85,9 +73,16 @@ class CompressedTensors(Layout):
         }
 
     @staticmethod
-    def label(layer: PackedLayer) -> str:
-        """Return what a group calls the format of a layer."""
-        return str(_SCHEMES[layer.fmt.key]["format"])
+    def declared_weights(layer: PackedLayer) -> dict[str, Any]:
+        """Return what a group says of the weights of a layer."""
+        args = group_args(layer.fmt.key, weight_only=True)
+        return {key: args[key] for key in ("format", "weights")}
+
+    def scale_shapes(self, layer: PackedLayer) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that the scales of a layer may have on disk, the written one first."""
+        if layer.fmt.rows == WHOLE:
+            return (1,), (), layer.scale_shape
+        return layer.scale_shape, layer.scale_shape[:1]
 
     def group(self, name: str, declared: Mapping[str, Any]) -> str:
         """Return the name and the format of the group of a layer."""
@@ -105,22 +100,12 @@ class CompressedTensors(Layout):
                 f"{name}: no config_groups of the quantization_config has it among its targets. "
                 "The config is not that of these weights."
             )
-        label = group.get("format") or declared.get("format")
-        formats = {scheme["format"]: fmt for fmt, scheme in _SCHEMES.items()}
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        block = weights.get("group_size")
-        if label not in formats or not _is_read(weights, block):
+        try:
+            return read_scheme(group, str(declared.get("format")))
+        except ValueError as error:
             raise UnreadError(
-                f"{name}: expected a format of {' or '.join(formats)} and weights that are "
-                f"symmetric floats of 4 bits, got format {label!r} and weights {weights}. Load "
-                "the folder with the library that wrote it."
-            )
-        if inputs is not None and not _is_read(inputs, block):
-            raise UnreadError(
-                f"{name}: expected inputs in the format of the weights or in floating point, got "
-                f"{inputs}. Load the folder with the library that wrote it."
-            )
-        return Scheme(formats[label], inputs is None, block)
+                f"{name}: {error} Load the folder with the library that wrote it."
+            ) from error
 
 
 def _targets(groups: Collection[list[str]]) -> Iterator[list[str]]:
@@ -134,32 +119,6 @@ def _targets(groups: Collection[list[str]]) -> Iterator[list[str]]:
         found = set(those)
         rest = [name for name in names if name not in found]
         yield [_EXPERTS, *rest] if those and together else names
-
-
-def _group(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
-    scheme = _SCHEMES[fmt]
-    args = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": scheme["strategy"],
-        "group_size": get_format(fmt).block,
-        "scale_dtype": scheme["scale_dtype"],
-        "zp_dtype": scheme["scale_dtype"],
-    }
-    return {
-        "targets": targets,
-        "format": scheme["format"],
-        "weights": {**args, "dynamic": False},
-        "input_activations": None if weight_only else {**args, "dynamic": scheme["dynamic"]},
-        "output_activations": None,
-    }
-
-
-def _is_read(args: Mapping[str, Any], block: int | None) -> bool:
-    """Return whether arguments, as far as given, are symmetric 4-bit floats in such blocks."""
-    known = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": block}
-    return all(args.get(key) in (None, value) for key, value in known.items())
 
 
 def group_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any] | None:

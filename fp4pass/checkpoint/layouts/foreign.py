@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from ...config import LinearConfig
-from ...core.formats import get_format
+from ...core.formats import Format, get_format
 from ...errors import CheckpointError, OptionError, UnreadError, some
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ...sources.files import Shapes
 from .base import Layout
-from .layer import PackedLayer
+from .layer import PackedLayer, Scheme
 
 # The safetensors names of what the scales of a format are stored in.
 _DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float32: "F32"}
+
+# Those of codes that are numbers of torch, and of scales that are any float.
+_NATIVE = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_FLOATS = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 def read_layers(
@@ -35,30 +39,15 @@ def read_layers(
     """
     layout.require_applied(declared, shapes)
     layers, unread = {}, dict[str, UnreadError]()
-    for name, (shape, kind) in shapes.items():
-        layer = name.rpartition(".")[0]
-        if layout.stacks:
-            layer = name.removesuffix(layout.parts[PACKED])
-        if layout.tensor_name(layer, PACKED) != name or (kind != "U8" and not layout.stacks):
+    for name, (_, kind) in shapes.items():
+        if (layer := _layer_of(layout, name, kind)) is None:
             continue
-        scale = layout.tensor_name(layer, SCALE)
-        if scale not in shapes:
-            beside = scale if layout.stacks else layout.parts[SCALE]
-            raise CheckpointError(f"{name} has no {beside} beside it. Copy the folder again.")
-        if layout.stacks and len(shape) != 4:
-            raise CheckpointError(
-                f"{name}: expected shape [experts, N, K / 32, 16], got {list(shape)}."
-            )
-        rows, columns, blocks = shape[:1], 2 * shape[-1], shapes[scale][0][-1]
-        if layout.stacks:
-            rows, blocks = shape[:2], shape[2]
-            columns = blocks * get_format(layout.formats[0]).block
         try:
-            config = _read_config(layout, layer, declared, columns, blocks)
+            found = layout.scheme(layer, declared)
         except UnreadError as error:
             unread[layer] = error
             continue
-        layers[layer] = PackedLayer(config, dtype, layout.stacks, (*rows, columns))
+        layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
     if unread:
         group, (first, *_) = layout.group(next(iter(unread)), declared), unread.values()
         count = f"{len(unread)} layers are so: {some(list(unread))}"
@@ -66,44 +55,99 @@ def read_layers(
     return layers
 
 
-def _read_config(
-    layout: Layout, layer: str, declared: Mapping[str, Any], columns: int, blocks: int
-) -> LinearConfig:
-    """Return the config of one layer, whose scale has `blocks` columns."""
-    found = layout.scheme(layer, declared)
-    if found.block is not None and found.block * blocks != columns:
-        raise CheckpointError(
-            f"{layout.tensor_name(layer, SCALE)}: expected {columns // found.block} columns, for "
-            f"{columns} columns of weights in blocks of {found.block}, as the config says, got "
-            f"{blocks}. The config is not that of these weights."
-        )
+def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
+    """Return the layer whose codes a tensor may be by its name and dtype, None for others."""
+    if layout.stacks:
+        layer = name.removesuffix(layout.parts[PACKED])
+        return None if layer == name else layer
+    layer, _, last = name.rpartition(".")
+    usual = layout.parts[PACKED]
+    is_native = kind in _NATIVE.values() and last == layout.native_parts.get(PACKED, usual)
+    return layer if is_native or (kind == "U8" and last == usual) else None
+
+
+def _read_layer(
+    layout: Layout, layer: str, codes: str, found: Scheme, shapes: Shapes, dtype: str
+) -> PackedLayer:
+    """Return the record of a layer, whose codes have a name.
+
+    Raises CheckpointError for tensors that are not those of its scheme.
+    """
     try:
-        fmt = get_format(found.fmt, columns // max(blocks, 1))
-        return LinearConfig(fmt.name, None, found.weight_only, fmt.block, rotation=found.rotation)
+        fmt = get_format(found.fmt)
     except OptionError as error:
         raise CheckpointError(f"{layer}: {error}") from error
-
-
-def expected_shapes(
-    layout: Layout, layer: PackedLayer
-) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
-    """Return the shapes that each stored buffer of a layer may have, and its dtype."""
-    fmt, (*outer, rows, columns) = layer.fmt, layer.shape
-    codes = (*outer, rows, fmt.packed_columns(columns))
-    scale = (*outer, *fmt.scale_shape(rows, columns))
+    shape, kind = shapes[codes]
+    own, wanted = layout.tensor_name(layer, PACKED, fmt), _codes_dtype(fmt)
+    if own != codes or kind != wanted:
+        raise CheckpointError(
+            f"{codes}: expected {wanted} {own} for {fmt.key}, as the config says, got {kind}. The "
+            "config is not that of these weights."
+        )
+    scale = layout.tensor_name(layer, SCALE, fmt)
+    if scale not in shapes:
+        beside = scale.removeprefix(layer).lstrip(".") if not layout.stacks else scale
+        raise CheckpointError(f"{codes} has no {beside} beside it. Copy the folder again.")
+    if layout.stacks and len(shape) != 4:
+        raise CheckpointError(
+            f"{codes}: expected shape [experts, N, K / 32, 16], got {list(shape)}."
+        )
+    rows, columns = shape[:1], fmt.columns(shape[-1])
     if layout.stacks:
-        codes = (*scale, fmt.packed_columns(fmt.block))
-    found: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
-        PACKED: ((codes,), "U8"),
-        SCALE: ((scale,), _DTYPES[fmt.scale.storage]),
-    }
+        rows, columns = shape[:2], shape[2] * fmt.block
+    block: int | str = "default"
+    if not fmt.has_float_scale:
+        blocks = shape[2] if layout.stacks else shapes[scale][0][-1]
+        _require_blocks(scale, found, columns, blocks)
+        block = columns // max(blocks, 1)
+    try:
+        fmt = get_format(found.fmt, block)
+        config = LinearConfig(fmt.name, None, found.weight_only, fmt.block, rotation=found.rotation)
+    except OptionError as error:
+        raise CheckpointError(f"{layer}: {error}") from error
+    is_turned, is_static = layout.stacks, found.static_inputs
+    return PackedLayer(config, dtype, is_turned, (*rows, columns), static_inputs=is_static)
+
+
+def _require_blocks(name: str, found: Scheme, columns: int, blocks: int) -> None:
+    """Raise CheckpointError for scales [..., blocks] that are not those of declared blocks."""
+    if found.block is not None and found.block * blocks != columns:
+        raise CheckpointError(
+            f"{name}: expected {columns // found.block} columns, for {columns} columns of weights "
+            f"in blocks of {found.block}, as the config says, got {blocks}. The config is not that "
+            "of these weights."
+        )
+
+
+def _codes_dtype(fmt: Format) -> str:
+    """Return the safetensors name of the dtype of codes that engines read."""
+    return "U8" if fmt.element.native is None else _NATIVE[fmt.element.native]
+
+
+# By kind: the dtypes and the shapes that a tensor may have, the usual ones first.
+Expected = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
+
+
+def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
+    """Return the shapes and dtypes that each stored buffer of a layer may have."""
+    fmt, (*rows, columns) = layer.fmt, layer.shape
+    codes, kind = (*rows, fmt.packed_columns(columns)), "U8"
+    if layout.stacks:
+        codes = (*layer.scale_shape, fmt.packed_columns(fmt.block))
+    if layout.engines:
+        kind = _codes_dtype(fmt)
+    is_float = fmt.has_float_scale and layout.engines
+    scale_kinds = _FLOATS if is_float else (_DTYPES[fmt.scale.storage],)
+    shapes = layout.scale_shapes(layer) if layout.engines else (layer.scale_shape,)
+    found: dict[str, Expected] = {PACKED: ((codes,), (kind,)), SCALE: (shapes, scale_kinds)}
     one: tuple[tuple[int, ...], ...] = ((), (1,))
-    if fmt.has_float_scale:
-        found[INPUT_GLOBAL] = (one, "F32")
+    each = layer.shape[:1]
+    inputs: Expected = ((*one, each) if layer.is_stacked else one, ("F32",))
     if fmt.has_global_scale:
-        each = layer.shape[:1]
         # Of all rows of an expert, or of its parts, as gate and up.
         of_stack = (each, (*each, 2), (*each, 3))
-        found[GLOBAL] = (of_stack if layer.is_stacked else one, "F32")
-        found[INPUT_GLOBAL] = ((*one, each) if layer.is_stacked else one, "F32")
+        found[GLOBAL] = (of_stack if layer.is_stacked else one, ("F32",))
+        found[INPUT_GLOBAL] = inputs
+    elif layer.static_inputs:
+        found[INPUT_GLOBAL] = (inputs[0], _FLOATS)
     return found

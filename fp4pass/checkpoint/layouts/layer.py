@@ -1,10 +1,9 @@
-"""Record packed layers, and split stacks of experts into layers: pure functions."""
+"""Record packed layers, and tell which of them engines fuse: pure functions."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..._compat.transformers_experts import StackView
 from ...config import LinearConfig
 from ...core.formats import Format
-from ...errors import CheckpointError, OptionError, UnreadError, expected
+from ...errors import OptionError, expected
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 
 # The parts of a QuantizedLinear.
@@ -32,6 +31,7 @@ class PackedLayer:
         shape: [N, K], or [E, N, K] for the stacked experts of a mixture.
         stored_shape: of the parameter that has stacked experts, where it is another one than
             `shape` or, transposed, [E, K, N].
+        static_inputs: inputs in FP8 have the one scale that is stored, and not one for each token.
 
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
@@ -45,6 +45,7 @@ class PackedLayer:
     transposed: bool
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...] = ()
+    static_inputs: bool = False
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -81,6 +82,22 @@ class PackedLayer:
         return self.config.format.with_multiplier(False)
 
     @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales, as a QuantizedLinear has them."""
+        *experts, rows, columns = self.shape
+        return (*experts, *self.fmt.scale_shape(rows, columns))
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether inputs are quantized by a scale that is stored, if it is known at all."""
+        return not self.config.weight_only and (self.fmt.has_global_scale or self.static_inputs)
+
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme, and whether inputs in FP8 have one scale."""
+        return f"{self.config.scheme}{' with one scale of inputs' if self.static_inputs else ''}"
+
+    @property
     def is_stacked(self) -> bool:
         """Whether these are the experts of a mixture in one tensor."""
         return len(self.shape) == 3
@@ -96,11 +113,12 @@ class PackedLayer:
         config, shape = LinearConfig.from_dict(data["config"]), tuple(data["shape"])
         stored = tuple(data.get("stored_shape", ()))
         layer = PackedLayer(**{**data, "config": config, "shape": shape, "stored_shape": stored})
-        dtype = getattr(torch, layer.weight_dtype, None)
+        dtype, static = getattr(torch, layer.weight_dtype, None), layer.static_inputs
         for what, wanted, got, fits in (
             ("shape", "two or three sizes above 0", shape, _is_weight(shape)),
             ("stored_shape", "none, or that of a stack", stored, _is_stored(stored, shape)),
             ("transposed", "True or False", layer.transposed, type(layer.transposed) is bool),
+            ("static_inputs", "True or False", static, type(static) is bool),
             ("weight_dtype", "a dtype", layer.weight_dtype, isinstance(dtype, torch.dtype)),
         ):
             if not fits:
@@ -130,16 +148,18 @@ class Scheme(NamedTuple):
         weight_only: the input stays in floating point.
         block: weights that share a scale, None if that is not declared.
         rotation: columns of the input that are rotated together at each call.
+        static_inputs: as `PackedLayer` has it.
 
     Example:
-        >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True)
-        Scheme(fmt='nvfp4', weight_only=True, block=None, rotation=0)
+        >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True).fmt
+        'nvfp4'
     """
 
     fmt: str
     weight_only: bool
     block: int | None = None
     rotation: int = 0
+    static_inputs: bool = False
 
 
 # Linear layers of one module that serving engines multiply by as one matrix (vLLM, SGLang).
@@ -148,6 +168,7 @@ _FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
 )
 
 
@@ -181,117 +202,9 @@ def _scheme(layer: PackedLayer | None, scales: Mapping[str, float]) -> str:
     if layer is None:
         return "dense"
     numbers = "".join(f" and {name} {value:g}" for name, value in scales.items())
-    return f"{layer.config.scheme}{numbers}"
+    return f"{layer.scheme}{numbers}"
 
 
 def join(path: str, name: str) -> str:
     """Return the name of a tensor of the module at a path."""
     return f"{path}.{name}" if path else name
-
-
-class Piece(NamedTuple):
-    """A linear layer on disk: the rows of one expert of a stack, or all that a layer has."""
-
-    name: str
-    expert: int = 0
-    start: int = 0
-    stop: int = 0  # 0 for all that the layer has
-
-    def of(self, part: str, tensor: Tensor, rows: int) -> Tensor:
-        """Return the share of a buffer of a layer, whose experts have so many rows."""
-        if not self.stop:
-            return tensor
-        if part not in (GLOBAL, INPUT_GLOBAL):
-            return tensor[self.expert, self.start : self.stop].clone()
-        # Of all experts, of each, or of each part of its rows.
-        own = tensor if len(tensor) == 1 else tensor[self.expert : self.expert + 1]
-        if own.ndim == 2:
-            own = own[0].split(1)[self.start * own.shape[1] // rows]
-        return own.clone()
-
-
-def split_layer(pieces: Sequence[Piece], part: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name on disk and the share of a buffer of a layer, for each of its pieces."""
-    rows = max(piece.stop for piece in pieces)
-    for piece in pieces:
-        yield piece.name, piece.of(part, tensor, rows)
-
-
-def join_layers(
-    name: str,
-    pieces: Sequence[Piece],
-    layers: Mapping[str, PackedLayer],
-    whole: PackedLayer,
-    state: Mapping[str, Tensor],
-) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return the stack of which linear layers are the pieces, and its buffers.
-
-    Args:
-        name: of the stack.
-        pieces: its layers.
-        layers: how each of them is packed.
-        whole: how the stack lies in the model; its config is that of the layers.
-        state: their buffers, as a state dict has them.
-
-    Raises:
-        UnreadError: the layers are quantized in several ways.
-        CheckpointError: what reads one input has several scales of it.
-    """
-    records = [layers[piece.name] for piece in pieces]
-    # Which way a number goes may differ by expert, as some are powers of two by chance.
-    multiplies = any(each.config.multiplies for each in records)
-    configs = {dataclasses.replace(each.config, multiplies=multiplies) for each in records}
-    if len(configs) > 1:
-        raise UnreadError(
-            f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
-            "the folder with the library that wrote it, or make it dense by fp4pass convert --to "
-            "bf16."
-        )
-    whole = dataclasses.replace(whole, config=configs.pop())
-    experts, rows, _ = whole.shape
-    parts = len(pieces) // experts
-    joined = {}
-    for part in BUFFERS:
-        found = [state.get(join(piece.name, part)) for piece in pieces]
-        if part in (PACKED, SCALE):
-            first = found[0]
-            assert first is not None, "open_checkpoint requires both"
-            stack = first.new_empty((experts, rows, first.shape[1]))
-            for piece, own in zip(pieces, found, strict=True):
-                stack[piece.expert, piece.start : piece.stop] = own  # type: ignore[assignment]
-            joined[part] = stack
-            continue
-        table = torch.full((experts, parts), math.nan)
-        for piece, record, own in zip(pieces, records, found, strict=True):
-            if own is not None:
-                # A divisor is a power of two where others multiply.
-                own = own if record.config.multiplies == multiplies else 1 / own
-                table[piece.expert, piece.start * parts // rows] = own.item()
-        if part == INPUT_GLOBAL:
-            scales = _input_scales(name, table, multiplies)
-            joined |= {} if scales is None else {part: scales}
-        elif whole.fmt.has_global_scale:
-            joined[part] = table[:, 0].clone() if (table == table[:, :1]).all() else table
-    return whole, {join(name, part): tensor for part, tensor in joined.items()}
-
-
-def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
-    """Return the scales of inputs, [1] for all experts or [E], for those of parts [E, R].
-
-    NaN stands for none. Raises CheckpointError for parts of an expert that differ.
-    """
-    missing = table.isnan()
-    if missing.all():
-        return None
-    least, most = table.nan_to_num(math.inf).amin(1), table.nan_to_num(-math.inf).amax(1)
-    if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():
-        raise CheckpointError(
-            f"{name}: expected one global scale of the input for gate and up, which read the same, "
-            f"got two for expert {differ[0]}. fp4pass convert --to bf16 makes dense weights of the "
-            "folder, which need none."
-        )
-    # The scale that multiplies most, or divides least, holds the largest inputs.
-    known = table[~missing]
-    largest = known.amax() if multiplies else known.amin()
-    scales = torch.where(missing.all(1), largest, least)
-    return scales[:1].clone() if bool((scales == scales[0]).all()) else scales

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..._version import __version__
+from ...core.formats import WHOLE
 from ...errors import UnreadError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
@@ -13,8 +14,39 @@ from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
 
-# Its names for weights in nvfp4, by whether inputs stay in floating point.
-_ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
+
+class Algorithm(NamedTuple):
+    """What one of its names for a way to quantize stands for.
+
+    Attributes:
+        fmt: the key of the format.
+        weight_only: inputs stay in floating point.
+        static_inputs: inputs in FP8 have one stored scale.
+        block: what it calls group_size, None where it says none.
+        dynamic: inputs in FP8 get their scales at each call.
+    """
+
+    fmt: str
+    weight_only: bool = False
+    static_inputs: bool = False
+    block: int | None = None
+    dynamic: bool = False
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that it is."""
+        return Scheme(self.fmt, self.weight_only, self.block, static_inputs=self.static_inputs)
+
+
+# By its names.
+ALGORITHMS: dict[str, Algorithm] = {
+    "NVFP4": Algorithm("nvfp4", block=16),
+    "W4A16_NVFP4": Algorithm("nvfp4", weight_only=True, block=16),
+    "FP8": Algorithm("fp8_tensor", static_inputs=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Algorithm("fp8", dynamic=True),
+    "FP8_PB_WO": Algorithm("fp8_block", weight_only=True),
+    "MXFP8": Algorithm("mxfp8", block=32, dynamic=True),
+}
 
 _MIXED = "MIXED_PRECISION"
 
@@ -37,7 +69,7 @@ class ModelOpt(Layout):
         GLOBAL: "weight_scale_2",
         INPUT_GLOBAL: "input_scale",
     }
-    formats = ("nvfp4",)
+    formats = tuple(dict.fromkeys(each.fmt for each in ALGORITHMS.values()))
     multiplies = True
     side_files = (_SIDE_FILE,)
     cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {_CACHE: _CACHE_SCHEME}
@@ -60,15 +92,15 @@ class ModelOpt(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config; hf_quant_config.json says the same."""
-        algorithms = {name: _algorithm(layer) for name, layer in layers.items()}
+        algorithms = {name: _name_of(layer) for name, layer in layers.items()}
         groups = {}
         for i, algorithm in enumerate(sorted(set(algorithms.values()))):
             names = [name for name, each in algorithms.items() if each == algorithm]
-            (block,) = {layers[name].fmt.block for name in names}
-            args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
+            facts, bits = ALGORITHMS[algorithm], layers[names[0]].fmt.element.bits
+            args = {"dynamic": False, "num_bits": bits, "type": "float", **_size(facts)}
             group: dict[str, Any] = {"weights": args}
-            if algorithm == _ALGORITHMS[False]:
-                group["input_activations"] = dict(args)
+            if not facts.weight_only:
+                group["input_activations"] = {**args, "dynamic": facts.dynamic}
             whole = len(names) == len(algorithms)
             groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
         return {
@@ -86,7 +118,7 @@ class ModelOpt(Layout):
         quantization = {
             **_declared(layers),
             "kv_cache_quant_algo": None if cache is None else _CACHE_ALGORITHM,
-            "group_size": 16,
+            **_sizes(layers),
             "exclude_modules": as_globs(ignore),
         }
         return {_SIDE_FILE: {"producer": _PRODUCER, "quantization": quantization}}
@@ -103,37 +135,80 @@ class ModelOpt(Layout):
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return what the algorithm of a layer stands for."""
         found = _facts_of(name, declared)
-        algorithm, block = found.get("quant_algo"), found.get("group_size")
+        block = found.get("group_size")
         if block is None and (group := group_of(name, declared)) is not None:
             block = (group.get("weights") or {}).get("group_size")
-        for weight_only, known in _ALGORITHMS.items():
-            if algorithm == known:
-                return Scheme(self.formats[0], weight_only, block)
-        raise UnreadError(
-            f"{name}: quant_algo: expected {' or '.join(_ALGORITHMS.values())}, got "
-            f"{algorithm!r}. Load the folder with the library that wrote it."
-        )
+        # It writes some of them in lower case.
+        algorithm = ALGORITHMS.get(str(found.get("quant_algo")).upper())
+        if algorithm is None:
+            raise UnreadError(
+                f"{name}: quant_algo: expected {' or '.join(ALGORITHMS)}, got "
+                f"{found.get('quant_algo')!r}. Load the folder with the library that wrote it."
+            )
+        # Of FP8 it says none, and that of a group is of another layer.
+        return algorithm.scheme._replace(block=algorithm.block and block)
+
+    def scale_shapes(self, layer: PackedLayer) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that the scales of a layer may have on disk, the written one first."""
+        rows, columns = layer.scale_shape
+        if layer.fmt.rows == WHOLE:
+            return (), (1,), (1, 1)
+        usual: tuple[tuple[int, ...], ...] = ((rows,), (rows, 1))
+        return usual if layer.fmt.block == WHOLE else ((rows, 1, columns, 1), (rows, columns))
+
+    def problem(self, layer: PackedLayer) -> str:
+        """Return what this layout has no place for in a layer, "" if it holds the layer."""
+        found = super().problem(layer)
+        if found or _name_of(layer):
+            return found
+        known = [each for each in ALGORITHMS.values() if each.fmt == layer.fmt.key]
+        wanted = " or ".join(_words(e.fmt, e.weight_only, e.static_inputs) for e in known)
+        own = _words(layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
+        return f"{own}, only for {wanted}"
+
+
+def _words(fmt: str, weight_only: bool, static_inputs: bool) -> str:
+    """Return a way to quantize in words."""
+    if weight_only:
+        return f"{fmt} of weights only"
+    return f"{fmt} with {'one stored scale' if static_inputs else 'dynamic scales'} of inputs"
 
 
 def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a config, in either of its forms, says of a layer."""
+    """Return what a config, in either of its forms, says of a layer or of a module around it."""
     found: Mapping[str, Any] = declared.get("quantization", declared)
-    if found.get("quant_algo") == _MIXED:
-        found = found.get("quantized_layers", {}).get(name, {})
-    return found
+    if found.get("quant_algo") != _MIXED:
+        return found
+    layers: Mapping[str, Mapping[str, Any]] = found.get("quantized_layers") or {}
+    while name and name not in layers:
+        # All experts of a layer have one entry.
+        name = name.rpartition(".")[0]
+    return layers.get(name, {})
 
 
-def _algorithm(layer: PackedLayer) -> str:
-    return _ALGORITHMS[bool(layer.config.weight_only)]
+def _name_of(layer: PackedLayer) -> str:
+    """Return its name for how a layer is quantized, "" if it has none."""
+    own = (layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
+    return next((name for name, each in ALGORITHMS.items() if each[:3] == own), "")
+
+
+def _size(algorithm: Algorithm) -> dict[str, int]:
+    return {} if algorithm.block is None else {"group_size": algorithm.block}
+
+
+def _sizes(layers: Mapping[str, PackedLayer]) -> dict[str, int]:
+    """Return the group_size of all layers, {} where there is none or several."""
+    found = [_size(ALGORITHMS[_name_of(layer)]) for layer in layers.values()]
+    return found[0] if all(each == found[0] for each in found) else {}
 
 
 def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
     """Return the algorithm of all layers, or of each one where there are several."""
-    found = set(map(_algorithm, layers.values()))
+    found = set(map(_name_of, layers.values()))
     if len(found) == 1:
         return {"quant_algo": found.pop()}
     each = {
-        name: {"quant_algo": _algorithm(layer), "group_size": layer.fmt.block}
+        name: {"quant_algo": _name_of(layer), **_size(ALGORITHMS[_name_of(layer)])}
         for name, layer in layers.items()
     }
     return {"quant_algo": _MIXED, "quantized_layers": each}

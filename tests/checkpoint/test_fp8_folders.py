@@ -1,0 +1,227 @@
+"""FP8 and mixed folders of other libraries: read packed, checked, and written in other layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fp8_folders
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import assert_same_bits, change, change_json
+
+import fp4pass
+from fp4pass.checkpoint import LAYOUTS, open_checkpoint, transcode
+from fp4pass.checkpoint.checks import problems
+from fp4pass.errors import CheckpointError, UnreadError
+from fp4pass.linear import PACKED, SCALE
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+# The schemes of attention and of the rest, and the layouts that hold both.
+_CT, _MO, _FINE = "compressed-tensors", "modelopt", "finegrained-fp8"
+SCHEMES = {
+    "ct-row": ("fp8", "fp8", (_CT, _MO)),
+    "ct-row-a16": ("fp8a16", "fp8a16", (_CT,)),
+    "ct-tensor": ("fp8_tensor", "fp8_tensor", (_CT, _MO, _FINE)),
+    "ct-block": ("fp8_block", "fp8_block", (_CT, _FINE)),
+    "ct-mxfp8": ("mxfp8", "mxfp8", (_CT, _MO)),
+    "ct-mixed": ("fp8", "nvfp4a16", (_CT, _MO)),
+    "mo-tensor": ("fp8_tensor", "fp8_tensor", (_CT, _MO, _FINE)),
+    "mo-row": ("fp8", "fp8", (_CT, _MO)),
+    "mo-block": ("fp8_blocka16", "fp8_blocka16", (_CT, _MO)),
+    "mo-mxfp8": ("mxfp8", "mxfp8", (_CT, _MO)),
+    "mo-mixed": ("fp8_tensor", "nvfp4", (_CT, _MO)),
+    "finegrained": ("fp8_block", "fp8_block", (_CT, _FINE)),
+}
+IDS = torch.arange(48).view(2, 24)
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Each kind of folder, and its dense weights in float32."""
+    root, found = tmp_path_factory.mktemp("fp8"), {}
+    for kind in SCHEMES:
+        dense = fp8_folders.make(fp8_folders.dense_model(), root / kind, kind)
+        found[kind] = (root / kind, dense)
+    return found
+
+
+def test_each_kind_has_a_case() -> None:
+    assert SCHEMES.keys() == fp8_folders.KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
+    folder, dense = folders[kind]
+    attention, rest, _ = SCHEMES[kind]
+    reader = open_checkpoint(folder)
+    assert reader.layers.keys() == dense.keys()
+    assert not list(problems(reader, reader.tensors(), sums=False))
+    model = fp4pass.load(folder, progress=False)
+    for name, weight in dense.items():
+        module = model.get_submodule(name)
+        assert module.config.scheme == (attention if "self_attn" in name else rest)
+        assert torch.equal(reader.dense(name, torch.float32), weight)
+        assert torch.equal(module.weight, weight.bfloat16())
+        static = kind in ("ct-tensor", "mo-tensor") or (kind == "mo-mixed" and "self" in name)
+        assert reader.layers[name].static_inputs is static
+        if static:
+            assert torch.equal(module.input_global_scale, torch.tensor([3.0 / 448]))
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_folder_is_written_in_each_layout_that_holds_it(
+    kind: str, folders: Any, tmp_path: Path
+) -> None:
+    folder, dense = folders[kind]
+    before = open_checkpoint(folder)
+    for layout in (_CT, _MO, _FINE):
+        if layout not in SCHEMES[kind][2]:
+            with pytest.raises(CheckpointError, match=f"{layout} has "):
+                transcode(folder, tmp_path / layout, layout, progress=False)
+            continue
+        transcode(folder, tmp_path / layout, layout, progress=False)
+        after = open_checkpoint(tmp_path / layout)
+        assert after.layout.name == layout
+        for name in dense:
+            assert after.layers[name].scheme == before.layers[name].scheme
+            old, new = before.parts(name), after.parts(name)
+            assert torch.equal(old[PACKED], new[PACKED]) and torch.equal(old[SCALE], new[SCALE])
+            assert torch.equal(before.dense(name, torch.float32), after.dense(name, torch.float32))
+    transcode(folder, tmp_path / "bf16", "bf16", progress=False)
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert not [name for name in tensors if "scale" in name]
+    for name, weight in dense.items():
+        assert torch.equal(tensors[f"{name}.weight"], weight.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["ct-row", "ct-row-a16", "ct-tensor", "ct-block"])
+def test_stock_transformers_gives_our_logits(kind: str, folders: Any) -> None:
+    """In float32, for in bfloat16 it rounds the scales of inputs to that."""
+    folder, _ = folders[kind]
+    change_to_bfloat16(folder)
+    ours = logits(fp4pass.load(folder, progress=False).float())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(ours, logits(theirs), rtol=0, atol=1e-5)
+
+
+def change_to_bfloat16(folder: Path) -> None:
+    """Round scales to bfloat16, as llm-compressor does: stock transformers makes them so."""
+    path = folder / "model.safetensors"
+    tensors = {
+        name: tensor.bfloat16() if name.endswith("_scale") and tensor.dtype.itemsize > 1 else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_stock_transformers_gives_our_logits_of_mxfp8(folders: Any) -> None:
+    folder, _ = folders["ct-mxfp8"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits(fp4pass.load(folder, progress=False)), logits(theirs))
+
+
+@pytest.mark.parametrize("kind", ["mo-mixed", "mo-tensor", "finegrained", "ct-mxfp8", "ct-row"])
+def test_experts_are_read_to_the_bit(kind: str, tmp_path: Path) -> None:
+    ignore = ("lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+    dense = fp8_folders.make(fp8_folders.mixture_model(), tmp_path / "m", kind, ignore)
+    model = fp4pass.load(tmp_path / "m", progress=False)
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        experts = model.get_submodule(path)
+        for key, parts in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        ):
+            rows = [torch.cat([dense[f"{path}.{e}.{part}"] for part in parts]) for e in range(4)]
+            stack = getattr(experts, key)
+            weight = stack.weight if hasattr(stack, "weight") else stack
+            assert torch.equal(weight, torch.stack(rows).bfloat16())
+    assert logits(model).isfinite().all()
+
+
+def test_what_is_not_read_says_so(folders: Any, tmp_path: Path) -> None:
+    def copy(kind: str, name: str) -> Path:
+        return Path(shutil.copytree(folders[kind][0], tmp_path / name))
+
+    name = "model.layers.0.self_attn.q_proj"
+    folder = copy("mo-tensor", "no-input-scale")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[f"{name}.input_scale"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"q_proj.input_scale is missing"):
+        fp4pass.load(folder, progress=False)
+    folder = copy("finegrained", "other-blocks")
+    change_json(
+        folder / "config.json",
+        lambda data: data["quantization_config"].update(weight_block_size=[64, 64]),
+    )
+    with pytest.raises(UnreadError, match=r"weight_block_size \[128, 128\]"):
+        open_checkpoint(folder)
+    folder = copy("finegrained", "damaged")
+
+    def damage(tensor: Any) -> None:
+        tensor.view(torch.uint8)[0, 0] = 0x7F
+
+    change(folder, f"{name}.weight", damage)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight: it holds NaN"):
+        fp4pass.load(folder, progress=False)
+    folder = copy("ct-row", "other-config")
+    change_json(
+        folder / "config.json",
+        lambda data: data["quantization_config"]["config_groups"]["group_0"]["weights"].update(
+            strategy="group", group_size=128
+        ),
+    )
+    with pytest.raises(UnreadError, match="expected a format of"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "layouts", "groups"),
+    [
+        ({"fmt": "fp8"}, (_CT, _MO), 1),
+        ({"fmt": "fp8_block"}, (_CT, _FINE), 1),
+        ({"fmt": "mxfp8a16"}, (_CT,), 1),
+        ({"fmt": "nvfp4a16", "rules": [("*self_attn*", {"fmt": "fp8", "weight_only": False})]},
+         (_CT, _MO), 2),
+    ],
+)  # fmt: skip
+def test_a_converted_model_is_saved_for_others(
+    options: Any, layouts: Any, groups: int, tmp_path: Path
+) -> None:
+    model = fp4pass.convert(fp8_folders.dense_model(), method="naive", progress=False, **options)
+    for layout in (_CT, _MO, _FINE):
+        folder = tmp_path / layout
+        if layout not in layouts:
+            with pytest.raises(CheckpointError, match=f"{layout} has "):
+                fp4pass.save(model, folder, layout=layout, progress=False)
+            continue
+        fp4pass.save(model, folder, layout=layout, progress=False)
+        assert_same_bits(model, fp4pass.load(folder, progress=False))
+        (folder / "fp4pass.json").unlink()
+        assert open_checkpoint(folder).layout is LAYOUTS[layout]
+        assert_same_bits(model, fp4pass.load(folder, progress=False))
+        declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert layout == _FINE or len(declared["config_groups"]) == groups
+
+
+def test_parts_of_what_engines_fuse_have_one_scheme(tmp_path: Path) -> None:
+    rules = [("*.v_proj", {"fmt": "fp8"})]
+    model = fp4pass.convert(
+        fp8_folders.dense_model(), "nvfp4a16", "naive", rules=rules, progress=False
+    )
+    with pytest.raises(CheckpointError, match=r"self_attn: q_proj nvfp4a16, k_proj nvfp4a16, v_pr"):
+        fp4pass.save(model, tmp_path / "q", progress=False)
