@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from ..signatures import with_options
 from ..stacks import caller_of
 from ..state import unwrap
 from .choosing import Schemes, best_within, curve, extremes, uniform
-from .forwards import Forwards
+from .forwards import Forwards, finely
 from .groups import FLOAT, Group, Layers
 from .held_out import Trials
 from .models import Converter
 from .result import Allocation, Candidate, GroupScheme, Point
-from .sensitivity import Costs, add_float, measure, total
-from .text import Texts, read_texts
+from .sensitivity import add_float, measure, total
+from .text import read_texts
 
 _log = logging.getLogger(__name__)
 
@@ -108,23 +109,48 @@ def allocate(
         (True, True)
     """
     budget = _budget(bits, kl)
+    sizes: dict[str, int] = {"windows": windows, "held_out": held_out, "seq_len": seq_len}
+    recipe: dict[str, Any] = {"method": method, "quality": quality, "rules": rules, **options}
+    with shown("allocate", progress), measured(model, schemes, data, tokenizer, sizes, recipe) as m:
+        return choose(m, budget)
+
+
+@contextmanager
+def measured(
+    model: nn.Module,
+    schemes: Sequence[str],
+    data: Any,
+    tokenizer: Any,
+    sizes: Mapping[str, int],
+    recipe: Mapping[str, Any],
+) -> Iterator[Trials]:
+    """Measure all groups of a model, for budgets that are chosen within the body.
+
+    Args:
+        model: as for `allocate`.
+        schemes: as for `allocate`.
+        data: as for `allocate`.
+        tokenizer: as for `allocate`.
+        sizes: windows, held_out and seq_len of `allocate`.
+        recipe: its method, quality, rules and options.
+    """
+    options = dict(recipe)
+    quality, rules = options.pop("quality", None), check_rules(options.pop("rules", ()))
     root = unwrap(model, data, tokenizer)
     names, keeps_float = _schemes(schemes)
-    options = _options(method, quality, names, options)
+    options = _options(options.pop("method", None), quality, options)
     configs = {name: LinearConfig(name, **options) for name in names}
-    rules = _settled(check_rules(rules), configs[names[0]])
-    _require_possible(root, quality)
+    rules = _settled(rules, configs[names[0]])
+    _require_possible(root)
     for config in configs.values():
         require_layers(plan_layers(root, config, rules))
-    needs = [each if quality is None else with_quality(each, quality) for each in configs.values()]
+    used = [each if quality is None else with_quality(each, quality) for each in configs.values()]
     calibrates = any(
-        each.needs or (not each.weight_only and each.format.has_global_scale) for each in needs
+        each.needs or (not each.weight_only and each.format.has_global_scale) for each in used
     )
-    sizes: dict[str, int] = {"windows": windows, "held_out": held_out, "seq_len": seq_len}
-    with shown("allocate", progress), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         texts = read_texts(root, data, tokenizer, **sizes, calibrates=calibrates)
-        given = (root, options, quality, texts.calibration, folder, names)
-        converter = Converter.of(*given)
+        converter = Converter.of(root, options, quality, texts.calibration, folder, names)
         plans = {
             name: plan_layers(converter.root, config, rules) for name, config in configs.items()
         }
@@ -132,34 +158,26 @@ def allocate(
         layers = Layers.of(plans, rules, stacks)
         inside = [layer for stack in stacks for layer in stack.layers]
         forwards = Forwards(converter.root, texts.measured, inside)
-        with fast_dtype(converter.root):
+        with finely(converter.root):
             forwards.record([caller_of(layer.module) for layer in layers.planned])
         groups = layers.groups(forwards.inputs)
         _require_reached(groups, layers)
         costs = measure(converter, layers, groups, forwards, names)
         add_float(costs, groups, keeps_float)
-        del forwards
+        held_out = Forwards(converter.root, texts.held_out)
+        with fast_dtype(converter.root):
+            held_out.record()
         candidates = (*names, FLOAT) if keeps_float else names
-        trials = _trials(converter, layers, groups, costs, texts)
-        chosen = _chosen(trials, budget)
-        return _result(trials, chosen, budget, candidates, texts)
+        yield Trials(converter, layers, groups, costs, held_out, candidates, texts.to_dict())
 
 
-def _trials(
-    converter: Converter,
-    layers: Layers,
-    groups: Sequence[Group],
-    costs: Sequence[Costs],
-    texts: Texts,
-) -> Trials:
-    """Run the float model on the held-out text."""
-    forwards = Forwards(converter.root, texts.held_out)
-    with fast_dtype(converter.root):
-        forwards.record()
-    return Trials(converter, layers, groups, costs, forwards)
+def choose(trials: Trials, budget: Mapping[str, float]) -> Allocation:
+    """Return the best model within a budget, {"bits": ...} or {"kl": ...}, beside uniform ones."""
+    trials.found.clear()
+    return _result(trials, _chosen(trials, budget), budget)
 
 
-def _chosen(trials: Trials, budget: dict[str, float]) -> Candidate:
+def _chosen(trials: Trials, budget: Mapping[str, float]) -> Candidate:
     """Return the best model within the budget, measured. Raises OptionError if there is none."""
     costs = trials.costs
     if "kl" in budget:
@@ -187,26 +205,17 @@ def _chosen(trials: Trials, budget: dict[str, float]) -> Candidate:
     return trials.measure(schemes, "allocated")
 
 
-def _result(
-    trials: Trials,
-    chosen: Candidate,
-    budget: dict[str, float],
-    schemes: Sequence[str],
-    texts: Texts,
-) -> Allocation:
+def _result(trials: Trials, chosen: Candidate, budget: Mapping[str, float]) -> Allocation:
     """Measure uniform models of at most the same bytes, and return the best of all."""
     limit = chosen.bytes if "kl" in budget else _limit(trials, budget["bits"])
-    others: dict[str, Schemes] = uniform(trials.costs, schemes, limit)
-    labels = {each: label for label, each in others.items()}
+    others: dict[str, Schemes] = uniform(trials.costs, trials.schemes, limit)
     uniforms = [trials.measure(each, label) for label, each in others.items()]
     best = min(uniforms, key=lambda each: (each.kl, each.bytes), default=None)
-    # A choice may be uniform itself.
-    is_uniform = best is not None and best.kl <= chosen.kl
-    if best is not None and is_uniform:
+    if best is not None and best.kl <= chosen.kl:
         if best.schemes != chosen.schemes:
             _log.warning(
                 "%s has KL %.6g on held-out text, the mixture %.6g: it is returned",
-                labels[best.schemes],
+                best.label,
                 best.kl,
                 chosen.kl,
             )
@@ -219,15 +228,15 @@ def _result(
         for group, scheme, costs in zip(trials.groups, chosen.schemes, trials.costs, strict=True)
     ]
     return Allocation(
-        budget=budget,
+        budget=dict(budget),
         recipe=trials.recipe(chosen.schemes),
         groups=tuple(groups),
         chosen=chosen,
         uniform=best,
         measured=tuple(trials.found.values()),
         curve=tuple(points),
-        text=texts.to_dict(),
-        is_uniform=is_uniform,
+        text=trials.text,
+        is_uniform=chosen.schemes in others.values(),
     )
 
 
@@ -272,9 +281,7 @@ def _schemes(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     return quantizing, keeps_float
 
 
-def _options(
-    method: object, quality: str | None, schemes: Sequence[str], options: dict[str, Any]
-) -> dict[str, Any]:
+def _options(method: object, quality: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LinearConfig` beside the scheme."""
     found = {name: value for name, value in options.items() if value is not None}
     for name in ("fmt", "weight_only", "block"):
@@ -300,7 +307,7 @@ def _settled(rules: Sequence[Rule], config: LinearConfig) -> tuple[Rule, ...]:
     return tuple((pattern, settled(options)) for pattern, options in rules)
 
 
-def _require_possible(root: nn.Module, quality: str | None) -> None:
+def _require_possible(root: nn.Module) -> None:
     """Raise StateError or OptionError for models and processes that this is not for."""
     if require_float(root, "allocate") is not None:
         raise StateError(

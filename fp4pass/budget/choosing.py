@@ -44,8 +44,8 @@ def curve(costs: Sequence[Costs]) -> list[Cost]:
 def uniform(costs: Sequence[Costs], schemes: Sequence[str], limit: float) -> dict[str, Schemes]:
     """Return uniform choices of at most so many bytes, by what they are called.
 
-    They have one scheme; or the largest that fits, and the next larger one for as many of the first
-    groups as fit. A group that cannot have the scheme has the smallest that it can.
+    They have one scheme; or the largest that fits, and the next larger one for the first groups,
+    as many as fit. A group that cannot have the scheme has the smallest that it can.
     """
     sized = sorted(schemes, key=lambda each: total(costs, _all(costs, each)).bytes)
     fitting = [s for s in sized if total(costs, _all(costs, s)).bytes <= limit]
@@ -65,15 +65,14 @@ def _all(costs: Sequence[Costs], scheme: str) -> Schemes:
 
 
 def _first(costs: Sequence[Costs], low: str, high: str, limit: float) -> Schemes:
-    """Return a choice with a scheme for the first groups, and another one behind them."""
-    lower, higher = _all(costs, low), _all(costs, high)
-    count = 0
-    while count < len(costs):
-        tried = (*higher[: count + 1], *lower[count + 1 :])
-        if total(costs, tried).bytes > limit:
-            break
-        count += 1
-    return (*higher[:count], *lower[count:])
+    """Return a choice with a larger scheme for each group, in order, with which it still fits."""
+    chosen = list(_all(costs, low))
+    size = total(costs, chosen).bytes
+    for i, scheme in enumerate(_all(costs, high)):
+        more = costs[i][scheme].bytes - costs[i][chosen[i]].bytes
+        if size + more <= limit:
+            chosen[i], size = scheme, size + more
+    return tuple(chosen)
 
 
 def _solved(costs: Sequence[Costs], limit: float, *, by_bytes: bool) -> Schemes | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..engine.layer_calls import map_tensors, offload_hidden_state
 from ..engine.recording import FAULTS
 from ..errors import NonFiniteError, StateError
+from ..evaluation.computing import fast_dtype, halves, in_float32
 from ..evaluation.metrics import token_kl
 from ..observers.batches import call_arguments, device_of
 
@@ -26,11 +27,28 @@ _log = logging.getLogger(__name__)
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
 
-# The share of a GPU's free memory for what layers returned.
-_STATES = 1 / 8
+# The shares of a GPU's free memory for what layers returned, and for weights in float32.
+_STATES, _WEIGHTS = 1 / 8, 1 / 2
 
 # A KL above this, in nats, is no rounding of the same computation.
 _SAME = 1e-6
+
+
+@contextmanager
+def finely(*models: nn.Module) -> Iterator[None]:
+    """Have models compute in float32, if there is memory for it.
+
+    Where bfloat16 rounds otherwise behind a group, that alone has a KL as large as 8 bits do.
+    """
+    found = [tensor for model in models for tensor in halves(model)]
+    fits = True
+    for device in {tensor.device for tensor in found if tensor.is_cuda}:
+        needed = sum(2 * tensor.nbytes for tensor in found if tensor.device == device)
+        fits = fits and needed < _WEIGHTS * torch.cuda.mem_get_info(device)[0]
+    if not fits:
+        _log.info("no memory for groups to be measured in float32: they are in the model's dtype")
+    with in_float32(*models) if fits else fast_dtype(*models):
+        yield
 
 
 class Forwards:

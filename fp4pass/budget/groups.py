@@ -135,13 +135,18 @@ class Layers:
             left[name] = (None if rule is None else list(self.rules).index(rule), scheme)
         short = self._shortened(left)
         every = {short.get(name, name) for name in self._entries}
+        names: dict[tuple[int | None, str], list[str]] = {}
+        for name, key in left.items():
+            names.setdefault(key, []).append(short[name])
         found: list[Rule] = []
-        for key in dict.fromkeys(left.values()):
-            names = list(dict.fromkeys(short[n] for n, each in left.items() if each == key))
+        # The first match wins, so that patterns of the most common scheme, the last, may be wide.
+        for key in sorted(names, key=lambda key: len(names[key])):
             index, scheme = key
             own = {} if index is None else dict(self.rules[index][1] or {})
             options = None if scheme == FLOAT else {**own, **scheme_fields(scheme)}
-            found += [(glob, options) for glob in covering_globs(names, every - set(names))]
+            every -= set(names[key])
+            globs = covering_globs(list(dict.fromkeys(names[key])), every)
+            found += [(glob, options) for glob in globs]
         return [*found, *self.rules]
 
     @property

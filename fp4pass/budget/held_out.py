@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +29,9 @@ class Trials:
     """Whole models, each converted and measured once.
 
     Attributes:
-        found: those that were measured, in order.
+        schemes: to choose from.
+        text: tokens of the parts of the data.
+        found: those that were measured for a budget, in order.
     """
 
     converter: Converter
@@ -36,6 +39,8 @@ class Trials:
     groups: Sequence[Group]
     costs: Sequence[Costs]
     forwards: Forwards
+    schemes: Sequence[str]
+    text: Mapping[str, int]
     found: dict[Schemes, Candidate] = field(default_factory=dict)
 
     @property
@@ -59,7 +64,10 @@ class Trials:
         return self.converter.recipe(main, self.layers.rules_for(chosen))
 
     def measure(self, schemes: Schemes, label: str) -> Candidate:
-        """Return a model, once it is measured; one that stays as it is has no KL."""
+        """Return a model, once it is measured; one that stays as it is has no KL.
+
+        The last label that is given for its schemes is that of the model.
+        """
         if schemes not in self.found:
             cost = total(self.costs, schemes)
             facts = (8 * cost.bytes / self.weights, cost.bytes, cost.kl)
@@ -72,6 +80,7 @@ class Trials:
                 measured = (mean_kl(sums), *_interval(sums))
             self.found[schemes] = Candidate(label, *facts, *measured, schemes)
             current().step(("model",), counts={"models": 1})
+        self.found[schemes] = dataclasses.replace(self.found[schemes], label=label)
         return self.found[schemes]
 
     def smallest(self, kl: float) -> Candidate:

@@ -89,7 +89,7 @@ class Allocation:
         measured: all models that were measured, `chosen` and `uniform` among them.
         curve: predicted KL by bytes, from the smallest model to the largest.
         text: tokens of the parts of the data.
-        is_uniform: whether a uniform model was no worse, and is the one that was chosen.
+        is_uniform: whether a uniform model was no worse, and is chosen.
 
     Example:
         >>> found = fp4pass.allocate(model, bits=6, schemes=("nvfp4a16", "bf16"), data=batches)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.progress import current
-from ..evaluation.computing import fast_dtype
-from .forwards import Forwards, mean_kl
+from .forwards import Forwards, finely, mean_kl
 from .groups import FLOAT, Group, Layers, rounds
 from .models import Converter, packed_bytes, swapped
 
@@ -60,7 +59,7 @@ def measure(
         chosen |= {name: scheme for group in part for name in group.names}
         base = scheme if scheme in layers.plans else schemes[0]
         converted = converter.convert(converter.recipe(base, layers.rules_for(chosen)))
-        with fast_dtype(converter.root, converted):
+        with finely(converter.root, converted):
             for group in part:
                 kl = _alone(converter.root, group, converted, forwards)
                 if math.isfinite(kl):
