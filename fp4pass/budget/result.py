@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import Rule, plain
+from ..config import Rule
 from ..quantization.recipe import Recipe
 from .sensitivity import Cost
 
@@ -140,21 +141,8 @@ class Allocation:
             >>> sorted(found.to_dict())[:4]
             ['budget', 'chosen', 'curve', 'groups']
         """
-        candidates = [_plain(each) for each in self.measured]
-        return {
-            "budget": dict(self.budget),
-            "recipe": self.recipe.to_dict(),
-            "text": dict(self.text),
-            "chosen": _plain(self.chosen),
-            "uniform": None if self.uniform is None else _plain(self.uniform),
-            "is_uniform": self.is_uniform,
-            "measured": candidates,
-            "curve": [dict(vars(point)) for point in self.curve],
-            "groups": [
-                {**_plain(group), "costs": {s: dict(vars(c)) for s, c in group.costs.items()}}
-                for group in self.groups
-            ],
-        }
+        plain = {name: _plain(value) for name, value in vars(self).items() if name != "recipe"}
+        return {**plain, "recipe": self.recipe.to_dict()}
 
     def __str__(self) -> str:
         lines = [self._sentence(), "", *_table(_HEADER, map(_line, self.measured)), ""]
@@ -221,5 +209,10 @@ def _table(header: tuple[str, ...], rows: Any) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    return {name: plain(value) for name, value in vars(record).items()}
+def _plain(value: Any) -> Any:
+    """Return values as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if dataclasses.is_dataclass(value):
+        return _plain(vars(value))
+    return list(map(_plain, value)) if isinstance(value, tuple | list) else value
