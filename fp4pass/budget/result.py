@@ -22,6 +22,11 @@ class GroupScheme:
         scheme: the chosen one; "float" for layers that stay as they are.
         costs: bytes and KL by scheme, as measured with this group alone.
         is_fixed: whether a rule decided.
+
+    Example:
+        >>> costs = {"nvfp4a16": fp4pass.budget.Cost(bytes=576, kl=0.01)}
+        >>> fp4pass.budget.GroupScheme(("q", "k", "v"), 1024, "nvfp4a16", costs).bits
+        4.5
     """
 
     layers: tuple[str, ...]
@@ -49,6 +54,11 @@ class Candidate:
         low: lower end of the interval of `kl`; None for a single window.
         high: its upper end.
         schemes: of each group, in order.
+
+    Example:
+        >>> found = fp4pass.allocate(model, bits=6, schemes=("nvfp4a16", "bf16"), data=batches)
+        >>> found.uniform.label
+        'uniform nvfp4a16'
     """
 
     label: str
@@ -69,6 +79,10 @@ class Point:
         bits: of a weight.
         bytes: of all weights.
         predicted: the sum of the KL of the groups.
+
+    Example:
+        >>> fp4pass.budget.Point(bits=4.5, bytes=576, predicted=0.01).bits
+        4.5
     """
 
     bits: float

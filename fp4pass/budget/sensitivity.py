@@ -21,6 +21,10 @@ class Cost:
     Attributes:
         bytes: of codes and block scales; of the weights as they are, for a group that stays so.
         kl: KL(original || model with this group alone in the scheme), nats per token.
+
+    Example:
+        >>> fp4pass.budget.Cost(bytes=576, kl=0.01).bytes
+        576
     """
 
     bytes: int
