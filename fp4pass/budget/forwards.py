@@ -66,7 +66,7 @@ class Forwards:
         self.root, self.batches, self._layers = root, batches, list(layers)
         self.logits: list[Tensor] = []
         self.inputs: dict[nn.Module, set[object]] = {}
-        # What each layer returned for each batch.
+        # The results of each layer, for each batch.
         self._outputs: list[dict[nn.Module, Any]] = []
         # When modules were first called and layers last ended, in the order of calls.
         self._begins: dict[nn.Module, int] = {}

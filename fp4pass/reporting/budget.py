@@ -42,7 +42,7 @@ def curve(allocation: Allocation) -> Panel:
         marker="",
         line="-",
     )
-    # What stays as it is has no place on a scale of logarithms.
+    # A model that stays as it is has no place on a scale of logarithms.
     measured = [each for each in allocation.measured if each.kl > 0]
     chosen = allocation.chosen.schemes
     others = [each for each in measured if each.schemes != chosen]
