@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from ..budget import SCHEMES, Allocation, allocate
 from ..calibration.packing import Example, collate
+from ..core.plain_files import parse_file
 from ..errors import OptionError, expected
 from ..quantization.recipe import Recipe
 from ..schemes import schemes as known_schemes
@@ -36,9 +38,6 @@ Schemes = Annotated[
         show_default=",".join(SCHEMES),
     ),
 ]
-
-# As for `allocate`, where neither a method, a quality nor a recipe is given.
-BUDGET_METHOD = "sse"
 
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(?:e-?\d+)?")
 
@@ -103,6 +102,19 @@ class Asked:
             raise OptionError(expected("--budget", "a number as in 5.0bits or 0.02kl", budget))
         names = SCHEMES if schemes is None else tuple(filter(None, schemes.split(",")))
         return Asked(limit, names)
+
+    def with_method(self, recipe: Recipe, path: Path | None, options: Mapping[str, Any]) -> Recipe:
+        """Return a recipe with the method of `allocate`, unless something says another one.
+
+        Args:
+            recipe: as it was read.
+            path: of its file.
+            options: fields of `LinearConfig` that are given.
+        """
+        data = {} if path is None else parse_file(path)
+        data = data.get("recipe", data) if isinstance(data, Mapping) else {}
+        says = "method" in options or "method" in data or recipe.quality is not None
+        return recipe if says else recipe.override({"method": "sse"})
 
     def recipes(self, recipe: Recipe) -> list[Recipe]:
         """Return the recipe of a whole model in each scheme that quantizes."""

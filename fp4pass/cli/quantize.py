@@ -35,7 +35,7 @@ from ..reporting.text import size
 from ..rows import Report
 from ..sources.files import MANIFEST
 from . import screen, sources
-from .budget import BUDGET_METHOD, Asked, Budget, Schemes
+from .budget import Asked, Budget, Schemes
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
 
@@ -126,8 +126,8 @@ def quantize(
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
     layer_by_layer = "--stream" if stream else "--sequential" if sequential else ""
     asked = Asked.read(budget, schemes, config_options, layer_by_layer, group.size)
-    if asked is not None and rules is None and quality is None:
-        recipe = recipe.override({"method": config_options.get("method", BUDGET_METHOD)})
+    if asked is not None:
+        recipe = asked.with_method(recipe, rules, config_options)
     for each in [recipe] if asked is None else asked.recipes(recipe):
         _require_possible(each, export, stream)
     bytes_of(max_shard_size)

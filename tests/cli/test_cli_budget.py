@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CALIBRATED, run, run_json
+from small_models import TINY, tokens
 
-from fp4pass.cli.budget import Asked
 from fp4pass.errors import OptionError
 
-pytest.importorskip("typer")
+for package in ("transformers", "typer", "rich", "yaml"):
+    pytest.importorskip(package)
+
+Asked: Any = pytest.importorskip("fp4pass.cli.budget").Asked
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 EIGHT = "mxfp8_e4m3a16"
 READ: dict[str, Any] = {"schemes": None, "options": {}, "by_layers": "", "processes": 1}
@@ -44,24 +50,36 @@ def test_what_is_wrong_is_said(name: str) -> None:
         Asked.read(budget, **{**READ, **more})
 
 
-def test_a_folder_of_two_schemes_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    from fp4pass.cli import main
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    """Two layers are enough; they say the method, too."""
+    path = tmp_path / "rules.json"
+    skipped = [{f"model.layers.{i}.*": None} for i in (2, 3)]
+    path.write_text(json.dumps({"method": {"name": "naive"}, "rules": skipped}))
+    return path
 
-    tiny = Path(__file__).parents[2] / "examples" / "tiny_lm"
-    text = tmp_path / "text.txt"
-    text.write_text((tiny / "calib.txt").read_text("utf-8")[:6000], "utf-8")
+
+def test_a_folder_of_two_schemes_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = ["quantize", str(tiny), "-o", str(out), "--budget", "5.0bits", "--calib", str(text)]
-    command += ["--seq-len", "32", "--samples", "8", "--schemes", f"nvfp4a16,{EIGHT}", "--json"]
-    with pytest.raises(SystemExit) as end:
-        main(command)
-    assert end.value.code == 0
-    found = json.loads(capsys.readouterr().out)
+    options = ("--budget", "5.0bits", "--schemes", f"nvfp4a16,{EIGHT}", *CALIBRATED[:2])
+    found = run_json("quantize", TINY, "-o", out, *options, "--samples", 8, "--seq-len", 32)
     allocation = found["allocation"]
     assert allocation["budget"] == {"bits": 5.0} and allocation["chosen"]["bits"] <= 5.0
     assert {line["label"] for line in found["summary"]} == {"nvfp4a16", EIGHT}
     recipe = json.loads((out / "fp4pass.json").read_text("utf-8"))["recipe"]
     assert recipe["method"]["name"] == "sse" and len(recipe["rules"]) >= 2
+
+
+def test_without_data_the_model_writes_its_own(
+    tmp_path: Path, rules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fp4pass.calibration.to_batches.sample", lambda *args, **options: tokens(8, 32)
+    )
+    out = tmp_path / "out"
+    options = ("--budget", "0.1kl", "--schemes", "nvfp4a16,bf16", "--rules", rules)
+    result = run("quantize", TINY, "-o", out, *options)
+    assert result.stdout.startswith("kl=0.1: 4.5")
+    recipe = json.loads((out / "fp4pass.json").read_text("utf-8"))["recipe"]
+    assert recipe["method"]["name"] == "naive"
+    assert recipe["rules"][-2:] == [["model.layers.2.*", None], ["model.layers.3.*", None]]
