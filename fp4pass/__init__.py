@@ -11,6 +11,7 @@ from .config import LinearConfig
 from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
+from .later import LATER
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.quantize import set_compute
 from .quantization.recipe import Recipe
@@ -20,6 +21,7 @@ from .rows import Report
 from .tensor import QuantState, functional, quantize
 
 if TYPE_CHECKING:
+    from .budget import allocate
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .learning import Refine, distill, refine
@@ -39,6 +41,7 @@ __all__ = [
     "Report",
     "Sse",
     "__version__",
+    "allocate",
     "calibrate",
     "compile_report",
     "convert",
@@ -62,11 +65,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".smoothing", "parallelize": ".parallel"}
-    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation"}
-    later |= dict.fromkeys(("Refine", "distill", "refine"), ".learning")
-    if name in later:
-        return getattr(import_module(later[name], __name__), name)
+    if name in LATER:
+        return getattr(import_module(LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -141,6 +141,8 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluate": language,
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
+    "fp4pass.allocate": with_stack,
+    "fp4pass.budget": with_stack,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
@@ -148,6 +150,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
     "fp4pass.refine": with_stack,
+    "fp4pass.reporting.draw_allocation": with_stack,
     "fp4pass.smooth": normed,
 }
 

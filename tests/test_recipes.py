@@ -44,6 +44,11 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
         and made["after"][made["worst"]] < 0.05
     ),
     "best_quality": lambda made: made["after"] < 0.6 * made["before"],
+    "budget": lambda made: (
+        made["found"].bits <= 5.0
+        and made["found"].kl < made["found"].uniform.kl
+        and Path("out/budget.png").exists()
+    ),
     "compute": lambda made: (
         0 < made["changed"] < 0.1
         and made["w4a4"].activation_scales == "sse"

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from .. import float_models
 from ..api import convert
+from ..budget import Allocation
 from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint.float_source import open_float_source
@@ -35,6 +36,7 @@ from ..reporting.text import size
 from ..rows import Report
 from ..sources.files import MANIFEST
 from . import screen, sources
+from .budget import Asked, Budget, Schemes
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
 
@@ -47,6 +49,8 @@ def quantize(
         Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
     ] = None,
     quality: QualityName = None,
+    budget: Budget = None,
+    schemes: Schemes = None,
     calib: Annotated[
         str | None,
         Option(
@@ -121,7 +125,12 @@ def quantize(
     recipe = read_recipe(rules, quality, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
-    _require_possible(recipe, export, stream)
+    layer_by_layer = "--stream" if stream else "--sequential" if sequential else ""
+    asked = Asked.read(budget, schemes, config_options, layer_by_layer, group.size)
+    if asked is not None:
+        recipe = asked.with_method(recipe, rules, config_options)
+    for each in [recipe] if asked is None else asked.recipes(recipe):
+        _require_possible(each, export, stream)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
     if sequential and calib is None and not stream and not _needs_text(recipe):
@@ -129,7 +138,7 @@ def quantize(
             "--sequential calibrates, and the method needs no text. Give --calib FILE, or leave "
             "--sequential out."
         )
-    by_layers = "--stream" if stream else "--sequential" if sequential else ""
+    by_layers = layer_by_layer
     if recipe.quality is not None and get_quality(recipe.quality).sequential:
         by_layers = by_layers or f"--quality {recipe.quality}"
     if by_layers and chosen == "auto":
@@ -157,7 +166,7 @@ def quantize(
     if calib is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
-    if calib is None and _needs_text(recipe):
+    if calib is None and (asked is not None or _needs_text(recipe)):
         require_writer(config)
     read = None
     if calib is not None:
@@ -171,6 +180,7 @@ def quantize(
             )
         read = every[group.rank :: group.size]
     # Finished weights wait beside the folder until it is written.
+    allocation: Allocation | None = None
     finished = finished_layers(output)
     what = "layers" if stream else "weights"
     if found := _count(finished):
@@ -199,17 +209,20 @@ def quantize(
             )
         else:
             loaded = float_models.load_float(
-                model, kept, "cpu" if by_layers else chosen, trust_remote_code
+                model, kept, "cpu" if by_layers and asked is None else chosen, trust_remote_code
             )
+            screen.note(
+                f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
+                f"{str(loaded.dtype).removeprefix('torch.')}"
+            )
+            if asked is not None:
+                allocation = asked.allocate(loaded, recipe, read, processor)
+                recipe = dataclasses.replace(allocation.recipe, kv_cache=recipe.kv_cache)
             # Wrong rules raise before the calibration.
             place = chosen if by_layers else None
             call = one_call(loaded, recipe, by_layers=sequential, device=place)
             current().foresee(later_costs(call.plan))
             foresee_save(current(), packed_size(loaded, call.plan))
-            screen.note(
-                f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
-                f"{str(loaded.dtype).removeprefix('torch.')}"
-            )
             arguments = calibrated(call, read, batch_size, tokenizer=processor)
             convert(loaded, **arguments, device=place, resume=finished)
             call.record()
@@ -222,7 +235,7 @@ def quantize(
         return
     counts = found, _count(finished) - found
     shutil.rmtree(finished, ignore_errors=True)
-    _print_result(open_checkpoint(output), result, counts, as_json)
+    _print_result(open_checkpoint(output), result, counts, as_json, allocation)
 
 
 def _needs_text(recipe: Recipe) -> bool:
@@ -254,7 +267,11 @@ def _count(finished: Path) -> int:
 
 
 def _print_result(
-    stored: CheckpointReader, result: Report, counts: tuple[int, int], as_json: bool
+    stored: CheckpointReader,
+    result: Report,
+    counts: tuple[int, int],
+    as_json: bool,
+    allocation: Allocation | None,
 ) -> None:
     before = open_packed(stored).dense_bytes
     summary = summarize([layer_facts(row) for row in result.converted])
@@ -270,10 +287,13 @@ def _print_result(
                 "resumed": counts[0],
                 "searched": counts[1],
                 "summary": summary,
+                **({} if allocation is None else {"allocation": allocation.to_dict()}),
                 **result.to_dict(),
             }
         )
         return
+    if allocation is not None:
+        print(f"{allocation}\n")
     header = ("scheme ", "method ", "layers", "bits", "weight err", "output err")
     lines = [
         (

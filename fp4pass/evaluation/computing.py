@@ -33,10 +33,17 @@ def fast_dtype(*models: nn.Module) -> Iterator[None]:
         >>> with fp4pass.evaluation.fast_dtype(model):
         ...     model = fp4pass.calibrate(model, batches, progress=False)
     """
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
-    for model in filter(is_slow, models):
+    slow = list(filter(is_slow, models))
+    for model in slow:
         _log.info("%s computes %s", type(unwrap(model)).__name__, IN_FLOAT32)
-        kept |= {id(tensor): (tensor, tensor.data) for tensor in _halves(model)}
+    with in_float32(*slow):
+        yield
+
+
+@contextmanager
+def in_float32(*models: nn.Module) -> Iterator[None]:
+    """Have models compute in float32; on return they are as they were, as for `fast_dtype`."""
+    kept = {id(tensor): (tensor, tensor.data) for model in models for tensor in halves(model)}
     try:
         for tensor, data in kept.values():
             tensor.data = data.float()
@@ -58,10 +65,10 @@ def is_slow(model: nn.Module) -> bool:
         return False
     exported = any(isinstance(module, fx.GraphModule) for module in root.modules())
     on_cpu = all(tensor.is_cpu for tensor in (*root.parameters(), *root.buffers()))
-    return on_cpu and not exported and any(True for _ in _halves(root)) and not cpu_has_bfloat16()
+    return on_cpu and not exported and any(True for _ in halves(root)) and not cpu_has_bfloat16()
 
 
-def _halves(model: nn.Module) -> Iterator[Tensor]:
+def halves(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a model that are in bfloat16 or float16."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in (torch.bfloat16, torch.float16):

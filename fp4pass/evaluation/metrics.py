@@ -36,9 +36,7 @@ def score_tokens(
     if others is None:
         return [nll]
     log_p = others.float().log_softmax(-1)
-    p = log_p.exp()
-    # A token that the reference rules out (logit -inf) adds nothing.
-    terms = torch.where(p == 0, 0.0, p * (log_p - log_q))
+    terms = _kl_terms(log_p, log_q)
     kl = terms.sum(-1, dtype=torch.float64)
     agree = others.argmax(-1) == logits.argmax(-1)
     delta = (-nll.double()).exp() - log_p.gather(1, targets[:, None])[:, 0].double().exp()
@@ -46,13 +44,26 @@ def score_tokens(
         return [nll, kl, agree, kl, delta, delta.square()]
     outside = log_p < _least_likely(log_p, top_p)[:, None]
     # log of the mass that each model has in the nucleus.
-    mass_p = p.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
+    mass_p = log_p.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
     mass_q = log_q.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
     inside = terms.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
     inside = inside / mass_p + (mass_q.log() - mass_p.log())
     # A model that rules the whole nucleus out is infinitely far, and not inf - inf.
     inside = torch.where(mass_q == 0, math.inf, inside)
     return [nll, kl, agree, inside, delta, delta.square()]
+
+
+def token_kl(logits: Tensor, others: Tensor) -> Tensor:
+    """Return KL(others || logits) [T] float64 of tokens, of logits [T, vocabulary] each."""
+    log_q, log_p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    return _kl_terms(log_p, log_q).sum(-1, dtype=torch.float64)
+
+
+def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return what each token of the vocabulary adds to the KL."""
+    p = log_p.exp()
+    # A token that the reference rules out (logit -inf) adds nothing.
+    return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 
 def quantile(values: Tensor, share: float) -> float:

@@ -1,0 +1,13 @@
+"""The modules of public names that few programs use: they are imported when one is asked for."""
+
+LATER = {
+    "allocate": ".budget",
+    "distill": ".learning",
+    "Evaluation": ".evaluation",
+    "evaluate": ".evaluation",
+    "parallelize": ".parallel",
+    "Refine": ".learning",
+    "refine": ".learning",
+    "smooth": ".smoothing",
+    "trace": ".graph.export",
+}
