@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .learning import Refine, distill, refine
+    from .merging import merge
     from .parallel import parallelize
     from .smoothing import smooth
 
@@ -47,6 +48,7 @@ __all__ = [
     "evaluate",
     "functional",
     "load",
+    "merge",
     "parallelize",
     "prepare",
     "quantize",
@@ -63,7 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".smoothing", "parallelize": ".parallel"}
-    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation"}
+    later |= {"Evaluation": ".evaluation", "evaluate": ".evaluation", "merge": ".merging"}
     later |= dict.fromkeys(("Refine", "distill", "refine"), ".learning")
     if name in later:
         return getattr(import_module(later[name], __name__), name)

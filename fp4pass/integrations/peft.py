@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,11 @@ from .._compat.peft import (
     targets,
     variants,
 )
-from ..errors import OptionError, StateError, some
+from ..errors import Fp4PassError, OptionError, StateError, some
 from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..linear import QuantizedLinear
-from ..quantization.adapters import refuse_merge
+from ..merging import merge
+from ..quantization.adapters import around_packed, refuse_merge
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
@@ -128,6 +129,33 @@ def _require_dense_copies(config: Any, model: nn.Module) -> None:
                 )
 
 
+def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
+    """Merge adapters as PEFT's method of this name does, without data.
+
+    Each layer is quantized again by its own method if that needs no data, else by "sse".
+
+    Args:
+        tuner: what PEFT puts adapters into models with.
+        adapters: the names of those to merge; None for the active ones.
+
+    Returns:
+        The model; None if no packed layer has adapters.
+
+    Raises:
+        StateError: as `fp4pass.merge` has it.
+    """
+    if not around_packed(tuner.model):
+        return None
+    active = tuner.active_adapters
+    if adapters is not None:
+        tuner.set_adapter(list(adapters))
+    try:
+        return merge(tuner).model
+    except Fp4PassError:
+        tuner.set_adapter(active)
+        raise
+
+
 class LoraQuantizedLinear(LoraLinear):
     """y = base(x) + B A dropout(x) * scaling, where base is a converted layer."""
 
@@ -145,8 +173,8 @@ class LoraQuantizedLinear(LoraLinear):
         return layer.weight_packed.device, layer.weight_dtype
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raise StateError: a packed weight cannot take an adapter in."""
+        """Raise StateError: a packed layer takes no adapter in without its neighbours."""
         refuse_merge()
 
     def unmerge(self) -> None:
-        """Do nothing: an adapter is never merged."""
+        """Do nothing: an adapter is merged for good, by `fp4pass.merge` for the whole model."""

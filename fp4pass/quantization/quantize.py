@@ -106,8 +106,13 @@ def quantize_weight(members: Sequence[LayerPlan]) -> list[Row]:
     return packed.rows
 
 
+def pack_layer(layer: LayerPlan) -> PackedWeight:
+    """Search and pack the weight of a layer that nothing shares, and replace nothing."""
+    return _pack([layer], search_parts(layer, 0, None))
+
+
 @dataclass(frozen=True)
-class _Packed:
+class PackedWeight:
     """The packed buffers and the report rows of one weight."""
 
     rows: list[Row]  # of each layer that shares it
@@ -124,7 +129,7 @@ class _Packed:
 
 def _packed(
     weights: Sequence[list[LayerPlan]], cache: SearchStore | None
-) -> Iterator[tuple[list[LayerPlan], _Packed]]:
+) -> Iterator[tuple[list[LayerPlan], PackedWeight]]:
     """Yield the layers of each weight, and it packed, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
@@ -155,7 +160,7 @@ def _packed(
     for members, ((rows, inputs), tensors) in zip(
         weights, shared_tensors(group, made, owners), strict=True
     ):
-        yield members, _Packed(rows, inputs, tensors)
+        yield members, PackedWeight(rows, inputs, tensors)
 
 
 @contextmanager
@@ -179,7 +184,7 @@ def _counted(
     progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
 
 
-def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
+def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
     results = [result for result, _ in found]
@@ -197,7 +202,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
         amax = amax.rotated(config.rotation) if config.rotation else amax
         input_scale = config.format.global_scale_for(amax.input_amax)
     tensors = kind.buffers_of(states, input_scale)
-    return _Packed(rows, (first.parent, config.format.key, input_scale), tensors)
+    return PackedWeight(rows, (first.parent, config.format.key, input_scale), tensors)
 
 
 def _replace(
