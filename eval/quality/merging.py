@@ -4,9 +4,9 @@
         --json OUT
     python -m eval.quality.merging --json FILE --table docs/recipes/lora.md
 
-The model is converted by "sse", an adapter of rank 8 on all linear layers learns the first windows
-of TEXT, and each method merges it into a copy. Hessians are of the windows behind these. `--adapter`
-keeps the adapter for another run.
+The model is converted by "sse", an adapter of rank 8 on all linear layers learns windows of TEXT,
+and each method merges it into a copy. Hessians are of other windows of it. `--adapter` keeps the
+adapter for another run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
     if args.table:
-        write_between(args.table, "eval/quality/merging.py", page(json.loads(args.json.read_text())))
+        write_between(
+            args.table, "eval/quality/merging.py", page(json.loads(args.json.read_text()))
+        )
         return
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -85,8 +87,13 @@ def main() -> None:
         row = {name: value for name, value in found.to_dict().items() if name != "layers"}
         losses["loss"] = loss(found.model, judged)
         results.put(
-            {"method": method, "layers": len(found.layers), **row, **losses,
-             "seconds": round(time.perf_counter() - began, 1)}
+            {
+                "method": method,
+                "layers": len(found.layers),
+                **row,
+                **losses,
+                "seconds": round(time.perf_counter() - began, 1),
+            }
         )
 
 
@@ -101,8 +108,9 @@ def train(model: Any, batches: Any, folder: Path) -> None:
     """Train an adapter on dense weights of the same values, which is faster here, and keep it."""
     fp4pass.dequantize(model)
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear",
-                             task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     tuned = peft.get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=RATE)
     for step, batch in enumerate(batches):
@@ -127,7 +135,9 @@ def page(found: Mapping[str, Any]) -> str:
     """Return the table: the KL of each method, and how much of the adapter is left."""
     rows = found["rows"]
     without, first = rows[0]["kl_without"], rows[0]
-    lines = [["the adapter beside the packed weights", "0", "100.00 %", f"{first['loss_adapter']:.3f}"]]
+    lines = [
+        ["the adapter beside the packed weights", "0", "100.00 %", f"{first['loss_adapter']:.3f}"]
+    ]
     for row in rows:
         kept = percent(1 - row["kl_after"] / without)
         lines.append([f'`"{row["method"]}"`', f"{row['kl_after']:.4f}", kept, f"{row['loss']:.3f}"])

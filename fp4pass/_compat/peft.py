@@ -235,8 +235,11 @@ def merge_problem(around: Any) -> str:
     if not hasattr(around, "lora_A"):
         return f"its adapter is {type(around).__name__}, and not one of LoRA"
     names = applied_adapters(around)
-    found = [f"{name} ({type(around.lora_variant[name]).__name__})" for name in names
-             if name in around.lora_variant]
+    found = [
+        f"{name} ({type(around.lora_variant[name]).__name__})"
+        for name in names
+        if name in around.lora_variant
+    ]
     if found:
         return f"{', '.join(found)} is a variant of LoRA that reads the dense weight, as DoRA does"
     if any(around.lora_bias[name] for name in names) and around.get_base_layer().bias is None:
@@ -282,10 +285,10 @@ def unload(model: nn.Module, merged: Iterable[Any]) -> nn.Module:
         tuner.model, tuner.peft_config = model, getattr(model, "peft_config", {})
     for each in merged:
         each.__dict__["merge"] = _do_nothing
-    found: Any = tuner._unload_and_optionally_merge(merge=True)
+    found: nn.Module = tuner._unload_and_optionally_merge(merge=True)
     if "_hf_peft_config_loaded" in found.__dict__:
         found._hf_peft_config_loaded = False
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -53,7 +53,11 @@ def around_adapters(around: Around, merge: Merge) -> None:
             adapter_names: list[str] | None = None,
         ) -> Any:
             merged = merge(self, adapter_names)
-            return merged if merged is not None else unload(self, progressbar, safe_merge, adapter_names)
+            return (
+                merged
+                if merged is not None
+                else unload(self, progressbar, safe_merge, adapter_names)
+            )
 
         tuner.inject_adapter, tuner.merge_and_unload = inject_adapter, merge_and_unload
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from .._compat.peft import (
     LoraLinear,
+    PeftModel,
     all_linear,
     below_adapter,
     is_lora,
@@ -21,7 +24,8 @@ from .._compat.peft import (
     targets,
     variants,
 )
-from ..errors import Fp4PassError, OptionError, StateError, some
+from ..core.paths import path_of
+from ..errors import Fp4PassError, OptionError, StateError, expected, some
 from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..linear import QuantizedLinear
 from ..merging import merge
@@ -29,6 +33,9 @@ from ..quantization.adapters import around_packed, refuse_merge
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
+
+# The file of a folder that PEFT wrote.
+_ADAPTER = "adapter_config.json"
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -132,7 +139,7 @@ def _require_dense_copies(config: Any, model: nn.Module) -> None:
 def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
     """Merge adapters as PEFT's method of this name does, without data.
 
-    Each layer is quantized again by its own method if that needs no data, else by "sse".
+    Layers are quantized again by "sse", as long as that leaves the adapter in them.
 
     Args:
         tuner: what PEFT puts adapters into models with.
@@ -154,6 +161,27 @@ def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | 
     except Fp4PassError:
         tuner.set_adapter(active)
         raise
+
+
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Return a converted model with the adapter of a folder that PEFT wrote.
+
+    Raises:
+        OptionError: the folder has no adapter, or it does not fit the model.
+    """
+    path = path_of(folder, "adapter")
+    if not (path / _ADAPTER).is_file():
+        wanted = f"a folder that PEFT wrote, with {_ADAPTER}"
+        raise OptionError(expected("adapter", wanted, str(path)))
+    try:
+        with warnings.catch_warnings():
+            # What is missing in the file would be an adapter of random numbers.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(path))
+    except (ValueError, RuntimeError, UserWarning) as error:
+        raise OptionError(
+            f"adapter: {path} does not fit the model: {error}. Give one that was trained on it."
+        ) from error
 
 
 class LoraQuantizedLinear(LoraLinear):

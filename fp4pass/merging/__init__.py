@@ -3,7 +3,7 @@
 `merge` is the verb, and `Merged` its record with the loss: KL to base + adapter.
 """
 
-from .merge import merge
+from .merging import merge
 from .record import Merged
 
 __all__ = ["Merged", "merge"]

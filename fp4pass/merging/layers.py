@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..config import LinearConfig
 from ..core.elements import scale_table
 from ..core.formats import power_reaching
 from ..errors import OptionError, StateError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..methods import METHODS, Sse, Stats
+from ..methods import Gptq, Sse, Stats
 from ..packed_linear import scale_bits
 from ..quantization.adapters import (
     applied_adapters,
@@ -77,7 +78,8 @@ class Target:
         """Return the plan of the merged weight, which is made in float32 here."""
         change = lora_change(self.around)[0]
         weight = dense_weight(self.layer) + change
-        held = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        rows, columns = weight.shape
+        held = nn.Linear(columns, rows, bias=False, device="meta")
         held.weight = nn.Parameter(weight, requires_grad=False)
         return LayerPlan(
             name=self.name,
@@ -94,6 +96,19 @@ def dense_weight(layer: QuantizedLinear) -> Tensor:
     """Return the weight that packed codes stand for, float32 [N, K]."""
     stored = layer.stored_weight(torch.float32)
     return layer.config.restored(stored) if layer.config.is_rotated else stored
+
+
+def kept_change(target: Target, buffers: Mapping[str, Tensor | None]) -> tuple[float, float]:
+    """Return <Q - W, D> and <D, D>: of the change D of a weight W, and how much of it Q has.
+
+    buffers: of Q, in place of those of the layer.
+    """
+    change, before, fmt = lora_change(target.around)[0], target.layer, target.config.format
+    packed, scale, number = (buffers[name] for name in (PACKED, SCALE, GLOBAL))
+    bits = scale_bits(scale)  # type: ignore[arg-type]
+    stored = ops.dequantize(packed, bits, number, fmt.key, torch.float32)
+    moved = target.config.restored(stored) - dense_weight(before)
+    return float((moved * change).sum()), float(change.square().sum())
 
 
 def find_targets(root: nn.Module, choose: Callable[[LinearConfig], LinearConfig]) -> list[Target]:
@@ -150,29 +165,19 @@ def chooser(method: object, has_data: bool) -> Callable[[LinearConfig], LinearCo
     """Return a function from the config of a layer to that with which it is quantized again.
 
     Args:
-        method: a name or options; None for the own one of each layer, and for "sse" where that is
-            unknown or needs data that there is none of.
+        method: a name or options; None for "gptq" with data, and for "sse" without.
         has_data: whether statistics of inputs are collected.
 
     Raises:
         OptionError: there is no such method, or it needs the float model.
     """
-    if method is not None and "cross" in LinearConfig(method=method).needs:
+    chosen = LinearConfig(method=(Gptq() if has_data else Sse()) if method is None else method)
+    if "cross" in chosen.needs:
         raise OptionError(
             "method: Gptq(target='cross') compares with a float model, and a merge has none. Give "
             "'gptq'."
         )
-
-    def choose(config: LinearConfig) -> LinearConfig:
-        if method is not None:
-            return config.override({"method": method})
-        if config.method is None or (config.needs and not has_data):
-            return config.override({"method": Sse()})
-        if "cross" in config.needs:
-            return config.override({"method": METHODS[config.method_name].options()})
-        return config
-
-    return choose
+    return lambda config: config.override({"method": chosen.method})
 
 
 @dataclass(frozen=True, eq=False)

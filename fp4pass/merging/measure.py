@@ -48,13 +48,15 @@ class Version:
             layer.config = config
         for layer, bias in self.biases.items():
             old = layer.get_parameter("bias")
-            layer.bias = nn.Parameter(bias.to(old.dtype), requires_grad=old.requires_grad)  # type: ignore[assignment]
+            layer.bias = nn.Parameter(bias.to(old.dtype), requires_grad=old.requires_grad)
 
     @contextmanager
     def applied(self, root: nn.Module) -> Iterator[None]:
         """Have a model compute as it does after the merge, and put back what it had."""
-        before = [(each, dict(each._buffers), each.config, each._parameters.get("bias"))
-                  for each in {**self.buffers, **self.biases}]
+        before = [
+            (each, dict(each._buffers), each.config, each._parameters.get("bias"))
+            for each in {**self.buffers, **self.biases}
+        ]
         with silenced(root, self.arounds):
             try:
                 self.put()

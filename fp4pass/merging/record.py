@@ -23,6 +23,9 @@ class Merged:
         layers: the method of each layer that was quantized again, by its name.
         rescaled: the factor of the global scale of each layer that shares a raised one: its own
             weight is as it was, and its block scales are divided by that.
+        kept: the part of the change of the weights that is left after rounding: the product of what
+            they moved by with B A, over the square of B A. It needs no data. Methods that round to
+            nearest lose a change of less than half a step.
         tokens: that statistics were collected on.
         held_out_tokens: that the KL was measured on.
         kl_before: 0, the KL of the adapter beside the packed weights from itself.
@@ -41,6 +44,7 @@ class Merged:
     adapters: tuple[str, ...]
     layers: Mapping[str, str]
     rescaled: Mapping[str, float] = field(default_factory=dict)
+    kept: float = 1.0
     tokens: int = 0
     held_out_tokens: int = 0
     kl_before: float | None = None
@@ -61,6 +65,7 @@ class Merged:
         text = f"merged {', '.join(self.adapters)} into {len(self.layers)} layers ({methods})"
         if self.rescaled:
             text += f"; {len(self.rescaled)} more share a raised global scale"
+        text += f"; {100 * self.kept:.0f} % of the change of the weights is left"
         if self.kl_after is None or self.kl_naive is None or self.kl_without is None:
             return f"{text}; the loss is not measured: give data= or held_out="
         return (

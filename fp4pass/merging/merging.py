@@ -33,7 +33,16 @@ from ..quantization.replace import attach_observers, remove_observers
 from ..quantization.scan import LinearLayer
 from ..rows import Row
 from ..state import forget_state, get_state, remember_tokenizer, unwrap
-from .layers import Scales, Target, chooser, find_targets, own_name, rescaled_buffers, shared_scales
+from .layers import (
+    Scales,
+    Target,
+    chooser,
+    find_targets,
+    kept_change,
+    own_name,
+    rescaled_buffers,
+    shared_scales,
+)
 from .measure import Version, divergences, evaluating, split, to_measure
 from .record import Merged
 
@@ -41,6 +50,9 @@ _log = logging.getLogger(__name__)
 
 # Tokens that a model writes: for statistics, as `convert` has them, and for the KL alone.
 _TOKENS, _JUDGING = 1 << 15, 1 << 13
+
+# The part of a change that has to be left where nobody has chosen a method or measured the loss.
+_ENOUGH = 0.8
 
 # Windows of a batch of these.
 _BATCH = 8
@@ -67,8 +79,8 @@ def merge(
         model: a converted or loaded model with adapters of PEFT: a `PeftModel`, or one of
             transformers that has loaded or added some.
         method: how the sum is quantized: "sse", which needs no data, "hessian", "gptq", or options
-            such as `Gptq()`. By default that of each layer, and "sse" where it needs data and there
-            is none.
+            such as `Gptq()`. By default "gptq" with `data` or `tokenizer`; without both "sse", and
+            an error if more than a fifth of the change would be rounded away.
         data: what to collect statistics on, as for `calibrate`, an eighth of which is held out for
             the KL. Without it base + adapter writes its own text where the method needs some, or
             where `tokenizer` is given.
@@ -81,7 +93,7 @@ def merge(
         and in the list "merged" of fp4pass.json.
 
     Raises:
-        StateError: the model is not converted, or has no adapter that can be merged.
+        StateError: the model is not converted, has no adapter that can be merged, or would lose it.
         CalibrationError: data does not reach a layer whose method needs it.
         OptionError: there is no such method, or it needs text and there is no tokenizer.
 
@@ -107,6 +119,14 @@ def merge(
             stats = _statistics(root, targets, own if needs else [], needs)
             scales = shared_scales(root, targets)
         version, rows = _version(targets, scales, stats)
+        kept = _kept(targets, version)
+        if method is None and not apart and kept < _ENOUGH:
+            raise StateError(
+                f"merge: without data {100 * (1 - kept):.0f} % of what the adapter changes would "
+                "be rounded away, for it moves weights by less than half a step of 4 bits. Call "
+                "fp4pass.merge(model, 'gptq', data=..., tokenizer=...), which rounds with the "
+                "inputs in mind; method='sse' merges all the same."
+            )
         versions = [version, Version(arounds=version.arounds)]
         if apart:
             # Rounding to nearest, in the same scales.
@@ -117,6 +137,7 @@ def merge(
             model=root,
             adapters=tuple(sorted({name for target in targets for name in target.adapters})),
             layers={each.name: version.configs[each.layer].method_name for each in targets},
+            kept=kept,
             rescaled={own_name(_path(root, each)): f for each, f in scales.rescaled.items()},
             tokens=max((each.tokens for each in stats.values()), default=0),
             held_out_tokens=tokens if kl else 0,
@@ -195,8 +216,9 @@ def _statistics(
             args, kwargs = call_arguments(batch, device_of(root))
             count_tokens(root, args, kwargs)
             root(*args, **kwargs)
-        found = {target.layer: collect(observers_of([target.layer]), target.name)
-                 for target in targets}
+        found = {
+            target.layer: collect(observers_of([target.layer]), target.name) for target in targets
+        }
     finally:
         remove_observers(root)
         sharing = [module for module in root.modules() if quantizes_input(module)]
@@ -229,6 +251,13 @@ def _version(
     biases = {target.layer: target.bias for target in targets}
     changed = {layer: bias for layer, bias in biases.items() if bias is not None}
     return Version([target.around for target in targets], buffers, configs, changed), rows
+
+
+def _kept(targets: Sequence[Target], version: Version) -> float:
+    """Return the part of the change of all weights that is left after rounding."""
+    found = [kept_change(target, version.buffers[target.layer]) for target in targets]
+    moved, whole = map(sum, zip(*found, strict=True))
+    return moved / whole if whole else 1.0
 
 
 def _reached(target: Target, stats: Stats) -> LinearConfig:
