@@ -2,7 +2,7 @@
 
     python -m eval.quality.merging --model FOLDER --train TEXT --held-out TEXT --adapter DIR \\
         --json OUT
-    python -m eval.quality.merging --json FILE --table docs/recipes/lora.md
+    python -m eval.quality.merging --json FILE --table docs/transformers.md
 
 The model is converted by "sse", an adapter of rank 8 on all linear layers learns windows of TEXT,
 and each method merges it into a copy. Hessians are of other windows of it. `--adapter` keeps the

@@ -30,6 +30,7 @@ from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..linear import QuantizedLinear
 from ..merging import merge
 from ..quantization.adapters import around_packed, refuse_merge
+from ..state import get_state
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
@@ -153,6 +154,11 @@ def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | 
     """
     if not around_packed(tuner.model):
         return None
+    if get_state(tuner.model) is None:
+        raise StateError(
+            "merge_and_unload: the record of the conversion is with the model around the adapters. "
+            "Call fp4pass.merge(model) with that."
+        )
     active = tuner.active_adapters
     if adapters is not None:
         tuner.set_adapter(list(adapters))

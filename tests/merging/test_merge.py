@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.linear import PACKED, SCALE, QuantizedLinear
-from fp4pass.merging import Merged
-from fp4pass.merging import merging
+from fp4pass.merging import Merged, merging
 from fp4pass.merging.layers import dense_weight, global_scale_of
 from fp4pass.methods import Stats, resolve_method
 
