@@ -181,7 +181,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         raise OptionError(expected("adapter", wanted, str(path)))
     try:
         with warnings.catch_warnings():
-            # What is missing in the file would be an adapter of random numbers.
+            # Keys that are missing would be an adapter of random numbers.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path))
     except (ValueError, RuntimeError, UserWarning) as error:

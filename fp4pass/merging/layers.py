@@ -30,7 +30,7 @@ from ..quantization.search import stored_amax
 # The modules of PEFT that stand between a layer and its parent.
 _BETWEEN = ("base_layer", "original_module")
 
-# What a model is below PEFT's own.
+# The path of a model in PEFT's own.
 _BELOW = "base_model.model."
 
 

@@ -26,7 +26,7 @@ _HELD_OUT = 8
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """What packed layers have after a merge.
+    """The state of packed layers after a merge.
 
     Attributes:
         arounds: what PEFT has put around the merged layers, whose adapters are in their weights.

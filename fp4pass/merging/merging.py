@@ -195,7 +195,7 @@ def _batches(
         own = list(written.split(_BATCH))
     if held_out is not None:
         return own, to_measure(list(calibration.batches(held_out, tokenizer, model=root)))
-    # What is written for the KL alone is all held out.
+    # Text that is written for the KL alone is all held out.
     return split(own) if needs or data is not None else ([], to_measure(own))
 
 
