@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .learning import Refine, distill, refine
+    from .merging import merge
     from .parallel import parallelize
     from .smoothing import smooth
 
@@ -50,6 +51,7 @@ __all__ = [
     "evaluate",
     "functional",
     "load",
+    "merge",
     "parallelize",
     "prepare",
     "quantize",

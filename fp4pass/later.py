@@ -5,6 +5,7 @@ LATER = {
     "distill": ".learning",
     "Evaluation": ".evaluation",
     "evaluate": ".evaluation",
+    "merge": ".merging",
     "parallelize": ".parallel",
     "Refine": ".learning",
     "refine": ".learning",

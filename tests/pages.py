@@ -110,6 +110,8 @@ NOT_RUN = {
     "generate_batch": "takes long on a CPU; tests/integrations/test_serving.py does",
     "fp4pass.refine(": "learns for minutes; tests/learning/test_refine.py does",
     "fp4pass.distill(": "trains for minutes; tests/learning/test_distill.py does",
+    "fp4pass merge": "needs an adapter; tests/cli/test_cli_merge.py does",
+    "fp4pass.merge(": "needs an adapter; tests/merging/test_merge.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 

@@ -64,7 +64,10 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
     "from_qwantize": lambda made: made["after"]["output_error"] < made["before"]["output_error"],
     "larger_than_gpu": lambda made: len(made["report"].converted) == 28,
     "lora": lambda made: (
-        made["same"] and made["losses"][-1] < made["losses"][0] / 4 and made["difference"] < 1e-3
+        made["same"]
+        and made["losses"][-1] < made["losses"][0] / 4
+        and made["difference"] < 1e-3
+        and made["found"]["gptq"].kl_after < made["found"]["sse"].kl_after
     ),
     "mixed_precision": lambda made: (
         formats(made, "down_proj") == {"mxfp8"}

@@ -1,6 +1,8 @@
 """Train LoRA adapters on packed weights."""
 
 # --8<-- [start:imports]
+import copy
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,9 +40,22 @@ print(f"the loaded adapter gives the same logits: {same}")
 # --8<-- [end:load]
 
 # --8<-- [start:merge]
-fp4pass.dequantize(loaded)
-merged = loaded.merge_and_unload()  # a dense model of transformers
-with torch.no_grad():
-    difference = (merged(**batch).logits - logits).abs().max().item()
-print(f"merged, its logits are less than 1e-3 away: {difference < 1e-3}")
+data = fp4pass.calibration.batches(
+    "examples/tiny_lm/calib.txt", tokenizer, samples=32, seq_len=128, batch_size=4
+)
+found = {}
+for method in ("sse", "gptq"):
+    found[method] = fp4pass.merge(copy.deepcopy(loaded), method, data=data)
+    kept = 1 - found[method].kl_after / found[method].kl_without
+    print(f"{method}: {len(found[method].layers)} layers, {kept:.0%} of the adapter kept")
+merged = found["gptq"].model  # a converted model, without PEFT
+fp4pass.save(merged, "out/merged", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:merge]
+
+# --8<-- [start:dense]
+fp4pass.dequantize(loaded)
+dense = loaded.merge_and_unload()  # a dense model of transformers
+with torch.no_grad():
+    difference = (dense(**batch).logits - logits).abs().max().item()
+print(f"merged, its logits are less than 1e-3 away: {difference < 1e-3}")
+# --8<-- [end:dense]

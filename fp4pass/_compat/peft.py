@@ -8,33 +8,42 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from . import require_version
 
 # The versions that the tests have run with.
 require_version("peft", ">=0.20,<0.22", extra="peft")
 
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType  # noqa: E402
+from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, TaskType  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402
 from peft.tuners.lora.layer import Linear, ParamWrapper  # noqa: E402
-from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES  # noqa: E402
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
 __all__ = [
     "LoraLinear",
+    "PeftModel",
     "adapter_modules",
     "all_linear",
+    "applied_adapters",
+    "around_packed",
+    "base_of",
     "below_adapter",
     "changed_parameters",
     "is_lora",
     "let_merge",
+    "lora_change",
+    "merge_problem",
     "preparing",
     "refuse_merging",
     "register_layers",
+    "silenced",
     "takes_all_linear",
     "targets",
+    "unload",
     "variants",
     "wrapped",
 ]
@@ -188,3 +197,99 @@ def variants(config: LoraConfig) -> dict[str, Any]:
     """Return the options of a config that choose a variant of LoRA, such as DoRA."""
     names = [o.name for o in dataclasses.fields(config) if o.metadata.get("is_lora_variant")]
     return {name: value for name in names if (value := getattr(config, name))}
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT has put adapters into, which may be the one that is given."""
+    tuner: Any = _tuner_in(model)
+    return model if tuner is None else tuner.model
+
+
+def _tuner_in(model: nn.Module) -> BaseTuner | None:
+    """Return what PEFT has put adapters into a model with, None for what transformers holds."""
+    inner = model._modules.get("base_model") if type(model).__module__.startswith("peft.") else None
+    return next((each for each in (model, inner) if isinstance(each, BaseTuner)), None)
+
+
+def around_packed(model: nn.Module, is_packed: Callable[[object], bool]) -> dict[nn.Module, Any]:
+    """Return what is put around each packed layer that has adapters, by the layer."""
+    return {
+        module.get_base_layer(): module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer) and is_packed(module._modules.get("base_layer"))
+    }
+
+
+def applied_adapters(around: Any) -> list[str]:
+    """Return the names of the adapters that a layer adds to its output at each call."""
+    if around.merged or around.disable_adapters:
+        return []
+    known = getattr(around, "lora_A", {})
+    return [name for name in around.active_adapters if name in known]
+
+
+def merge_problem(around: Any) -> str:
+    """Return why adapters of a layer are no change of its weight that can be added, or ""."""
+    if around.merged:
+        return ""
+    if not hasattr(around, "lora_A"):
+        return f"its adapter is {type(around).__name__}, and not one of LoRA"
+    names = applied_adapters(around)
+    found = [
+        f"{name} ({type(around.lora_variant[name]).__name__})"
+        for name in names
+        if name in around.lora_variant
+    ]
+    if found:
+        return f"{', '.join(found)} is a variant of LoRA that reads the dense weight, as DoRA does"
+    if any(around.lora_bias[name] for name in names) and around.get_base_layer().bias is None:
+        return "its adapter has a bias (lora_bias), and the layer has none"
+    return ""
+
+
+def lora_change(around: Any) -> tuple[Tensor, Tensor | None]:
+    """Return what adapters add to a weight, float32 [N, K], and to its bias, [N] or None."""
+    weights, biases = [], []
+    for name in applied_adapters(around):
+        down, up = (part[name].weight.detach().float() for part in (around.lora_A, around.lora_B))
+        weights.append(up @ down * around.scaling[name])
+        if around.lora_bias[name]:
+            biases.append(around.lora_B[name].bias.detach().float() * around.scaling[name])
+    return torch.stack(weights).sum(0), torch.stack(biases).sum(0) if biases else None
+
+
+@contextmanager
+def silenced(arounds: Iterable[Any]) -> Iterator[None]:
+    """Leave the adapters of some layers out of calls."""
+    before = [(each, each._disable_adapters) for each in arounds]
+    try:
+        for each, _ in before:
+            each._disable_adapters = True
+        yield
+    finally:
+        for each, was in before:
+            each._disable_adapters = was
+
+
+def unload(model: nn.Module, merged: Iterable[Any]) -> nn.Module:
+    """Take all adapters out of a model, in place, and return it without what PEFT is around it.
+
+    Active ones are merged as PEFT does, those of layers that have them in their weight already are
+    dropped. merged: what is put around these.
+    """
+    tuner: Any = _tuner_in(model)
+    if tuner is None:
+        # transformers puts adapters in without keeping a tuner.
+        tuner = LoraModel.__new__(LoraModel)
+        nn.Module.__init__(tuner)
+        tuner.model, tuner.peft_config = model, getattr(model, "peft_config", {})
+    for each in merged:
+        each.__dict__["merge"] = _do_nothing
+    found: nn.Module = tuner._unload_and_optionally_merge(merge=True)
+    if "_hf_peft_config_loaded" in found.__dict__:
+        found._hf_peft_config_loaded = False
+    return found
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass

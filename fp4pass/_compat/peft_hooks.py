@@ -19,10 +19,19 @@ QUANTIZED_MARK = "hqq_quantized"
 Around = Callable[[Any, Any, str], AbstractContextManager[None]]
 
 
-def around_adapters(around: Around) -> None:
+# Merges the adapters of a tuner and returns the model; None leaves it to PEFT.
+Merge = Callable[[Any, Sequence[str] | None], Any]
+
+
+def around_adapters(around: Around, merge: Merge) -> None:
     """Have PEFT put adapters into models within a context, once it is imported.
 
-    PEFT has a registry of classes of layers for each config, and none for all configs.
+    PEFT has a registry of classes of layers for each config, and none for all configs. Its own
+    merge asks one layer after the other, and scales are shared among several.
+
+    Args:
+        around: the context.
+        merge: takes a tuner of PEFT that is to merge, and the names of adapters.
     """
 
     def wrap(module: ModuleType) -> None:
@@ -34,7 +43,23 @@ def around_adapters(around: Around) -> None:
             with around(self, model, adapter_name):
                 return inject(self, model, adapter_name, *args, **kw)
 
-        tuner.inject_adapter = inject_adapter
+        unload = tuner.merge_and_unload
+
+        @functools.wraps(unload)
+        def merge_and_unload(
+            self: Any,
+            progressbar: bool = False,
+            safe_merge: bool = False,
+            adapter_names: list[str] | None = None,
+        ) -> Any:
+            merged = merge(self, adapter_names)
+            return (
+                merged
+                if merged is not None
+                else unload(self, progressbar, safe_merge, adapter_names)
+            )
+
+        tuner.inject_adapter, tuner.merge_and_unload = inject_adapter, merge_and_unload
 
     after_import("peft.tuners.tuners_utils", wrap)
 

@@ -20,6 +20,7 @@ from .convert import convert
 from .doctor import doctor
 from .evaluate import evaluate
 from .inspect import inspect
+from .merge import merge
 from .quantize import quantize
 from .report import report
 from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
@@ -120,6 +121,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "report": report,
     "convert": convert,
+    "merge": merge,
     "serve": serve,
     "doctor": doctor,
 }

@@ -8,7 +8,7 @@ packed folders. PEFT's own configs put adapters on converted models.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,4 +50,13 @@ def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
         yield
 
 
-around_adapters(_around)
+def _merge(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
+    """Merge adapters on packed layers for PEFT's `merge_and_unload`; others are left to it."""
+    if not any(isinstance(module, QUANTIZED) for module in tuner.model.modules()):
+        return None
+    from .peft import merge_and_unload
+
+    return merge_and_unload(tuner, adapters)
+
+
+around_adapters(_around, _merge)

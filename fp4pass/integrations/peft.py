@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from .._compat.peft import (
     LoraLinear,
+    PeftModel,
     all_linear,
     below_adapter,
     is_lora,
@@ -21,13 +24,19 @@ from .._compat.peft import (
     targets,
     variants,
 )
-from ..errors import OptionError, StateError, some
+from ..core.paths import path_of
+from ..errors import Fp4PassError, OptionError, StateError, expected, some
 from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..linear import QuantizedLinear
-from ..quantization.adapters import refuse_merge
+from ..merging import merge
+from ..quantization.adapters import around_packed, refuse_merge
+from ..state import get_state
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
+
+# The file of a folder that PEFT wrote.
+_ADAPTER = "adapter_config.json"
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -128,6 +137,59 @@ def _require_dense_copies(config: Any, model: nn.Module) -> None:
                 )
 
 
+def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
+    """Merge adapters as PEFT's method of this name does, without data.
+
+    Layers are quantized again by "sse", as long as that leaves the adapter in them.
+
+    Args:
+        tuner: what PEFT puts adapters into models with.
+        adapters: the names of those to merge; None for the active ones.
+
+    Returns:
+        The model; None if no packed layer has adapters.
+
+    Raises:
+        StateError: as `fp4pass.merge` has it.
+    """
+    if not around_packed(tuner.model):
+        return None
+    if get_state(tuner.model) is None:
+        raise StateError(
+            "merge_and_unload: the record of the conversion is with the model around the adapters. "
+            "Call fp4pass.merge(model) with that."
+        )
+    active = tuner.active_adapters
+    if adapters is not None:
+        tuner.set_adapter(list(adapters))
+    try:
+        return merge(tuner).model
+    except Fp4PassError:
+        tuner.set_adapter(active)
+        raise
+
+
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Return a converted model with the adapter of a folder that PEFT wrote.
+
+    Raises:
+        OptionError: the folder has no adapter, or it does not fit the model.
+    """
+    path = path_of(folder, "adapter")
+    if not (path / _ADAPTER).is_file():
+        wanted = f"a folder that PEFT wrote, with {_ADAPTER}"
+        raise OptionError(expected("adapter", wanted, str(path)))
+    try:
+        with warnings.catch_warnings():
+            # Keys that are missing would be an adapter of random numbers.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(path))
+    except (ValueError, RuntimeError, UserWarning) as error:
+        raise OptionError(
+            f"adapter: {path} does not fit the model: {error}. Give one that was trained on it."
+        ) from error
+
+
 class LoraQuantizedLinear(LoraLinear):
     """y = base(x) + B A dropout(x) * scaling, where base is a converted layer."""
 
@@ -145,8 +207,8 @@ class LoraQuantizedLinear(LoraLinear):
         return layer.weight_packed.device, layer.weight_dtype
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raise StateError: a packed weight cannot take an adapter in."""
+        """Raise StateError: a packed layer takes no adapter in without its neighbours."""
         refuse_merge()
 
     def unmerge(self) -> None:
-        """Do nothing: an adapter is never merged."""
+        """Do nothing: an adapter is merged for good, by `fp4pass.merge` for the whole model."""

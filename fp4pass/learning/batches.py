@@ -124,16 +124,24 @@ def divergence(student: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Tens
 
     Padding, where a 2-d attention_mask is zero, is left out.
     """
-    args, kwargs = call_arguments(batch, device_of(student))
-    mask = kwargs.get("attention_mask")
     with torch.no_grad():
-        moved = call_arguments(batch, device_of(teacher))
-        other = _logits(teacher, *moved)
-    own = _logits(student, args, kwargs)
-    other = other.to(own.device)
-    if isinstance(mask, Tensor) and mask.shape == own.shape[:-1] and other.shape == own.shape:
-        own, other = own[mask != 0], other[mask != 0]
-    return kl_loss(own, other), own.shape[:-1].numel()
+        other = visible_logits(teacher, batch)
+    own = visible_logits(student, batch)
+    return logits_divergence(own, other), own.shape[:-1].numel()
+
+
+def visible_logits(model: nn.Module, batch: Any) -> Tensor:
+    """Return the logits of a batch: [n, vocabulary] of what a 2-d attention_mask shows, if any."""
+    args, kwargs = call_arguments(batch, device_of(model))
+    mask = kwargs.get("attention_mask")
+    found = _logits(model, args, kwargs)
+    is_of_tokens = isinstance(mask, Tensor) and mask.shape == found.shape[:-1]
+    return found[mask != 0] if is_of_tokens else found
+
+
+def logits_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) of logits, wherever they are, as the mean over tokens."""
+    return kl_loss(student, teacher.to(student.device))
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
-"""Adapters of PEFT in a model: they stay as they are, and cannot be merged into packed weights."""
+"""Adapters of PEFT in a model: they stay as they are until `fp4pass.merge` takes them in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import StateError
 from ..linear import QuantizedLinear
@@ -54,10 +55,56 @@ def parents(model: nn.Module) -> Callable[[str], str]:
     return parent
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT has put adapters into, which may be the one that is given."""
+    peft = _peft(model)
+    found: nn.Module = peft.base_of(model) if peft else model
+    return found
+
+
+def around_packed(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return what PEFT has put around each packed layer that has adapters, by the layer."""
+    peft = _peft(model)
+    return peft.around_packed(model, _is_packed) if peft else {}
+
+
+def applied_adapters(around: nn.Module) -> list[str]:
+    """Return the names of the adapters that a layer adds to its output at each call."""
+    found: list[str] = _peft(around).applied_adapters(around)
+    return found
+
+
+def merge_problem(around: nn.Module) -> str:
+    """Return why adapters of a layer are no change of its weight that can be added, or ""."""
+    found: str = _peft(around).merge_problem(around)
+    return found
+
+
+def lora_change(around: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return what adapters add to a weight, float32 [N, K], and to its bias, [N] or None."""
+    found: tuple[Tensor, Tensor | None] = _peft(around).lora_change(around)
+    return found
+
+
+def silenced(model: nn.Module, arounds: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Leave the adapters of some layers of a model out of calls."""
+    peft = _peft(model)
+    return peft.silenced(arounds) if peft else nullcontext()
+
+
+def unload(model: nn.Module, merged: Iterable[nn.Module]) -> nn.Module:
+    """Take all adapters out of a model, in place, and return it without what PEFT is around it.
+
+    merged: what PEFT has put around layers that have their adapters in their weight already.
+    """
+    found: nn.Module = _peft(model).unload(model, merged)
+    return found
+
+
 def forbid_adapter_merge(model: nn.Module) -> None:
-    """Have the adapters of a converted model refuse to be merged into packed layers."""
+    """Have the adapters of a converted model refuse to be merged into packed layers one by one."""
     if peft := _peft(model):
-        peft.refuse_merging(model, lambda layer: isinstance(layer, QuantizedLinear), refuse_merge)
+        peft.refuse_merging(model, _is_packed, refuse_merge)
 
 
 def allow_adapter_merge(model: nn.Module) -> None:
@@ -66,10 +113,15 @@ def allow_adapter_merge(model: nn.Module) -> None:
         peft.let_merge(model, refuse_merge)
 
 
+def _is_packed(layer: object) -> bool:
+    return isinstance(layer, QuantizedLinear)
+
+
 def refuse_merge(*args: Any, **kwargs: Any) -> None:
-    """Raise StateError: a packed weight cannot take an adapter in, nor give one back."""
+    """Raise StateError: a packed layer takes no adapter in by itself, nor gives one back."""
     raise StateError(
-        "An adapter cannot be merged into a packed weight: the sum would have to be rounded to "
-        "4 bits again. Keep it beside the model (model.save_pretrained), merge it into the float "
-        "model and convert that, or call fp4pass.dequantize(model) and merge into dense weights."
+        "An adapter cannot be merged into one packed layer and taken out again: the sum is rounded "
+        "to 4 bits, in scales that several layers share. Merge for good with fp4pass.merge(model), "
+        "keep the adapter beside the model (model.save_pretrained), or call "
+        "fp4pass.dequantize(model) and merge into dense weights."
     )

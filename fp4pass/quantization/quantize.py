@@ -107,8 +107,13 @@ def quantize_weight(members: Sequence[LayerPlan]) -> list[Row]:
     return packed.rows
 
 
+def pack_layer(layer: LayerPlan) -> PackedWeight:
+    """Search and pack the weight of a layer that nothing shares, and replace nothing."""
+    return _pack([layer], search_parts(layer, 0, None))
+
+
 @dataclass(frozen=True)
-class _Packed:
+class PackedWeight:
     """The packed buffers and the report rows of one weight."""
 
     rows: list[Row]  # of each layer that shares it
@@ -125,7 +130,7 @@ class _Packed:
 
 def _packed(
     weights: Sequence[list[LayerPlan]], cache: SearchStore | None
-) -> Iterator[tuple[list[LayerPlan], _Packed]]:
+) -> Iterator[tuple[list[LayerPlan], PackedWeight]]:
     """Yield the layers of each weight, and it packed, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
@@ -156,7 +161,7 @@ def _packed(
     for members, ((rows, inputs), tensors) in zip(
         weights, shared_tensors(group, made, owners), strict=True
     ):
-        yield members, _Packed(rows, inputs, tensors)
+        yield members, PackedWeight(rows, inputs, tensors)
 
 
 @contextmanager
@@ -180,7 +185,7 @@ def _counted(
     progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
 
 
-def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
+def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
     results = [result for result, _ in found]
@@ -202,7 +207,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
     if first.kept is not None and not config.weight_only:
         input_scale = first.kept.input_scale()
     tensors = kind.buffers_of(states, input_scale)
-    return _Packed(rows, (first.parent, config.format.key, input_scale), tensors)
+    return PackedWeight(rows, (first.parent, config.format.key, input_scale), tensors)
 
 
 def _replace(

@@ -20,7 +20,7 @@ from ..quality import QUALITY, get_quality
 from ..state import SMOOTH, PreparedState
 
 # Keys in fp4pass.json beside the options of a recipe.
-_FACTS = ("calibration", SMOOTH, "refine", "distilled")
+_FACTS = ("calibration", SMOOTH, "refine", "distilled", "merged")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ TABLES = {
         "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
     ),
     "quality/kv_cache": ("quality.md", ""),
+    "quality/merging": ("transformers.md", "--json merging-smollm2.json"),
     "quality/sinks": ("calibration.md", "--json sinks-smollm2.json"),
     "pages/qualities": ("quality.md", ""),
 }

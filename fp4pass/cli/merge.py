@@ -1,0 +1,129 @@
+"""fp4pass merge: a packed folder and an adapter of PEFT in, a packed folder out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from .. import float_models
+from ..calibration.packing import collate
+from ..calibration.to_batches import SEQ_LEN
+from ..checkpoint.layouts import LAYOUTS, get_layout
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.saving import save
+from ..checkpoint.writer import bytes_of
+from ..config import LinearConfig
+from ..core.atomic import require_free
+from ..errors import OptionError, expected
+from ..merging import merge as merge_adapters
+from ..methods import METHODS
+from ..sources.files import MANIFEST
+from . import screen, sources
+from .calibrating import read_examples, require_context
+from .options import Device, TrustCode
+
+
+def merge(
+    base: Annotated[
+        Path, Argument(help="A folder with packed weights.", metavar="BASE", show_default=False)
+    ],
+    adapter: Annotated[
+        Path, Argument(help="A folder that PEFT wrote.", metavar="ADAPTER", show_default=False)
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
+    method: Annotated[
+        str | None,
+        Option(
+            help=f"How the merged weights are quantized. One of {', '.join(METHODS)}.",
+            metavar="NAME",
+            show_default="gptq",
+        ),
+    ] = None,
+    calib: Annotated[
+        str | None,
+        Option(
+            help="Data to collect statistics on, as for quantize; an eighth of it is held out for "
+            "the loss.",
+            metavar="FILE|DATASET",
+            show_default="base + adapter writes its own",
+        ),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        Option(
+            help="Other data, for the loss alone.",
+            metavar="FILE|DATASET",
+            show_default="a part of --calib",
+        ),
+    ] = None,
+    samples: Annotated[int, Option(help="Windows to read.")] = 128,
+    seq_len: Annotated[
+        int | None, Option(help="Tokens of a window.", show_default="512, or the context")
+    ] = None,
+    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
+    seed: Annotated[
+        int | None, Option(help="Draw the windows at random; else they are spread evenly.")
+    ] = None,
+    export: Annotated[
+        str | None,
+        Option(
+            help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.",
+            metavar="LAYOUT",
+            show_default="that of BASE",
+        ),
+    ] = None,
+    device: Device = None,
+    trust_remote_code: TrustCode = False,
+    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
+    card: Annotated[
+        bool,
+        Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
+    ] = True,
+    as_json: screen.Json = False,
+) -> None:
+    """Merge a LoRA adapter into the packed weights of a checkpoint, and say what it costs.
+
+    Each layer that the adapter changes is quantized again in its own scheme; all others keep their
+    bytes.
+    """
+    if method is not None:
+        LinearConfig(method=method)
+    bytes_of(max_shard_size)
+    layout = open_checkpoint(base).layout.name if export is None else get_layout(export).name
+    if batch_size < 1:
+        raise OptionError(expected("--batch-size", "at least 1", batch_size))
+    if calib is not None or held_out is not None:
+        sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
+    require_free(output, overwrite, marks=(MANIFEST,))
+    # It imports PEFT, and refuses versions that were not tested.
+    from ..integrations.peft import load_adapter
+
+    model: Any = sources.load_any(str(base), sources.choose_device(device), trust_remote_code)
+    processor = float_models.load_tokenizer(str(base), trust_remote_code)
+    tuned = load_adapter(model, adapter)
+    options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+    data: dict[str, Any] = {}
+    for name, spec in (("data", calib), ("held_out", held_out)):
+        if spec is not None:
+            if seq_len is not None:
+                require_context(model.config, seq_len, "--seq-len")
+            float_models.text_tokenizer(processor, str(base))
+            read = read_examples(spec, processor, model.config, **options)
+            data[name] = collate(read, batch_size, config=model.config)
+    found = merge_adapters(tuned, method, tokenizer=processor, **data)
+    save(
+        found.model,
+        output,
+        layout=layout,
+        source=base,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        card=card,
+    )
+    if as_json:
+        screen.print_json({"output": str(output), "layout": layout, **found.to_dict()})
+        return
+    print(f"{output} ({layout}): {found}")
