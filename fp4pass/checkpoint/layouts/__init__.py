@@ -21,6 +21,7 @@ from .compressed_tensors import CompressedTensors
 from .foreign import expected_shapes, read_layers
 from .layer import (
     BUFFERS,
+    FUSED,
     PackedLayer,
     Piece,
     Scheme,
@@ -29,4 +30,4 @@ from .layer import (
     join_layers,
     split_layer,
 )
-from .patterns import below, is_plain, matches
+from .patterns import as_globs, below, is_plain, matches
