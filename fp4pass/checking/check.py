@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Checked:
 
     found: Survey
     layers: Layers
-    kept: Mapping[str, Statistics]
+    kept: dict[str, Statistics]
     model: FloatModel | None
     findings: list[Finding] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
@@ -156,18 +156,19 @@ def look_at(folder: Path) -> Checked:
     current().expect({("tensors",): size}, {"bytes": size})
     checked.findings += _sums(found)
     norms: dict[str, Tensor] = {}
-    checked.kept = {}
+    wrong: set[str] = set()
     for layer, record in layers.records.items():
         numbers = LayerNumbers(found, record, layers.parts[layer])
         checked.kept[layer] = numbers.kept
         checked.findings += numbers.findings
+        wrong |= {layer} if numbers.findings else set()
         size = sum(each.nbytes for each in layers.parts[layer].values())
         current().step(("tensors",), size, {"bytes": size})
     checked.findings += _dense(found, layers, norms)
-    checked.findings += check_sizes(found, layers, checked.kept)
+    checked.findings += check_sizes(found, layers, checked.kept, wrong)
     checked.findings += check_order(found, layers, checked.kept, norms)
     checked.findings += check_declared(found, layers, model)
-    if model is not None and not any(each.kind == "names" for each in checked.findings):
+    if not any(each.kind == "names" for each in checked.findings):
         checked.findings += check_model(found, layers, model)
     return checked
 

@@ -71,6 +71,13 @@ def missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[
             is_linear = model.names[f"{name}.weight"].removesuffix(".weight") in model.linears
         if is_linear and is_declared(found, name):
             yield name
+    # Those that have the weight of an embedding.
+    if model is None:
+        return
+    for weight in sorted(model.tied):
+        name = weight.removesuffix(".weight")
+        if name in model.linears and name not in layers.records and is_declared(found, name):
+            yield name
 
 
 def _missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[Finding]:

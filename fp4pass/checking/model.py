@@ -75,6 +75,7 @@ def _too_many(config: Any) -> Iterator[bool]:
 def _float_names(found: Survey, layers: Layers) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes that the tensors of a folder have in the float model's."""
     packed = {each.name for held in layers.parts.values() for each in held.values()}
+    packed |= layers.broken
     result = {
         name: each.shape
         for name, each in found.tensors.items()
@@ -86,8 +87,11 @@ def _float_names(found: Survey, layers: Layers) -> dict[str, tuple[int, ...]]:
     return {renamed.get(name, name): shape for name, shape in result.items()}
 
 
-def check_model(found: Survey, layers: Layers, model: FloatModel) -> Iterator[Finding]:
+def check_model(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[Finding]:
     """Yield tensors that the model of the config has, and the folder has not, or in other shapes."""
+    if model is None:
+        yield from _counted(found)
+        return
     held = _float_names(found, layers)
     sources: dict[str, list[str]] = {}
     for name in held:
@@ -121,6 +125,20 @@ def check_model(found: Survey, layers: Layers, model: FloatModel) -> Iterator[Fi
     for name in beyond:
         what = f"expected no such layer, as the config says, got {name}"
         yield Finding("config-model", name, "config.json", what)
+
+
+def _counted(found: Survey) -> Iterator[Finding]:
+    """Yield that a folder has more or fewer layers than its config says."""
+    text = found.config.get("text_config")
+    count = found.config.get("num_hidden_layers") or (text or {}).get("num_hidden_layers")
+    matches = (re.match(r"(?:\w+\.)*?layers\.(\d+)\.", name) for name in found.tensors)
+    numbers = {int(match[1]) for match in matches if match}
+    if type(count) is not int or not numbers or isinstance(found.config.get("vision_config"), dict):
+        return
+    further = sum(predicted_layers(found.config).values())
+    if not count <= len(numbers) <= count + further:
+        what = f"expected {count} layers, as num_hidden_layers says, got {len(numbers)}"
+        yield Finding("config-model", "num_hidden_layers", "config.json", what)
 
 
 def _is_kept(name: str, target: str) -> bool:

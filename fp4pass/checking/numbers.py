@@ -116,7 +116,7 @@ class LayerNumbers:
     def _values(self, scale: Tensor) -> Tensor:
         if scale.dtype != torch.uint8:
             return scale.float()
-        return scale_table(self._fmt.scale, torch.device("cpu"))[scale.int()]
+        return scale_values(scale, self._fmt)
 
     def _codes(self, scale: Tensor) -> bool:
         """Check codes against the scales, and return whether there are any but zeros."""
@@ -167,7 +167,6 @@ class LayerNumbers:
         self.kept.rows = norms.clamp_min(1e-30).log2() / 2
         self.kept.scale_log = values[:rows].clamp_min(1e-30).log2()
         step = max(-(-rows // _ROWS), 1)
-        table = element_table(self._fmt.element, torch.device("cpu"))
         width, sums = self._fmt.packed_columns(columns), torch.zeros(experts, columns)
         counts = torch.zeros(experts)
         for first, codes in self.held[PACKED].rows(width):
@@ -176,15 +175,26 @@ class LayerNumbers:
             chosen, own = chosen[own < experts], own[own < experts]
             if not len(chosen):
                 break
-            found = unpack_codes(codes[chosen].view(torch.uint8), self._fmt.element.bits)
-            squares = table[found.int()].nan_to_num().unflatten(-1, (scale.shape[-1], -1))
-            squares = (squares * values[chosen + first].unsqueeze(-1)).flatten(1).square()
-            sums.index_add_(0, own, squares)
+            found = block_values(codes[chosen], values[chosen + first], self._fmt)
+            sums.index_add_(0, own, found.square())
             counts.index_add_(0, own, torch.ones(len(own)))
         means = sums / counts.unsqueeze(-1)
         self.kept.columns = means.clamp_min(1e-30).log2() / 2
         factor = 1.0 if weight_scale is None else float(weight_scale.max())
         self.kept.rms = math.sqrt(float(means.mean())) * factor
+
+
+def scale_values(bits: Tensor, fmt: Format) -> Tensor:
+    """Return what the bits of block scales stand for, in float32."""
+    return scale_table(fmt.scale, torch.device("cpu"))[bits.int()]
+
+
+def block_values(packed: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """Return what packed codes [R, P] and values of scales [R, C] stand for, float32 [R, K]."""
+    codes = unpack_codes(packed.view(torch.uint8), fmt.element.bits)
+    table = element_table(fmt.element, torch.device("cpu"))
+    values = table[codes.int()].nan_to_num().unflatten(-1, (scale.shape[-1], -1))
+    return (values * scale.unsqueeze(-1)).flatten(1)
 
 
 def _wide(mask: int) -> int:

@@ -1,6 +1,6 @@
 """Judge the order of codes and scales by the sizes of channels that two layers share.
 
-The columns of a layer and what they meet (the rows that write these channels, a norm before it) have
+The columns of a layer and what they meet (rows that write these channels, a norm before it) have
 sizes that go together in a trained model: the large channels of one are the large ones of the
 other. Where they go together in another order than the stored one, and not in that, codes lie in
 that other order. Of random weights neither holds, so that nothing is found.
@@ -43,6 +43,9 @@ ORDERS: dict[str, Tensor] = {
 # channels of a small model have been looked at before that.
 _CERTAIN = 60.0
 
+# Enough to tell which of two layers is in order, once one of them is not.
+_LIKELY = 20.0
+
 # The evidence for the stored order is below this share of that for another.
 _SHARE = 0.25
 
@@ -77,7 +80,7 @@ def check_order(
     usable = {name: each for name, each in kept.items() if name not in tiled}
     pairs = list(_pairs(usable, norms))
     odd = [pair for pair in pairs if _is_odd(pair)]
-    sure = [pair for pair in pairs if pair.stored > _CERTAIN and pair.stored > pair.other]
+    sure = [pair for pair in pairs if pair.stored > _LIKELY and pair.stored > pair.other]
     as_columns, as_rows = {pair.columns for pair in sure}, {pair.rows for pair in sure}
     wrong: dict[tuple[str, str], tuple[str, float, list[str]]] = {}
     for pair in odd:

@@ -18,7 +18,8 @@ from ..methods import Stats, resolve_method
 from .check import Checked
 from .declared import missed
 from .kinds import Finding
-from .stored import DTYPES, Stored
+from .numbers import block_values, scale_values
+from .stored import DTYPES, Stored, read_header
 from .structure import EXPERT, by_shape, dense_names, is_ignored
 from .survey import PREFIXES
 
@@ -99,17 +100,12 @@ def make_plan(checked: Checked) -> Plan:
 
 
 def _duplicates(checked: Checked, plan: Plan, findings: list[Finding]) -> None:
-    from .stored import read_header
-
     for each in findings:
         kept = checked.found.tensors[each.where]
         names = {path.name for path in checked.found.folder.glob("*.safetensors")}
         others = []
         for name in sorted(names - {kept.path.name}):
-            try:
-                held = read_header(checked.found.folder / name)
-            except ValueError:
-                continue
+            held = read_header(checked.found.folder / name)
             others += [held[each.where]] if each.where in held else []
         same = all(
             other.kind == kept.kind
@@ -215,7 +211,7 @@ def _inputs(checked: Checked, plan: Plan, findings: list[Finding]) -> None:
 
 def _fuse(checked: Checked, plan: Plan, parent: str) -> None:
     """Quantize the layers of a module that engines fuse to the larger of their global scales."""
-    found, layers = checked.found, checked.layers
+    layers = checked.layers
     for members in FUSED:
         names = [n for each in members if (n := join(parent, each)) in layers.records]
         scalars = [checked.kept[name].scalars for name in names]
@@ -249,27 +245,26 @@ class _Requantized:
     def __init__(
         self, record: PackedLayer, held: Mapping[str, Stored], before: float, after: float
     ) -> None:
-        self.record, self.held, self.before, self.after = record, held, before, after
-        weight = self._weight()
-        self.error = float((self._state().dequantize().float() - weight).norm() / weight.norm())
+        self.fmt, self.held, self.before, self.after = record.fmt, held, before, after
+        weight, state = self._weight(), self._state()
+        found = block_values(state.qdata, scale_values(state.scale, self.fmt), self.fmt) * after
+        self.error = float((found - weight).norm() / weight.norm())
 
     def _weight(self) -> Tensor:
-        bits = self.held[SCALE].read().view(torch.uint8)
-        fmt, shape = self.record.fmt, self.record.shape
-        state = QuantState(self.held[PACKED].read(), bits, self.before, fmt, shape, torch.float32)
-        return state.dequantize().float()
+        scale = scale_values(self.held[SCALE].read().view(torch.uint8), self.fmt)
+        return block_values(self.held[PACKED].read(), scale, self.fmt) * self.before
 
     def _state(self) -> QuantState:
         method, options = resolve_method("sse")
-        return method.quantize(
-            self._weight(), Stats(), self.record.config.format, self.after, options
-        ).state
+        return method.quantize(self._weight(), Stats(), self.fmt, self.after, options).state
 
     def packed(self) -> Tensor:
+        """Return the codes."""
         return self._state().qdata
 
     def scale(self) -> Tensor:
-        return self._state().scale.view(self.record.fmt.scale.storage)
+        """Return the block scales, in the dtype of files."""
+        return self._state().scale.view(self.fmt.scale.storage)
 
 
 # ---- what the configs declare -------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from ..checkpoint.checks import CROSS_ATTENTION
@@ -36,7 +36,9 @@ class _Side(NamedTuple):
     what: str
 
 
-def check_sizes(found: Survey, layers: Layers, kept: Mapping[str, Statistics]) -> Iterator[Finding]:
+def check_sizes(
+    found: Survey, layers: Layers, kept: Mapping[str, Statistics], wrong: Collection[str]
+) -> Iterator[Finding]:
     """Yield global scales that no trained model has, and those that differ where engines fuse."""
     weights = {n: (each.rms, each.scalars[GLOBAL]) for n, each in kept.items()
                if each.rms and GLOBAL in each.scalars}  # fmt: skip
@@ -58,9 +60,16 @@ def check_sizes(found: Survey, layers: Layers, kept: Mapping[str, Statistics]) -
     if not uncalibrated:
         yield from bad_inputs.values()
     yield from uncalibrated
-    yield from _missing_inputs(found, layers)
+    missing = list(_missing_inputs(found, layers))
+    yield from missing
     if found.layout.engines:
-        skipped = {*turned, *bad_inputs, *(each.where.rpartition(".")[0] for each in uncalibrated)}
+        skipped = {
+            *wrong,
+            *(each.where for each in missing),
+            *turned,
+            *bad_inputs,
+            *(each.where.rpartition(".")[0] for each in uncalibrated),
+        }
         yield from _fused(found, layers, kept, skipped)
 
 
@@ -156,11 +165,12 @@ def _fused(
     whole = set(fused_problems(layers.records, dense_names(found, layers)))
     others = {parent for parent, _ in whole}
     scales: dict[str, dict[str, float]] = {}
-    as_stored: Callable[[float], float] = lambda x: x if found.layout.multiplies else 1 / x
     for name, each in kept.items():
         if name in skipped:
             continue
-        own = {part: as_stored(value) for part, value in each.scalars.items()}
+        # As they are stored.
+        turned = not found.layout.multiplies
+        own = {part: 1 / value if turned else value for part, value in each.scalars.items()}
         if not served or CROSS_ATTENTION.search(name):
             own.pop(INPUT_GLOBAL, None)
         scales[name] = own

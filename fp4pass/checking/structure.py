@@ -36,12 +36,14 @@ class Layers:
     Attributes:
         records: how each layer is packed.
         parts: its tensors, by their part.
+        broken: the names of the tensors of those whose parts do not fit.
         unread: layers that are quantized in a way that fp4pass does not read, and their tensors.
         findings: what is wrong with the others.
     """
 
     records: dict[str, PackedLayer]
     parts: dict[str, dict[str, Stored]]
+    broken: set[str] = field(default_factory=set)
     unread: dict[str, list[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -59,6 +61,8 @@ def find_layers(found: Survey) -> Layers:
         record = own.get(layer) or _record(found, layer, held, layers)
         if record is not None and _fits(found, layer, held, record, layers):
             layers.records[layer], layers.parts[layer] = record, held
+        else:
+            layers.broken.update(each.name for each in held.values())
     read = {each.name for held in parts.values() for each in held.values()}
     others = {n: (t.shape, t.kind) for n, t in found.tensors.items() if n not in read}
     # A model of one's own may hold other tensors beside.
