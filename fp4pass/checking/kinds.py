@@ -19,6 +19,10 @@ class Kind:
         name: of the kind, which does not change.
         meaning: what comes of it for a user of the folder.
         remedy: the command that mends it, or what else does.
+
+    Example:
+        >>> fp4pass.checking.KINDS["scale-nan"].meaning
+        'Every product with this layer is NaN, or has the wrong sign.'
     """
 
     name: str
@@ -212,6 +216,10 @@ class Finding:
         where: the tensor, the layer or the file.
         file: the file that it is in, "" for one that is not there.
         found: what was expected there, and what there is.
+
+    Example:
+        >>> fp4pass.checking.Finding("dead", "a.weight", "model.safetensors", "got zeros").meaning
+        'A layer or an expert of zeros gives nothing to any token.'
     """
 
     kind: str

@@ -38,6 +38,11 @@ class Repair:
         after: what is wrong with the new folder, None if none was written.
         mended: a line for each thing that was done.
         refused: why no folder was written, "" if it was.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
+        >>> fp4pass.checking.repair_folder("out", "mended").mended
+        ()
     """
 
     before: FolderCheck
