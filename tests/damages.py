@@ -182,9 +182,8 @@ def disagree(folder: Path) -> bool:
 def tie(folder: Path) -> bool:
     """A packed output embedding in a model that ties it."""
     found = load_file(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else {}
-    if (folder / "fp4pass.json").is_file() or "lm_head.weight" in found or "weight" in str(found) and (
-        not any(n.endswith("weight_packed") for n in found)
-    ):
+    of_ours = (folder / "fp4pass.json").is_file()
+    if of_ours or "model.layers.1.mlp.up_proj.weight_packed" not in found:
         return False
     for name in [n for n in found if "layers.1.mlp.up_proj." in n]:
         end, repeat = name.rpartition(".")[2], [1] * found[name].ndim
@@ -334,7 +333,9 @@ DAMAGES: dict[str, Damage] = {
     "two scales of one input": Damage(
         "fused-scales", tensors(f"{ONE}{INPUT}", lambda t: t * 2), True
     ),
-    "NaN scale of inputs": Damage("input-bad", tensors(f"{ONE}{INPUT}", lambda t: t * float("nan"))),
+    "NaN scale of inputs": Damage(
+        "input-bad", tensors(f"{ONE}{INPUT}", lambda t: t * float("nan"))
+    ),
     "no scale of inputs": Damage("input-missing", tensors(f"{ONE}{INPUT}", lambda t: None)),
     "scales of inputs as initialized": Damage(
         "input-uncalibrated", tensors(f".*{INPUT}", torch.ones_like)
@@ -378,9 +379,7 @@ DAMAGES: dict[str, Damage] = {
     "no chat template": Damage("chat-template-missing", no_template),
     "a tied head that is packed": Damage("tied-head", tie, True),
     "packed and dense": Damage("twice", dense_twin, True),
-    "a dense NaN": Damage(
-        "dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))
-    ),
+    "a dense NaN": Damage("dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))),
     "the names of a wrapper": Damage("names", rename, True),
     "an expert that is gone": Damage("expert-missing", expert_gone),
     "broken JSON": Damage(

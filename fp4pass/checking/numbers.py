@@ -17,6 +17,7 @@ from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .kinds import Finding
 from .stored import Stored
 from .survey import Survey
+from .tiles import is_tiled
 
 # Bits of the magnitudes in a byte of codes; minus zero is a zero, too.
 _MAGNITUDES = {4: 0x77, 8: 0x7F}
@@ -39,14 +40,14 @@ class Statistics:
         rms: the root mean square of its weights as the layout reads them, 0 if it is not known.
         columns: log2 of the norm of each column [E, K], of one matrix or some of a stack.
         rows: log2 of the norm of each row [E, N].
-        scale_bits: a sample of the bits of scales [R, K / block], for their order.
+        is_tiled: its scales lie in tiles of a kernel, and not row by row.
         scalars: its global scales as multipliers, by their part.
     """
 
     rms: float = 0.0
     columns: Tensor | None = None
     rows: Tensor | None = None
-    scale_log: Tensor | None = None
+    is_tiled: bool = False
     scalars: dict[str, float] = field(default_factory=dict)
 
 
@@ -165,7 +166,7 @@ class LayerNumbers:
         values = self._values(scale[: experts * rows])
         norms = values.square().sum(-1).reshape(experts, rows)
         self.kept.rows = norms.clamp_min(1e-30).log2() / 2
-        self.kept.scale_log = values[:rows].clamp_min(1e-30).log2()
+        self.kept.is_tiled = is_tiled(values[:rows].clamp_min(1e-30).log2())
         step = max(-(-rows // _ROWS), 1)
         width, sums = self._fmt.packed_columns(columns), torch.zeros(experts, columns)
         counts = torch.zeros(experts)

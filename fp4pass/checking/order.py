@@ -49,9 +49,6 @@ _LIKELY = 20.0
 # The evidence for the stored order is below this share of that for another.
 _SHARE = 0.25
 
-# Deviations of scales in tiles of a kernel above those of scales in rows.
-_TILED = 30.0
-
 
 class _Pair(NamedTuple):
     """Evidence of two layers, squares of normal numbers: for the stored order and for others."""
@@ -72,7 +69,7 @@ def check_order(
     """
     tiled = set()
     for name, each in kept.items():
-        if each.scale_log is not None and _is_tiled(each.scale_log):
+        if each.is_tiled:
             tiled.add(name)
             scale = layers.parts[name][SCALE]
             what = "expected scales row by row, got them in tiles of 128 rows and 4 columns"
@@ -204,29 +201,3 @@ def _evidence(name: str, other: str, columns: Tensor, rows: Tensor) -> _Pair | N
     others = {label: squared(order) for label, order in ORDERS.items()}
     best = max(others, key=lambda label: others[label])
     return _Pair(name, other, squared(None), others[best], best)
-
-
-def _is_tiled(scale: Tensor) -> bool:
-    """Return whether log2 of scales [N, C] go together in tiles of 128 x 4, and not in rows."""
-    rows, columns = scale.shape
-    if rows % 128 or columns % 4 or columns < 8:
-        return False
-    tiles = scale.flatten().unflatten(0, (rows // 128, columns // 4, 32, 4, 4))
-    # The row of a tile is r % 32, then r // 32, then the column.
-    turned = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
-    stored, other = _explained(scale), _explained(turned)
-    return other > _TILED and other > 4 * abs(stored)
-
-
-def _explained(matrix: Tensor) -> float:
-    """Return how much rows and columns explain of a matrix, in deviations of chance."""
-    rows, columns = matrix.shape
-    centered = matrix - matrix.mean()
-    variance = centered.square().mean().item()
-    if not variance:
-        return 0.0
-    found = 0.0
-    for dimension, count, size in ((1, rows, columns), (0, columns, rows)):
-        explained = centered.mean(dimension).square().sum().item() * size / variance
-        found += (explained - count) / (2 * count) ** 0.5
-    return found

@@ -117,6 +117,8 @@ _MOST_OF_A_KIND = 20
 def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
     """Check a folder without its model, and with `repair` write what can be mended."""
     found = check_folder(folder)
+    if not found.sums and (folder / MANIFEST).is_file():
+        screen.note(f"{folder / MANIFEST} is of another version, so its checksums are not read")
     mended = None if repair is None or not found.findings else repair_folder(folder, repair)
     if as_json:
         facts = found.to_dict()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from commands import run, run_json
 from damages import DAMAGES
 from good_folders import GOOD
-from safetensors.torch import load_file
 
-import fp4pass
 from fp4pass.checking import KINDS, check_folder, repair_folder
 
 for package in ("transformers", "compressed_tensors", "typer", "rich"):
