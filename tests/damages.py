@@ -67,7 +67,7 @@ def tensors(where: str, edit: Callable[[Tensor], Tensor | None], kind: str = "")
 def put(where: str, place: tuple[int, ...], byte: int) -> Any:
     def edit(tensor: Tensor) -> Tensor:
         bits = tensor.view(torch.uint8).clone()
-        bits[..., *place] = byte
+        bits[(..., *place)] = byte
         return bits.view(tensor.dtype)
 
     return tensors(where, edit)

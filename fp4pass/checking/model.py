@@ -88,7 +88,7 @@ def _float_names(found: Survey, layers: Layers) -> dict[str, tuple[int, ...]]:
 
 
 def check_model(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[Finding]:
-    """Yield tensors that the model of the config has, and the folder has not, or in other shapes."""
+    """Yield tensors that the folder lacks, or has in other shapes, by the model of its config."""
     if model is None:
         yield from _counted(found)
         return

@@ -104,7 +104,7 @@ class LayerNumbers:
             bad = int((~scale.isfinite() | (scale < 0)).sum())
         if bad:
             what = f"it holds NaN or a negative scale, {bad} of {scale.numel()}"
-            self._say("scale-nan", SCALE, f"expected positive finite scales, but {what}")
+            self._say("scale-nan", SCALE, f"{what}; expected positive finite numbers")
             return False
         first = scale.flatten()[:1]
         if scale.numel() >= _FEWEST_BLOCKS and first.any() and bool((scale == first).all()):
