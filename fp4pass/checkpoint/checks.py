@@ -18,7 +18,7 @@ from .reader import CheckpointReader, packed_problem
 from .readers import SERVED
 
 # Attention to something else, where q does not read what k and v read.
-_CROSS = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
+CROSS_ATTENTION = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
 
 
 def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
@@ -164,7 +164,7 @@ def _fused(
     architectures = reader.config.get("architectures") or ()
     served = any(str(each).endswith(SERVED) for each in architectures)
     for layer, found in scales.items():
-        if not served or _CROSS.search(layer):
+        if not served or CROSS_ATTENTION.search(layer):
             found.pop(INPUT_GLOBAL, None)
     for parent, problem in fused_problems(reader.layers, reader.dense_layers(), scales):
         yield parent, f"config.json: engines multiply by these as by one matrix: {problem}"

@@ -11,6 +11,7 @@ from typer import Argument, Exit, Option
 from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
+from ..checking import FolderCheck, check_folder, repair_folder
 from ..checkpoint.checks import problems
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed, open_checkpoint
@@ -19,6 +20,7 @@ from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..reporting.compare import Comparison, compare_models
 from ..reporting.outputs import RANDOM, Outputs, compare_outputs, random_tokens
+from ..reporting.text import size
 from ..sources.files import MANIFEST
 from . import screen, sources
 from .options import Device, TrustCode
@@ -39,14 +41,19 @@ def verify(
     windows: Annotated[int, Option(help="Of the text.")] = 4,
     length: Annotated[int, Option(help="Tokens of a window.")] = 128,
     max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
+    repair: Annotated[
+        Path | None,
+        Option(help="Write a folder with what can be mended without the model.", metavar="OUT"),
+    ] = None,
     device: Device = None,
     trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
     """Check a checkpoint, with --ref against the float model it was made of; exit with 1 if wrong.
 
-    Alone: the checksums and numbers of all tensors, their shapes, and what serving engines make of
-    the names of layers. Against its model: layers whose method needs no calibration are quantized
+    Alone: files and index, the parts of each layer, checksums and numbers of all tensors, the order
+    of codes, and what the configs declare and engines make of it; each finding with what it means
+    and what mends it. Against its model: layers whose method needs no calibration are quantized
     again, and every bit is compared. Others are compared by their weight error. All other tensors
     are compared to the bit, and the outputs with those of a float model that has the dequantized
     weights.
@@ -54,11 +61,16 @@ def verify(
     sources.require_windows(length=length, windows=windows)
     if ref is None and text is not None:
         raise OptionError("--text: expected --ref MODEL too, to compare outputs with, got none.")
-    stored, chosen = opened(folder, alone=ref is None), sources.choose_device(device)
+    if ref is None:
+        _verify_alone(folder, repair, as_json)
+        return
+    if repair is not None:
+        raise OptionError("--repair: expected no --ref, with which nothing is mended, got both.")
+    stored, chosen = opened(folder, alone=False), sources.choose_device(device)
     tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
     wrong, found, outputs = dict(problems(stored, tensors, sums=True)), None, None
     # A damaged folder cannot be loaded.
-    if ref is not None and not wrong:
+    if not wrong:
         sources.quiet()
         model: Any = load(stored.folder, device_map=chosen)
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
@@ -93,14 +105,69 @@ def verify(
             "mismatches": wrong,
         }
         screen.print_json(facts)
-    elif ref is None:
-        sums = "without checksums" if stored.own is None else "with their checksums"
-        print(f"{len(stored.layers)} packed layers, {len(stored.files)} tensors read, {sums}")
-        if not wrong:
-            print(f"{folder} is in order; --ref MODEL compares it with the model it was made of")
     else:
         _print(folder, found or Comparison(), outputs, not wrong)
     screen.print_mismatches(folder, wrong)
+
+
+# Findings of one kind that are printed; --json has all.
+_MOST_OF_A_KIND = 20
+
+
+def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
+    """Check a folder without its model, and with `repair` write what can be mended."""
+    found = check_folder(folder)
+    if not found.sums and (folder / MANIFEST).is_file():
+        screen.note(f"{folder / MANIFEST} is of another version, so its checksums are not read")
+    mended = None if repair is None or not found.findings else repair_folder(folder, repair)
+    if as_json:
+        facts = found.to_dict()
+        screen.print_json(facts if mended is None else facts | {"repair": mended.to_dict()})
+    else:
+        sums = "with their checksums" if found.sums else "without checksums"
+        print(
+            f"{found.layers} packed layers in {found.layout}, {found.tensors} tensors "
+            f"({size(found.bytes)}) read, {sums}"
+        )
+        for each in found.not_judged:
+            print(f"not judged: {each}")
+        if not found.findings:
+            print(f"{folder} is in order; --ref MODEL compares it with the model it was made of")
+    _print_findings(found)
+    if repair is not None and not found.findings:
+        screen.note(f"fp4pass: nothing to mend, so {repair} was not written")
+    if mended is None:
+        if found.findings:
+            screen.note(f"fp4pass: {folder}: {len(found.findings)} mismatches")
+            raise Exit(screen.MISMATCH)
+        return
+    for line in mended.mended:
+        screen.note(f"mended: {line}")
+    left = mended.after.findings if mended.after is not None else found.findings
+    for finding in left:
+        screen.note(f"not mended: {finding}")
+    if mended.after is None:
+        screen.note(f"fp4pass: {repair} was not written: {mended.refused}")
+        raise Exit(screen.MISMATCH)
+    if left:
+        screen.note(f"fp4pass: {repair} was written, {len(left)} mismatches are left in it")
+        raise Exit(screen.MISMATCH)
+    if not as_json:
+        print(f"{repair} is in order")
+
+
+def _print_findings(found: FolderCheck) -> None:
+    """Print each finding on stderr, and once for a kind what it means and what mends it."""
+    kinds: dict[str, list[Any]] = {}
+    for each in found.findings:
+        kinds.setdefault(each.kind, []).append(each)
+    for name, findings in kinds.items():
+        for each in findings[:_MOST_OF_A_KIND]:
+            screen.note(f"mismatch: {each}")
+        if more := len(findings) - _MOST_OF_A_KIND:
+            if more > 0:
+                screen.note(f"mismatch: {more} more of {name}; --json lists all")
+        screen.note(f"{name}: {findings[0].meaning} {findings[0].remedy}.")
 
 
 def _print(folder: Path, found: Comparison, outputs: Outputs | None, right: bool) -> None:

@@ -30,7 +30,7 @@ COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 _log = logging.getLogger(__name__)
 
 # A folder with none of them has no tokenizer and no processor that transformers finds.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"),
 )
@@ -85,7 +85,7 @@ class Beside:
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
         if not getattr(text, "vocab_size", None):
             return
-        if not any((target / name).is_file() for name in _TOKENIZER_FILES):
+        if not any((target / name).is_file() for name in TOKENIZER_FILES):
             where = "the model was read from no folder"
             if self.source is not None:
                 where = f"{self.source} has none either"

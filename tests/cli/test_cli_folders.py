@@ -252,7 +252,7 @@ def test_the_structure_of_a_folder_is_checked_without_its_model(made: Path, tmp_
     change(folder, scale, lambda tensor: tensor[:-1].clone())
     for command in ("verify", "inspect"):
         error = run(command, folder, code=1).stderr
-        assert f"{folder / 'model.safetensors'}: {scale}: expected F8_E4M3" in error
+        assert scale in error and "model.safetensors: " in error and "expected F8_E4M3" in error
 
 
 class Case:

@@ -19,6 +19,6 @@ from .base import (
 )
 from .compressed_tensors import CompressedTensors
 from .foreign import expected_shapes, read_layers
-from .layer import BUFFERS, PackedLayer, Scheme, fused_problems, join
-from .patterns import below, is_plain, matches
+from .layer import BUFFERS, FUSED, PackedLayer, Scheme, fused_problems, join
+from .patterns import as_globs, below, is_plain, matches
 from .pieces import Piece, has_whole_tiles, join_layers, split_layer

@@ -163,7 +163,7 @@ class Scheme(NamedTuple):
 
 
 # Linear layers of one module that serving engines multiply by as one matrix (vLLM, SGLang).
-_FUSED = (
+FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
@@ -184,7 +184,7 @@ def fused_problems(
     names = dict.fromkeys((*layers, *dense))
     for name in names:
         parent, _, last = name.rpartition(".")
-        for members in _FUSED:
+        for members in FUSED:
             paths = {each: f"{parent}.{each}" for each in members}
             # Once, at the first of them that is there.
             if last != next((each for each, path in paths.items() if path in names), ""):

@@ -1,0 +1,246 @@
+"""Name what can be wrong with a folder: what each kind means for a user, and what mends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# What mends a kind: the file comes again, the model is quantized again, or --repair does it.
+COPY = "Copy the folder again"
+QUANTIZE = "Quantize the float model again: fp4pass quantize MODEL -o OUT"
+REPAIR = "fp4pass verify DIR --repair OUT"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of damage.
+
+    Attributes:
+        name: of the kind, which does not change.
+        meaning: what comes of it for a user of the folder.
+        remedy: the command that mends it, or what else does.
+
+    Example:
+        >>> fp4pass.checking.KINDS["scale-nan"].meaning
+        'Every product with this layer is NaN, or has the wrong sign.'
+    """
+
+    name: str
+    meaning: str
+    remedy: str
+
+
+_TABLE = (
+    # Files.
+    Kind(
+        "file-missing",
+        "The weights are incomplete; readers stop, or make up the rest.",
+        f"{COPY}; {REPAIR} writes an index without it, if other files hold its tensors",
+    ),
+    Kind("file-damaged", "The file was cut off or changed; readers stop at it.", COPY),
+    Kind("json-damaged", "No reader gets past this file.", COPY),
+    Kind("checksum", "The tensor is not the one that was saved.", COPY),
+    Kind(
+        "index",
+        "Readers look for tensors in the wrong file, or do not look for them at all.",
+        f"{REPAIR} writes the index that the files make",
+    ),
+    Kind("tensor-missing", "Readers stop, or give the model random numbers there.", COPY),
+    Kind(
+        "duplicate",
+        "Which of two tensors of one name is read depends on the reader.",
+        f"{REPAIR} keeps one, if both have the same bits",
+    ),
+    # Parts of a packed layer.
+    Kind(
+        "companion-missing",
+        "Codes mean nothing without their scales; some engines take whatever is in memory.",
+        f"{COPY}, or: {QUANTIZE}",
+    ),
+    Kind(
+        "orphan",
+        "Scales without codes: the layer is lost, or a dense one has remains of a packed one.",
+        f"{REPAIR} drops the remains where the layer is there in full precision",
+    ),
+    Kind(
+        "twice",
+        "The layer is there packed and dense; which one is read depends on the reader.",
+        f"{REPAIR} keeps what the config declares",
+    ),
+    Kind("shape", "Codes and scales do not fit each other; readers stop.", f"{COPY}; {QUANTIZE}"),
+    Kind(
+        "block-size",
+        "The config declares other blocks than the scales have.",
+        f"{REPAIR} declares those of the scales",
+    ),
+    Kind(
+        "dtype",
+        "Readers cast the numbers to what they expect, and read others.",
+        f"{REPAIR} stores them in the dtype of the layout, where each of them has one",
+    ),
+    Kind(
+        "names",
+        "A wrapper's prefix on every name: readers find no tensor of the model.",
+        f"{REPAIR} takes the prefix off",
+    ),
+    # Numbers.
+    Kind("scale-nan", "Every product with this layer is NaN, or has the wrong sign.", QUANTIZE),
+    Kind("scale-zero", "Weights of these blocks are read as zeros.", QUANTIZE),
+    Kind("scale-uncalibrated", "All blocks are read at one size; outputs are noise.", QUANTIZE),
+    Kind("global-bad", "The whole layer is read as NaN, infinity or zeros.", QUANTIZE),
+    Kind(
+        "global-direction",
+        "It multiplies where the layout divides, or the reverse; outputs are NaN or noise.",
+        f"{REPAIR} stores the reciprocal",
+    ),
+    Kind("weights-size", "Weights of such a size are none of a trained model.", QUANTIZE),
+    Kind("codes-zero", "Rows of weights are lost: a download with a hole looks like this.", COPY),
+    Kind("dead", "A layer or an expert of zeros gives nothing to any token.", QUANTIZE),
+    Kind("dense-bad", "Outputs are NaN.", f"{COPY}; {QUANTIZE}"),
+    Kind(
+        "input-bad",
+        "Inputs of this layer are quantized to NaN, zeros or infinity in 4-bit products.",
+        f"{REPAIR} gives experts the largest scale of the others of their layer; else calibrate "
+        "again",
+    ),
+    Kind(
+        "input-missing",
+        "Engines that quantize inputs refuse the folder, or take a number of their own. An expert "
+        "that calibration never reached looks like this.",
+        f"{REPAIR} gives experts the largest scale of the others of their layer; else calibrate "
+        "again",
+    ),
+    Kind(
+        "input-uncalibrated",
+        "Scales of inputs are what they were before calibration: inputs are clipped or lost.",
+        "Calibrate and quantize the float model again, or keep inputs in floating point",
+    ),
+    Kind(
+        "input-direction",
+        "It multiplies where the layout divides, or the reverse; inputs become zeros or are "
+        "clipped.",
+        f"{REPAIR} stores the reciprocal",
+    ),
+    Kind("cache-scale", "Keys or values of the cache are read as NaN or zeros.", QUANTIZE),
+    # Order.
+    Kind(
+        "codes-order",
+        "Codes lie in another order than the layout's (nibbles swapped, or halves of a block "
+        "interleaved): the model talks nonsense.",
+        "Export the folder again with the order of its layout",
+    ),
+    Kind(
+        "rows-order",
+        "Rows of this layer do not meet the columns that read them.",
+        "Export the folder again with rows in the model's order",
+    ),
+    Kind(
+        "scale-order",
+        "Scales lie as a kernel wants them (tiles of 128 x 4), not row by row.",
+        "Export the folder again with scales row by row",
+    ),
+    # What engines make of it.
+    Kind(
+        "fused-scales",
+        "Engines multiply by these layers as by one matrix and keep the larger global scale for "
+        "all, so that the others are read at the wrong size.",
+        f"{REPAIR} quantizes them to the larger one",
+    ),
+    Kind(
+        "fused-schemes",
+        "Engines multiply by these layers as by one matrix, which has one scheme.",
+        "Quantize them alike, by a rule for all of them",
+    ),
+    Kind("expert-missing", "The router sends tokens to an expert that is not there.", COPY),
+    Kind(
+        "ignore-packed",
+        "Readers make a dense layer there, find no weight, and leave random numbers.",
+        f"{REPAIR} takes it off the list",
+    ),
+    Kind(
+        "ignore-misses",
+        "Readers make a packed layer there, find no codes, and leave random numbers.",
+        f"{REPAIR} puts it on the list",
+    ),
+    Kind(
+        "config-absent",
+        "Readers take the codes for a float model.",
+        f"{REPAIR} writes the quantization_config that the tensors make",
+    ),
+    Kind(
+        "config-layout",
+        "Readers look for tensors of other names.",
+        f"{REPAIR} writes the quantization_config that the tensors make",
+    ),
+    Kind(
+        "config-disagrees",
+        "Which of the two a reader believes depends on the reader.",
+        f"{REPAIR} writes what the tensors say into both",
+    ),
+    Kind(
+        "config-model",
+        "The config makes another model than the one whose tensors these are.",
+        f"{COPY}, with the config.json of this model",
+    ),
+    Kind(
+        "tied-head",
+        "Readers tie the output embedding to the input's, and drop the packed one or stop.",
+        f"{REPAIR} declares that they are not tied",
+    ),
+    Kind(
+        "mtp-absent",
+        "Engines that predict several tokens look for layers that are not there.",
+        f"{REPAIR} declares that there are none",
+    ),
+    Kind(
+        "tokenizer-missing",
+        "Engines cannot serve text.",
+        "Copy the files of the tokenizer from the float model",
+    ),
+    Kind(
+        "chat-template-missing",
+        "Engines refuse chats, or make them up in another form.",
+        "Copy chat_template.jinja from the float model",
+    ),
+)
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a folder.
+
+    Attributes:
+        kind: the name of an entry of `KINDS`.
+        where: the tensor, the layer or the file.
+        file: the file that it is in, "" for one that is not there.
+        found: what was expected there, and what there is.
+
+    Example:
+        >>> fp4pass.checking.Finding("dead", "a.weight", "model.safetensors", "got zeros").meaning
+        'A layer or an expert of zeros gives nothing to any token.'
+    """
+
+    kind: str
+    where: str
+    file: str
+    found: str
+
+    @property
+    def meaning(self) -> str:
+        """What comes of it for a user of the folder."""
+        return KINDS[self.kind].meaning
+
+    @property
+    def remedy(self) -> str:
+        """The command that mends it, or what else does."""
+        return KINDS[self.kind].remedy
+
+    def __str__(self) -> str:
+        place = f"{self.file}: " if self.file and self.file != self.where else ""
+        return f"{self.where}: {place}{self.found}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**vars(self), "meaning": self.meaning, "remedy": self.remedy}
