@@ -61,7 +61,7 @@ def commonmark(text: str) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ALL)
 def test_lists_and_tables_are_those_of_github(page: str, site_markdown: Any) -> None:
-    """An item of the site needs an empty line before its list, and four spaces for what is in it."""
+    """The site needs an empty line before a list, and four spaces for what is in an item."""
     text = (ROOT / page).read_text("utf-8")
     html = site_markdown.reset().convert(text)
     # The bodies of tables are the same; the code of blocks is in none of the counts.
@@ -69,7 +69,6 @@ def test_lists_and_tables_are_those_of_github(page: str, site_markdown: Any) -> 
     assert found == commonmark(text)
     prose = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.DOTALL)
     assert not re.findall(r"\n *(?:[-*] |```|\$\$).*", re.sub(r"<[^>]*>", "", prose))
-
 
 
 @pytest.mark.parametrize("page", ALL)
