@@ -12,8 +12,7 @@ from fp4pass.evaluation import token_windows
 # --8<-- [end:imports]
 
 # --8<-- [start:model]
-# A folder, or an id of the hub such as "Qwen/Qwen3-0.6B".
-MODEL = "examples/tiny_lm"
+MODEL = "examples/tiny_lm"  # a folder, or an id of the hub
 # --8<-- [end:model]
 
 # --8<-- [start:load]
