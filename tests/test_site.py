@@ -52,7 +52,7 @@ def test_a_search_finds_the_parts_of_names() -> None:
     words = re.split(
         separator, "model.push_to_hub(x), LlamaForCausalLM: GGUF or AWQ, 0.5 torch.compile"
     )
-    assert {"push", "to", "hub", "Llama", "Causal", "GGUF", "AWQ", "0.5", "compile"} <= {*words}
+    assert {"push", "to", "hub", "Llama", "CausalLM", "GGUF", "AWQ", "0.5", "compile"} <= {*words}
 
 
 @pytest.mark.slow

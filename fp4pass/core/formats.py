@@ -24,7 +24,15 @@ _MULTIPLIER = "multiplier"
 
 @dataclass(frozen=True, repr=False)
 class Format(Record):
-    """A block format: elements, a scale for each `block` of them along K, maybe a global scale."""
+    """A block format: elements, a scale for each `block` of them along K, maybe a global scale.
+
+    Example:
+        >>> from fp4pass.core.formats import FORMATS
+        >>> FORMATS["nvfp4"].bits_per_weight, FORMATS["nvfp4"].element.max
+        (4.5, 6.0)
+        >>> fp4pass.core.formats.get_format("mxfp4:16").block
+        16
+    """
 
     name: str  # under which it is registered, and which checkpoints store
     element: Element  # what a code stands for
