@@ -37,7 +37,11 @@ TITLES: dict[str, str] = {}
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Read the titles of pages from the navigation; the first page of a section has its title."""
+    """Show the version, and read the titles of pages from the navigation.
+
+    The first page of a section has the title of the section.
+    """
+    config.site_name = f"{config.site_name} {version()}"
 
     def read(entries: list[Any], section: str) -> None:
         for entry in entries:
@@ -57,6 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = (ROOT / source).read_text("utf-8")
             files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "assets/results.js", content=results()))
+    for name, text in local(".", "eval.pages.architectures").pages().items():
+        files.append(File.generated(config, f"architectures/{name}", content=text))
     linked = {
         target
         for file in files.documentation_pages()
@@ -96,6 +102,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         part if part.startswith("```") else LINK.sub(moved, part)
         for part in re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     )
+
+
+def version() -> str:
+    """Return the version of the package, which the head of each page shows."""
+    text = (ROOT / "fp4pass" / "_version.py").read_text("utf-8")
+    return re.findall(r'__version__ = "(.+)"', text)[0]
 
 
 def folder_of(page: str) -> str:

@@ -71,7 +71,8 @@ def main() -> None:
     exported = export(model, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         target = args.package or str(Path(folder) / "model.pt2")
-        package = torch._inductor.aoti_compile_and_package(exported, package_path=target)
+        compile_and_package = torch._inductor.aoti_compile_and_package
+        package = compile_and_package(exported, package_path=target)
         # --8<-- [end:package]
         size = Path(package).stat().st_size / 1e6
         print(f"the package has {size:.1f} MB, weights packed")

@@ -20,15 +20,15 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / ".mkdocs.yml").read_text("utf-8")
 
-# Pages that the hooks make of files at the top.
-TOP = {"index.md", "changelog.md", "contributing.md"}
+# Pages that the hooks make: of files at the top, and of results.
+MADE = {"index.md", "changelog.md", "contributing.md", "architectures/index.md"}
 
 
 def test_every_page_is_in_the_navigation() -> None:
     """Add a new page to `nav` in .mkdocs.yml."""
     nav = set(re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", CONFIG, re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert nav == pages | TOP
+    assert nav == pages | MADE
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -44,6 +44,15 @@ def test_the_version_is_that_of_the_package() -> None:
     for name in ("CITATION.cff", "CHANGELOG.md"):
         text = (ROOT / name).read_text("utf-8")
         assert re.search(rf"(^version: |^## ){re.escape(fp4pass.__version__)}\b", text, re.M), name
+
+
+def test_a_search_finds_the_parts_of_names() -> None:
+    """Words as mkdocs-material cuts them, in pages and in what is looked for."""
+    (separator,) = re.findall(r"separator: '(.+)'$", CONFIG, re.MULTILINE)
+    words = re.split(
+        separator, "model.push_to_hub(x), LlamaForCausalLM: GGUF or AWQ, 0.5 torch.compile"
+    )
+    assert {"push", "to", "hub", "Llama", "CausalLM", "GGUF", "AWQ", "0.5", "compile"} <= {*words}
 
 
 @pytest.mark.slow
@@ -108,7 +117,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     """Anchors too; and nothing is loaded from elsewhere."""
     pages = {path: Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
-    assert len(pages) > 50
+    assert len(pages) > 400
     for path, page in pages.items():
         if path.name == "404.html":
             continue
@@ -135,3 +144,40 @@ def test_the_results_page_has_its_numbers(site: Path) -> None:
     assert 'src="assets/results.js"' in page and 'id="results"' in page
     found = json.loads(script.removeprefix("window.RESULTS = ").rstrip(";\n"))
     assert len(found["models"]) == 2 and len(found["rows"]) > 600
+
+
+@pytest.mark.slow
+def test_formulas_are_drawn_by_the_browser(site: Path) -> None:
+    """MathML in the pages, and no TeX left over."""
+    for name, least in (("search.html", 60), ("codes.html", 60), ("rotation.html", 5)):
+        page = (site / name).read_text("utf-8")
+        assert page.count("<math ") > least
+        text = re.sub(r"<(pre|code|script)\b.*?</\1>|<[^>]*>", "", page, flags=re.DOTALL)
+        assert "$" not in text and "\\(" not in text and "arithmatex" not in page
+
+
+@pytest.mark.slow
+def test_each_type_of_model_has_a_page(site: Path) -> None:
+    folder = site / "architectures"
+    rows = re.findall(r'<td><a href="([\w-]+)\.html">', (folder / "index.html").read_text("utf-8"))
+    assert len(rows) > 350 and len(rows) == len([*folder.glob("*.html")]) - 1
+    text = (folder / "mixtral.html").read_text("utf-8")
+    for part in (
+        "fp4pass quantize MODEL",
+        "a router",
+        "global scales of experts",
+        "MixtralForCausalLM",
+    ):
+        assert part in text
+
+
+@pytest.mark.slow
+def test_language_models_get_all_pages(site: Path) -> None:
+    """A list of all pages of the navigation, and one file that has them with their includes."""
+    short, full = ((site / name).read_text("utf-8") for name in ("llms.txt", "llms-full.txt"))
+    assert short.startswith("# fp4pass\n\n> PyTorch models in 4-bit floating point")
+    listed = re.findall(r"^- \[.+?\]\(([^)]+\.html)\): \S", short, re.MULTILINE)
+    assert len(listed) > 50 and all((site / each).exists() for each in listed)
+    assert all(f"<!-- {each} -->" in full for each in listed)
+    assert "--8<--" not in full and "\n:::" not in full
+    assert "## fp4pass.convert\n" in full and "from pydoc_data.topics import" in full

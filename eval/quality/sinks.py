@@ -98,7 +98,8 @@ def page(found: Mapping[str, Any]) -> str:
     first, special = (percent(found[f"share_{name}"]) for name in SHARES[:2])
     return (
         f"{table(header, lines, left=1)}\n"
-        f"{found['model']}, {found['tokens']:,} tokens that it wrote: the share of |x|^2, a mean "
+        f"{found['model']}, {found['tokens']:,} tokens that it wrote: the share of "
+        r"$\lvert x \rvert^2$, a mean "
         f"over the layers (and the most).\n{first} of the tokens are the first of a window, "
         f"{special} are special.\n"
     )

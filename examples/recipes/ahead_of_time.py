@@ -1,4 +1,4 @@
-"""Export the graph of a model, convert and save it, and run it without the model's code."""
+"""Export a model's graph, convert and save it, and run it without its code."""
 
 # --8<-- [start:load]
 from pathlib import Path
@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 import fp4pass
 
-model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(
+    "examples/tiny_lm", dtype=torch.float32
+).eval()
 ids = torch.randint(model.config.vocab_size, (2, 16))
 # --8<-- [end:load]
 
@@ -34,7 +36,9 @@ class Logits(torch.nn.Module):
 
 packed = Logits(fp4pass.convert(model, "nvfp4a16", "sse"))
 sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-program = torch.export.export(packed, (ids,), dynamic_shapes=sizes, strict=False)
+program = torch.export.export(
+    packed, (ids,), dynamic_shapes=sizes, strict=False
+)
 Path("out").mkdir(exist_ok=True)
 torch.export.save(program, "out/tiny.pt2")
 # --8<-- [end:export]

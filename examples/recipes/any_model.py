@@ -1,9 +1,14 @@
-"""Convert any PyTorch model: vision, sentence embeddings, a diffusion transformer."""
+"""Convert any PyTorch model: vision, sentences, a diffusion transformer."""
 
 # --8<-- [start:imports]
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import fp4pass
 
@@ -23,27 +28,38 @@ classes = vision(**images[0]).logits  # [4, 2]
 # --8<-- [end:vision]
 
 # --8<-- [start:embeddings]
-encoder = BertModel(BertConfig(**small, num_attention_heads=4, vocab_size=128)).eval()
-sentences = {"input_ids": torch.randint(128, (4, 16)), "attention_mask": torch.ones(4, 16).long()}
+encoder = BertModel(
+    BertConfig(**small, num_attention_heads=4, vocab_size=128)
+).eval()
+sentences = {
+    "input_ids": torch.randint(128, (4, 16)),
+    "attention_mask": torch.ones(4, 16).long(),
+}
 before = encoder(**sentences).last_hidden_state.mean(1)
 fp4pass.convert(encoder, "nvfp4a16", "sse")
 after = encoder(**sentences).last_hidden_state.mean(1)
 cosine = nn.functional.cosine_similarity(before, after)
-print(f"cosine of the embeddings before and after: {cosine.min().item():.4f} at least")
+least = cosine.min().item()
+print(f"cosine of the embeddings before and after: {least:.4f} at least")
 # --8<-- [end:embeddings]
 
 
 # --8<-- [start:diffusion]
 class Block(nn.Module):
-    """Attend and transform, as a block of a diffusion transformer, modulated by the time step."""
+    """Attend and transform, modulated by the time step."""
 
     def __init__(self, width):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width),
+            nn.GELU("tanh"),
+            nn.Linear(4 * width, width),
         )
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
@@ -53,7 +69,9 @@ class Block(nn.Module):
         )
         q, k, v = (
             each.unflatten(-1, (4, -1)).transpose(1, 2)
-            for each in self.qkv(self.norm1(x) * (1 + scale1) + shift1).chunk(3, -1)
+            for each in self.qkv(self.norm1(x) * (1 + scale1) + shift1).chunk(
+                3, -1
+            )
         )
         attended = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + gate1 * self.out(attended.transpose(1, 2).flatten(2))
@@ -61,10 +79,13 @@ class Block(nn.Module):
 
 
 denoiser = Block(64).eval()
-steps = [(torch.randn(2, 16, 64), torch.randn(2, 64)) for _ in range(4)]  # as the sampler calls it
+# As the sampler calls it.
+steps = [(torch.randn(2, 16, 64), torch.randn(2, 64)) for _ in range(4)]
 fp4pass.prepare(denoiser)
 fp4pass.calibrate(denoiser, steps, progress=False)
-fp4pass.convert(denoiser, "nvfp4", rules=[("modulation.*", {"weight_only": True})])
+fp4pass.convert(
+    denoiser, "nvfp4", rules=[("modulation.*", {"weight_only": True})]
+)
 # --8<-- [end:diffusion]
 
 # --8<-- [start:save]

@@ -18,7 +18,7 @@ batches = token_windows(tokenizer, text, window=256, windows=4).split(4)
 
 @torch.no_grad()
 def original():
-    """Make one weight of each block large and its input small, with the same outputs."""
+    """Make a weight of each block large, its input small; outputs stay."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto").eval()
     mlp = model.model.layers[2].mlp
     mlp.down_proj.weight[:, ::16] *= 32
@@ -39,7 +39,13 @@ worst = max(errors, key=errors.get)
 
 # --8<-- [start:page]
 Path("out").mkdir(exist_ok=True)
-write_report(model, "out/report.html", reference=reference, overwrite=True, progress=False)
+write_report(
+    model,
+    "out/report.html",
+    reference=reference,
+    overwrite=True,
+    progress=False,
+)
 # --8<-- [end:page]
 
 # --8<-- [start:mend]

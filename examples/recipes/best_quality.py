@@ -1,4 +1,4 @@
-"""Convert with the least error: codes with feedback, layers corrected for those before."""
+"""Convert with the least error: later codes compensate for earlier ones."""
 
 # --8<-- [start:start]
 from pathlib import Path
@@ -19,7 +19,13 @@ batches = token_windows(tokenizer, calib, window=256, windows=16).split(8)
 def kl(model):
     """Return how far the predictions moved, in nats per token."""
     return fp4pass.evaluate(
-        model, tokenizer, held_out, reference=reference, window=256, windows=8, progress=False
+        model,
+        tokenizer,
+        held_out,
+        reference=reference,
+        window=256,
+        windows=8,
+        progress=False,
     ).kl
 
 

@@ -18,11 +18,14 @@ batches = token_windows(tokenizer, text, window=256, windows=16).split(8)
 
 # --8<-- [start:inputs]
 fp4pass.prepare(model)
-fp4pass.calibrate(model, batches, progress=False)  # also finds the global scales of inputs
-fp4pass.convert(model, "nvfp4", activation_scales="sse")  # weights and inputs in 4 bits
+# Also finds the global scales of inputs.
+fp4pass.calibrate(model, batches, progress=False)
+# Weights and inputs in 4 bits.
+fp4pass.convert(model, "nvfp4", activation_scales="sse")
 fp4pass.save(model, "out/w4a4", tokenizer=tokenizer, overwrite=True)
 w4a4 = fp4pass.report(model).converted[0].config
-print(f"{w4a4.fmt}, weights only: {w4a4.weight_only}, input scales: {w4a4.activation_scales}")
+print(f"{w4a4.fmt}, weights only: {w4a4.weight_only}", end=", ")
+print(f"input scales: {w4a4.activation_scales}")
 # --8<-- [end:inputs]
 
 # --8<-- [start:fp8]

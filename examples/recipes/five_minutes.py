@@ -1,7 +1,8 @@
-"""Load a language model, calibrate, convert, compare, save, load and generate."""
+"""Load a language model, calibrate, convert, compare, save and generate."""
 
 # --8<-- [start:imports]
-from pydoc_data.topics import topics  # Python's own manual: a text that is always there
+# Python's own manual: a text that is always there.
+from pydoc_data.topics import topics
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -11,7 +12,7 @@ from fp4pass.evaluation import token_windows
 # --8<-- [end:imports]
 
 # --8<-- [start:model]
-MODEL = "examples/tiny_lm"  # a folder, or an id of the hub such as "Qwen/Qwen3-0.6B"
+MODEL = "examples/tiny_lm"  # a folder, or an id of the hub
 # --8<-- [end:model]
 
 # --8<-- [start:load]
@@ -40,7 +41,9 @@ held_out = "\n\n".join(pages[1::2])
 original = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 options = {"window": 256, "windows": 8, "progress": False}
 before = fp4pass.evaluate(original, tokenizer, held_out, **options)
-after = fp4pass.evaluate(model, tokenizer, held_out, reference=original, **options)
+after = fp4pass.evaluate(
+    model, tokenizer, held_out, reference=original, **options
+)
 print(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f}")
 print(f"KL to the original {after.kl:.4f} nats per token")
 # --8<-- [end:measure]

@@ -1,4 +1,4 @@
-"""Come from bitsandbytes: the same formats to the bit, the same layers by name."""
+"""Come from bitsandbytes: its formats to the bit, its layers by name."""
 
 # --8<-- [start:imports]
 import torch
@@ -20,7 +20,9 @@ print(f"weight error of nf4: {error:.2%}")
 # --8<-- [end:tensors]
 
 # --8<-- [start:layers]
-layer = fp4pass.parity.Linear4bit.from_linear(nn.Linear(128, 64), quant_type="nf4")
+layer = fp4pass.parity.Linear4bit.from_linear(
+    nn.Linear(128, 64), quant_type="nf4"
+)
 
 model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64))
 swapped = fp4pass.parity.swap(model, "nf4")
@@ -31,5 +33,6 @@ print(swapped)
 model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64)).eval()
 fp4pass.convert(model, "nvfp4a16", "sse")  # serving engines read this one
 nvfp4 = fp4pass.dequantize(fp4pass.quantize(weight, "nvfp4"))
-print(f"weight error of nvfp4: {float((nvfp4 - weight).norm() / weight.norm()):.2%}")
+error = float((nvfp4 - weight).norm() / weight.norm())
+print(f"weight error of nvfp4: {error:.2%}")
 # --8<-- [end:convert]

@@ -1,4 +1,4 @@
-"""Come from llm-compressor and ModelOpt: read their folders, translate a recipe."""
+"""Come from llm-compressor and ModelOpt: read folders, translate a recipe."""
 
 # --8<-- [start:imports]
 from pathlib import Path
@@ -13,7 +13,8 @@ from fp4pass.evaluation import token_windows
 # --8<-- [end:imports]
 
 # --8<-- [start:recipe]
-# oneshot(model, dataset, recipe=GPTQModifier(targets="Linear", scheme="NVFP4", ignore=["lm_head"]))
+# oneshot(model, dataset, recipe=GPTQModifier(
+#     targets="Linear", scheme="NVFP4", ignore=["lm_head"]))
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 text = Path("examples/tiny_lm/calib.txt").read_text()
@@ -21,11 +22,14 @@ fp4pass.prepare(model, "gptq")
 batches = token_windows(tokenizer, text, window=256, windows=8).split(4)
 fp4pass.calibrate(model, batches, progress=False)
 fp4pass.convert(model, "nvfp4", "gptq")
-fp4pass.save(model, "out/compressed-tensors", tokenizer=tokenizer, overwrite=True)
+fp4pass.save(
+    model, "out/compressed-tensors", tokenizer=tokenizer, overwrite=True
+)
 # --8<-- [end:recipe]
 
 # --8<-- [start:read]
-loaded = fp4pass.load("out/compressed-tensors")  # or a folder that one of them wrote
+# Or a folder that one of them wrote.
+loaded = fp4pass.load("out/compressed-tensors")
 transcode("out/compressed-tensors", "out/modelopt", "modelopt", overwrite=True)
 again = fp4pass.load("out/modelopt")
 prompt = tokenizer("The function", return_tensors="pt")

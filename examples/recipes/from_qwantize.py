@@ -12,7 +12,9 @@ from fp4pass.parity import qwantize as F
 torch.manual_seed(0)
 weight, inputs = torch.randn(64, 128) * 0.02, torch.randn(512, 128)
 blocks = weight.unflatten(-1, (-1, 16))
-scales, quants, dequant = F.nvfp4_optimal_hessian(blocks, return_dequant=True, X=inputs)
+scales, quants, dequant = F.nvfp4_optimal_hessian(
+    blocks, return_dequant=True, X=inputs
+)
 before = F.compute_metrics(blocks, dequant, inputs)
 print({name: round(value, 4) for name, value in before.items()})
 # --8<-- [end:compat]

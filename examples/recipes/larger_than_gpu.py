@@ -15,11 +15,14 @@ batches = token_windows(tokenizer, text, window=256, windows=8).split(4)
 # --8<-- [end:text]
 
 # --8<-- [start:stream]
-report = fp4pass.quantize_checkpoint(MODEL, "out/streamed", data=batches, overwrite=True)
+report = fp4pass.quantize_checkpoint(
+    MODEL, "out/streamed", data=batches, overwrite=True
+)
 print(f"{len(report.converted)} layers")
 # --8<-- [end:stream]
 
 # --8<-- [start:load]
-model = fp4pass.load("out/streamed", device_map="auto")  # GPUs first, then memory, then disk
+# GPUs first, then memory, then disk.
+model = fp4pass.load("out/streamed", device_map="auto")
 print(f"{model.get_memory_footprint() / 1e6:.1f} MB on {model.device}")
 # --8<-- [end:load]

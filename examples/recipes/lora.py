@@ -10,14 +10,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fp4pass
 
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
-model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(
+    "examples/tiny_lm", dtype=torch.float32
+)
 # --8<-- [end:imports]
 
 # --8<-- [start:train]
 fp4pass.convert(model, "nvfp4a16", "sse")
-model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-batch = tokenizer("fp4pass keeps the packed weights as they are.", return_tensors="pt")
+model = get_peft_model(
+    model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+)
+optimizer = torch.optim.AdamW(
+    [p for p in model.parameters() if p.requires_grad], lr=2e-3
+)
+batch = tokenizer(
+    "fp4pass keeps the packed weights as they are.", return_tensors="pt"
+)
 losses = []
 for _ in range(10):
     loss = model(**batch, labels=batch.input_ids).loss
@@ -30,7 +38,9 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 # --8<-- [end:train]
 
 # --8<-- [start:load]
-base = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
+base = AutoModelForCausalLM.from_pretrained(
+    "examples/tiny_lm", dtype=torch.float32
+)
 fp4pass.convert(base, "nvfp4a16", "sse")  # or fp4pass.load(dir)
 loaded = PeftModel.from_pretrained(base, "out/adapter")
 with torch.no_grad():

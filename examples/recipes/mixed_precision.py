@@ -17,7 +17,8 @@ fp4pass.convert(
     "sse",
     rules=[
         ("model.layers.0.*", None),  # the first layer stays as it is
-        ("*.down_proj", {"fmt": "mxfp8a16"}),  # 8 bits where errors cost most
+        # 8 bits where errors cost most.
+        ("*.down_proj", {"fmt": "mxfp8a16"}),
         ("*.[qkv]_proj", {"fmt": "mxfp4a16", "rotation": 64}),
     ],
 )
@@ -39,5 +40,6 @@ arguments = fp4pass.Recipe.read("out/recipe.yaml").arguments()
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 fp4pass.convert(model, **arguments)
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
-fp4pass.save(model, "out/mixed", tokenizer=tokenizer, overwrite=True)  # vLLM reads both formats
+# Both formats are read by vLLM.
+fp4pass.save(model, "out/mixed", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:recipe]

@@ -1,4 +1,4 @@
-"""Convert a mixture: stacks are layers, experts have statistics of their own."""
+"""Convert a mixture: stacks are layers, experts have their own statistics."""
 
 # --8<-- [start:model]
 import torch
@@ -29,7 +29,12 @@ fp4pass.calibrate(model, batches, progress=False)
 fp4pass.convert(model, "nvfp4a16", rules=[("*.experts.*", {"fmt": "mxfp4a16"})])
 for row in fp4pass.report(model).converted:
     if row.expert_tokens:
-        print(row.name, row.shape, "fewest, median and most tokens:", row.expert_tokens)
+        print(
+            row.name,
+            row.shape,
+            "fewest, median and most tokens:",
+            row.expert_tokens,
+        )
 # --8<-- [end:convert]
 
 # --8<-- [start:skipped]

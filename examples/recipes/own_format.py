@@ -15,7 +15,9 @@ from fp4pass.methods import method, search_scales
 
 # --8<-- [start:format]
 E1M2 = Element.binary("e1m2", bits=4, mantissa_bits=2, min_exponent=0)
-FORMATS["nv_e1m2"] = Format("nv_e1m2", E1M2, E4M3, block=16, blocks=(16, 32), has_global_scale=True)
+FORMATS["nv_e1m2"] = Format(
+    "nv_e1m2", E1M2, E4M3, block=16, blocks=(16, 32), has_global_scale=True
+)
 # --8<-- [end:format]
 
 
@@ -28,7 +30,9 @@ class Diagonal:
 @method("diagonal", Diagonal, needs=("block_hessian",))
 def diagonal(weight, stats, fmt, global_scale, options):
     squares = stats.block_hessian.diagonal(dim1=1, dim2=2)
-    return search_scales(weight, fmt, global_scale, "hessian", torch.diag_embed(squares))
+    return search_scales(
+        weight, fmt, global_scale, "hessian", torch.diag_embed(squares)
+    )
 
 
 # --8<-- [end:method]

@@ -1,4 +1,4 @@
-"""Write a folder for fp4pass serve, vLLM, SGLang and transformers, and look into it."""
+"""Write a folder for fp4pass serve and engines, and look into it."""
 
 # --8<-- [start:imports]
 import json
@@ -23,8 +23,9 @@ fp4pass.save(model, "out/served", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:save]
 
 # --8<-- [start:start]
-# "fp4pass serve out/served" at a port that is free; it prints where, once it answers.
-command = [sys.executable, "-m", "fp4pass", "serve", "out/served", "--port", "0"]
+# "fp4pass serve out/served" at a free port; it prints where, once it answers.
+options = ["out/served", "--port", "0"]
+command = [sys.executable, "-m", "fp4pass", "serve", *options]
 server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 address = server.stdout.readline().split()[-1]
 # --8<-- [end:start]
@@ -43,16 +44,24 @@ client.close()
 server.terminate()
 server.communicate()
 prompt = tokenizer("The function returns a", return_tensors="pt")
-ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
-answered = answer.choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)
+ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[
+    0, prompt.input_ids.shape[1] :
+]
+answered = answer.choices[0].text == tokenizer.decode(
+    ids, skip_special_tokens=True
+)
 print(f"the server answers as generate does: {answered}")
 # --8<-- [end:same]
 
 # --8<-- [start:check]
-config = json.loads(Path("out/served/config.json").read_text())["quantization_config"]
+config = json.loads(Path("out/served/config.json").read_text())[
+    "quantization_config"
+]
 print(config["quant_method"], config["format"], "ignores", config["ignore"])
 with safe_open("out/served/model.safetensors", "pt") as file:
-    names = sorted(name for name in file.keys() if ".layers.0.self_attn.q_proj." in name)
+    names = sorted(
+        name for name in file.keys() if ".layers.0.self_attn.q_proj." in name
+    )
 print(*names, sep="\n")
 # --8<-- [end:check]
 

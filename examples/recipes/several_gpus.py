@@ -1,4 +1,4 @@
-"""Use several GPUs: each process calibrates on its share, then holds its part of each layer.
+"""Use several GPUs: each process calibrates on its share, and holds its part.
 
 torchrun --nproc-per-node 2 examples/recipes/several_gpus.py
 """
@@ -18,7 +18,9 @@ from fp4pass.evaluation import token_windows
 MODEL = "examples/tiny_lm"
 if "RANK" not in os.environ:
     print(
-        "Start with: torchrun --nproc-per-node 2 examples/recipes/several_gpus.py", file=sys.stderr
+        "Start with: torchrun --nproc-per-node 2 "
+        "examples/recipes/several_gpus.py",
+        file=sys.stderr,
     )
     sys.exit(2)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,16 +36,20 @@ model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.prepare(model)
 fp4pass.calibrate(model, windows.split(4)[rank::world], progress=False)
 fp4pass.convert(model, "nvfp4a16")  # searches are divided
-fp4pass.save(model, "out/ranks", tokenizer=tokenizer, overwrite=True)  # the first process writes
+# The first process writes.
+fp4pass.save(model, "out/ranks", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:quantize]
 
 # --8<-- [start:run]
 model = fp4pass.load("out/ranks")
 mesh = dist.init_device_mesh(device, (world,))
-ids = tokenizer("The function returns", return_tensors="pt").input_ids.to(device)
+ids = tokenizer("The function returns", return_tensors="pt").input_ids.to(
+    device
+)
 with torch.no_grad():
     whole = model.to(device)(ids).logits
-    fp4pass.parallelize(model.cpu(), mesh)  # this process keeps its part of each layer
+    # This process keeps its part of each layer.
+    fp4pass.parallelize(model.cpu(), mesh)
     logits = model(ids).logits
 difference = float((logits - whole).abs().max() / whole.abs().max())
 if rank == 0:

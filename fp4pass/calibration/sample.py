@@ -86,8 +86,9 @@ def sample(
 
     Example:
         >>> sample = fp4pass.calibration.sample
-        >>> windows = sample(model, tokenizer, tokens=4096)  # doctest: +SKIP
-        >>> fp4pass.calibrate(model, windows)  # doctest: +SKIP
+        >>> windows = sample(model, tokenizer, tokens=32, seq_len=16, progress=False)
+        >>> windows.shape
+        torch.Size([2, 16])
     """
     root = unwrap(model)
     positive = "a positive number"

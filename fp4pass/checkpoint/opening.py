@@ -203,8 +203,12 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
         CheckpointError: the folder is damaged or has no stacked experts.
 
     Example:
-        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss-20b"):  # doctest: +SKIP
+        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss"):
         ...     print(name, len(experts), experts[0].shape)
+        model.layers.0.mlp.experts.gate_up_proj 4 (128, 64)
+        model.layers.0.mlp.experts.down_proj 4 (64, 64)
+        model.layers.1.mlp.experts.gate_up_proj 4 (128, 64)
+        model.layers.1.mlp.experts.down_proj 4 (64, 64)
     """
     reader = open_checkpoint(directory)
     for name, layer in reader.layers.items():

@@ -38,6 +38,11 @@ class Element:
     """The signed values that one code can take: a sign bit, then the index of a magnitude.
 
     OptionError is raised unless the magnitudes ascend from 0 and the bits have room for them.
+
+    Example:
+        >>> from fp4pass.core.elements import Element
+        >>> Element.binary("e2m1", bits=4, mantissa_bits=1, min_exponent=0).magnitudes
+        (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     """
 
     name: str  # for people; nothing reads it

@@ -31,6 +31,13 @@ class Format(Record):
     """Elements, a scale for each tile of a weight [N, K], and maybe a global scale.
 
     An input [..., K] has a scale for each `block` of a row, whatever `rows` is.
+
+    Example:
+        >>> from fp4pass.core.formats import FORMATS
+        >>> FORMATS["nvfp4"].bits_per_weight((64, 64)), FORMATS["nvfp4"].element.max
+        (4.5, 6.0)
+        >>> fp4pass.core.formats.get_format("mxfp4:16").block
+        16
     """
 
     name: str  # under which it is registered, and which checkpoints store

@@ -1,0 +1,72 @@
+"""The pages of architectures have what the results have, and these what the readers' page says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Any]:
+    found = json.loads((ROOT / "eval" / "results" / "architectures.json").read_text("utf-8"))
+    return {row["kind"]: row for row in found["rows"] if row.get("formats")}
+
+
+@pytest.fixture(scope="module")
+def made(script: Callable[[str], ModuleType]) -> dict[str, str]:
+    return script("pages.architectures").pages()
+
+
+def test_the_counts_are_those_of_the_page_of_readers(rows: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "readers.md").read_text("utf-8")
+    heads = ("equal", "equal: dequantized", "own layout", "said", "raises")
+    for case in ("nvfp4", "mxfp4", "nvfp4, experts mxfp4"):
+        outcomes = [
+            row["formats"][case]["outcome"] for row in rows.values() if case in row["formats"]
+        ]
+        counts = [sum(each.startswith(head) for each in outcomes) for head in heads]
+        line = [case, len(outcomes), *counts]
+        assert f"\n| {' | '.join(map(str, line))} |\n" in page, line
+
+
+def test_every_type_has_a_page_and_a_line(rows: dict[str, Any], made: dict[str, str]) -> None:
+    assert made.keys() == {"index.md", *(f"{kind}.md" for kind in rows)}
+    linked = re.findall(r"^\| \[`(.+?)`\]\(\1\.md\) \|", made["index.md"], re.MULTILINE)
+    assert sorted(linked) == sorted(rows)
+
+
+def test_a_page_has_all_that_was_found(rows: dict[str, Any], made: dict[str, str]) -> None:
+    for kind, row in rows.items():
+        page = made[f"{kind}.md"]
+        assert "fp4pass quantize MODEL" in page or row["command"] in page
+        for name, count in row["packed"].items():
+            assert f"| `{name}` | {count} |" in page
+        for name, count, _ in row["skipped"]:
+            assert f"| `{name}` | {count} | " in page
+        lines = [line for line in page.split("## Who reads")[1].splitlines() if "a16`" in line]
+        assert len(lines) == len(row["formats"]), kind
+        for line, each in zip(lines, row["formats"].values(), strict=True):
+            reads = Counter(each["readers"])
+            assert ("yes: every" in line or "yes, as a float" in line) == reads["transformers"], (
+                kind
+            )
+            assert line.count("its loader takes") == reads["vLLM"] + reads["SGLang"], kind
+
+
+def test_reasons_are_cells_of_a_table(made: dict[str, str]) -> None:
+    """Code is code, so that no star is read as emphasis."""
+    for name, page in made.items():
+        for line in page.splitlines():
+            outside = re.sub(r"`[^`]*`", "", line)
+            assert "*." not in outside and "rules=[" not in outside, (name, line)
+            if line.startswith("|") and "---" not in line and name != "index.md":
+                assert line.count(" | ") in (1, 2, 4), (name, line)

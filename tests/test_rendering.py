@@ -1,0 +1,82 @@
+"""Pages in Python-Markdown, which makes the site: what CommonMark reads as a list is one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from pages import ROOT, Block, blocks
+
+markdown = pytest.importorskip("markdown")
+markdown_it = pytest.importorskip("markdown_it")
+mkdocs_config = pytest.importorskip("mkdocs.config")
+pytest.importorskip("material")
+pytest.importorskip("latex2mathml")
+
+ALL = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    if "reference" not in path.parts
+)
+
+# A box of the site, and its contents.
+BOX = re.compile(r"^(?:\?\?\?|!!!|===)\+? .*\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
+
+# Printed text is as wide as it is.
+CODE = {"python", "sh", "yaml", "json", "toml"}
+COLUMNS = 80
+
+
+@pytest.fixture(scope="module")
+def site_markdown() -> Any:
+    """Python-Markdown as .mkdocs.yml sets it up."""
+    config = mkdocs_config.load_config(str(ROOT / ".mkdocs.yml"))
+    options = config.mdx_configs
+    return markdown.Markdown(extensions=config.markdown_extensions, extension_configs=options)
+
+
+class Counts(HTMLParser):
+    """How many items, code blocks and tables a page has, without those that it includes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        if tag in ("li", "table"):
+            self.found[tag] += 1
+
+
+def commonmark(text: str) -> Counter[str]:
+    """What GitHub makes of a page, without the boxes (`???`, `===`) around their contents."""
+    text = BOX.sub(lambda box: dedent(box[1]), text)
+    return Counts(markdown_it.MarkdownIt("commonmark").enable("table").render(text)).found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALL)
+def test_lists_and_tables_are_those_of_github(page: str, site_markdown: Any) -> None:
+    """The site needs an empty line before a list, and four spaces for what is in an item."""
+    text = (ROOT / page).read_text("utf-8")
+    html = site_markdown.reset().convert(text)
+    # The bodies of tables are the same; the code of blocks is in none of the counts.
+    found = Counts(re.sub(r'<table class="highlighttable">.*?</table>', "", html, flags=re.S)).found
+    assert found == commonmark(text)
+    prose = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.DOTALL)
+    assert not re.findall(r"\n *(?:[-*] |```|\$\$).*", re.sub(r"<[^>]*>", "", prose))
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_code_fits_the_column(page: str) -> None:
+    """Wider code is cut on the site at 1280 pixels."""
+    code = [block for block in blocks(page) if block.language in CODE]
+    assert not [wide for block in code for wide in wider(block)]
+
+
+def wider(block: Block) -> list[str]:
+    return [f"{block}: {line}" for line in block.code.splitlines() if len(line) > COLUMNS]
