@@ -113,6 +113,8 @@ def make(
         weights = foreign.modelopt(copy, folder, others, algorithm)
         dense |= {name: weight.float() for name, weight in weights.items()}
         tensors = load_file(folder / "model.safetensors")
+        for name in others if static else ():
+            tensors[f"{name}.input_scale"] = torch.tensor(3.0 / 2688)
         if side is None:
             tensors = _as_compressed_tensors(tensors, others)
             (folder / "hf_quant_config.json").unlink()
@@ -120,7 +122,7 @@ def make(
         codes, scale, dense[name] = quantize(tensors[f"{name}.weight"])
         tensors[f"{name}.weight"], tensors[f"{name}.{suffix}"] = codes, scale
         if static:
-            tensors[f"{name}.input_scale"] = torch.tensor(3.0 / 448)
+            tensors[f"{name}.input_scale"] = torch.tensor([3.0 / 448])[0 if side else slice(1)]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     declared = declare(names, attention, ignore)

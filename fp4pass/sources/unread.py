@@ -124,6 +124,11 @@ def require_writable(tensors: Mapping[str, object]) -> None:
         )
 
 
+def without_scales(names: Iterable[str]) -> list[str]:
+    """Return the names that are none of what lies beside quantized weights."""
+    return [n for n in names if not _COMPANION.search(n) and not _ACCOMPANYING.search(n)]
+
+
 def unread_names(names: Iterable[str]) -> list[str]:
     """Return the names that only quantized weights have."""
     return [name for name in names if _COMPANION.search(name)]

@@ -8,6 +8,7 @@ from typing import Any
 import fp8_folders
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import assert_same_bits
 
 import fp4pass
@@ -101,3 +102,18 @@ def test_four_bits_are_no_float_source(tmp_path: Path) -> None:
     assert open_float_source(str(tmp_path / "mixed")) is None
     with pytest.raises(CheckpointError, match="quantized already: expected a float model"):
         load_float(str(tmp_path / "mixed"), "auto", "cpu")
+
+
+def test_tensors_beyond_the_model_are_named(tmp_path: Path) -> None:
+    fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", "finegrained")
+    path = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.eh_proj"
+    tensors[f"{name}.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].clone()
+    tensors[f"{name}.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = load_float(str(tmp_path / "fp8"), "auto", "cpu")
+    fp4pass.convert(model, "nvfp4a16", "naive", progress=False)
+    rows = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
+    assert rows[f"{name}.weight"].endswith("has no place for it: not copied")
+    assert not any("scale" in each for each in rows)
