@@ -26,12 +26,12 @@ HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 Fp8 = tuple[Tensor, Tensor, Tensor]
 
 
-def dense_model() -> Any:
-    """A model whose matrices do not fill whole tiles of 128."""
+def dense_model(intermediate_size: int = 192) -> Any:
+    """A model whose matrices do not fill whole tiles of 128, by default."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(intermediate_size=192, **SIZES, **HEADS)
+    config = transformers.Qwen3Config(intermediate_size=intermediate_size, **SIZES, **HEADS)
     return transformers.Qwen3ForCausalLM(config).bfloat16().eval()
 
 
@@ -66,6 +66,11 @@ def by_tensor(weight: Tensor) -> Fp8:
     scale = weight.float().abs().amax() / 448
     codes, dense = _codes(weight, scale)
     return codes, scale, dense
+
+
+def _by_tensor_of_one(weight: Tensor) -> Fp8:
+    codes, scale, dense = by_tensor(weight)
+    return codes, scale.reshape(1), dense
 
 
 def by_block(weight: Tensor) -> Fp8:
@@ -108,6 +113,8 @@ def make(
         weights = foreign.modelopt(copy, folder, others, algorithm)
         dense |= {name: weight.float() for name, weight in weights.items()}
         tensors = load_file(folder / "model.safetensors")
+        for name in others if static else ():
+            tensors[f"{name}.input_scale"] = torch.tensor(3.0 / 2688)
         if side is None:
             tensors = _as_compressed_tensors(tensors, others)
             (folder / "hf_quant_config.json").unlink()
@@ -115,7 +122,7 @@ def make(
         codes, scale, dense[name] = quantize(tensors[f"{name}.weight"])
         tensors[f"{name}.weight"], tensors[f"{name}.{suffix}"] = codes, scale
         if static:
-            tensors[f"{name}.input_scale"] = torch.tensor(3.0 / 448)
+            tensors[f"{name}.input_scale"] = torch.tensor([3.0 / 448])[0 if side else slice(1)]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     declared = declare(names, attention, ignore)
@@ -142,6 +149,9 @@ _NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor
 _NVFP4 |= {"group_size": 16, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
 
 
+_COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+
+
 def _group(fmt: str, targets: list[str], weights: Any, inputs: Any) -> dict[str, Any]:
     group = {"targets": targets, "format": fmt, "weights": weights, "output_activations": None}
     return {**group, "input_activations": inputs}
@@ -151,8 +161,8 @@ def _compressed_tensors(fmt: str, weights: Any, inputs: Any) -> Callable[..., di
     def declare(names: Any, attention: Any, ignore: tuple[str, ...]) -> dict[str, Any]:
         args = inputs and {**_ARGS, **inputs}
         group = _group(fmt, ["Linear"], {**_ARGS, **weights}, args)
-        whole = {"quant_method": "compressed-tensors", "format": fmt, "ignore": [*ignore]}
-        return {**whole, "config_groups": {"group_0": group}, "kv_cache_scheme": None}
+        whole = {**_COMPRESSED, "format": fmt, "ignore": [*ignore], "kv_cache_scheme": None}
+        return {**whole, "config_groups": {"group_0": group}}
 
     return declare
 
@@ -163,7 +173,7 @@ def _two_groups(names: Any, attention: Any, ignore: tuple[str, ...]) -> dict[str
     of_attention = [r"re:.*self_attn\.(q|k|v|o)_proj$"]
     row = _group("float-quantized", of_attention, {**_ARGS, "strategy": "channel"}, inputs)
     rest = _group("nvfp4-pack-quantized", [r"re:.*_proj$"], _NVFP4, None)
-    whole = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    whole = {**_COMPRESSED, "format": "mixed-precision"}
     return {**whole, "config_groups": {"group_0": row, "group_1": rest}, "ignore": [*ignore]}
 
 
@@ -211,7 +221,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
         "float-quantized", {"strategy": "channel"}, _TOKEN), None),
     "ct-row-a16": (by_row, "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "channel"}, None), None),
-    "ct-tensor": (by_tensor, "weight_scale", True, _compressed_tensors(
+    "ct-tensor": (_by_tensor_of_one, "weight_scale", True, _compressed_tensors(
         "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor"}), None),
     "ct-block": (by_block, "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "block", "block_structure": [128, 128]},

@@ -14,8 +14,6 @@ CASES = ROOT.parent / "shared" / "cases"
 
 # What is not right yet, and why.
 NOT_YET = {
-    "fp8_source": "eight bits are not read yet",
-    "mixed_fp8_nvfp4_folder": "eight bits are not read yet",
     # Both end in transformers' `_init_weights`, as docs/readers.md says.
     "base_model_saved": "stock transformers makes a head that the folder lacks",
     "classifier_on_causal_folder": "stock transformers makes a head that the folder lacks",

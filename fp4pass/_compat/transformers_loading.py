@@ -110,7 +110,7 @@ class Later(NamedTuple):
 
 
 class Pending:
-    """What stands for a tensor of a file that is made when it is needed."""
+    """A stand-in for a tensor of a file that is made when it is needed."""
 
     def __init__(self, later: Later, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.later, self.shape, self.dtype = later, shape, dtype

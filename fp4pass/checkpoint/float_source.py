@@ -31,7 +31,7 @@ class FloatSource:
 
     @property
     def sentence(self) -> str:
-        """What is read, and how, in one line."""
+        """The line that says which layers are read, and how."""
         layers = self.reader.layers
         schemes = " and ".join(sorted({layer.scheme for layer in layers.values()}))
         left = [name for name in self.reader.plain() if name.endswith(CACHE_SCALES)]
@@ -61,7 +61,7 @@ class Fp8Weight:
 
     @property
     def record(self) -> PackedLayer:
-        """How it is packed."""
+        """The record of the layer."""
         return self.reader.layers[self.layer]
 
     @property

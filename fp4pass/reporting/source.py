@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
+from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.model_layers import NamesOnDisk, split_stacks
 from ..checkpoint.opening import open_checkpoint
@@ -285,7 +286,10 @@ def open_float(
     folder = path_of(source, "reference", "a float model or a path")
     if not folder.is_dir():
         raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
-    require_float(folder)
+    held = open_float_source(os.fspath(folder))
+    if held is None:
+        require_float(folder)
+    made = {} if held is None else held.weights()
     files = find_shards(folder, WEIGHTS)
 
     def of_file(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
@@ -295,7 +299,7 @@ def open_float(
         tensor = next((each for each in (own, *names) if each in files), None)
         if tensor is None:
             return None
-        found = read_tensor(files, tensor)
+        found = made[tensor][...] if tensor in made else read_tensor(files, tensor)
         # A piece needs no cut.
         return found if tensor == own else _weight(found, packed, layer, piece)
 

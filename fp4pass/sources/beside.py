@@ -23,6 +23,7 @@ from ..experts import QUANTIZED, weight_name
 from ..rows import Row
 from ..state import known_tokenizer
 from .files import read_tensors
+from .unread import without_scales
 
 # The end of the reasons of rows for source tensors that the model has no place for.
 COPIED, NOT_COPIED = ": copied as it is", ": not copied"
@@ -111,11 +112,14 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
     if folder is None or not left:
         return {}, []
     config = _config_of(model, folder)
-    if config is None or getattr(config, "quantization_config", None) is not None:
+    if config is None or getattr(model.config, "quantization_config", None) is not None:
         return {}, []
     name = model_class(model).__name__
     classes = config.architectures or [name]
     kept = set(left) if name in classes else set()
+    if getattr(config, "quantization_config", None) is not None:
+        # Of a source in FP8: what is left is in FP8 too, and the scales of the rest are none.
+        left, kept = without_scales(left), set()
     kept -= {each for each in left if is_left_over(model, each)}
     kept &= _beyond_source(model, config, left) if kept else kept
     why = f"{name} has no place for it"

@@ -89,8 +89,9 @@ def require_all_read(
         found.append(f"{f'{group}: ' if group else ''}{some(list(layers))} ({held})")
     raise UnreadError(
         f"{folder}: fp4pass does not read {sum(map(len, groups.values()))} of its quantized "
-        f"layers: {'; '.join(found)}. It reads 4-bit weights in nvfp4 and mxfp4. Load the folder "
-        "with the library that wrote it, or quantize the float model that it was made of."
+        f"layers: {'; '.join(found)}. It reads nvfp4, mxfp4 and FP8 that "
+        "their config declares. Load the folder with the library that wrote it, or quantize the "
+        "float model that it was made of."
     )
 
 
@@ -121,6 +122,11 @@ def require_writable(tensors: Mapping[str, object]) -> None:
             "quantized ones, which no layout declares: others would read them without their "
             "scales. Convert the float model that they were made of."
         )
+
+
+def without_scales(names: Iterable[str]) -> list[str]:
+    """Return the names that are none of what lies beside quantized weights."""
+    return [n for n in names if not _COMPANION.search(n) and not _ACCOMPANYING.search(n)]
 
 
 def unread_names(names: Iterable[str]) -> list[str]:

@@ -181,7 +181,10 @@ def test_a_new_layout_is_a_class(
 
 SCHEMES = [
     (fmt, block, weight_only, experts)
-    for fmt, block in (("nvfp4", 16), ("nvfp4", 32), ("mxfp4", 32), ("mxfp4", 16))
+    for fmt, block in (
+        *(("nvfp4", 16), ("nvfp4", 32), ("mxfp4", 32), ("mxfp4", 16)),
+        *(("fp8", 0), ("fp8_block", 128), ("fp8_tensor", 0), ("mxfp8", 32)),
+    )
     for weight_only in (True, False)
     for experts in (0, 3)
 ]
@@ -190,10 +193,11 @@ SCHEMES = [
 def packed_state(layer: PackedLayer) -> dict[str, torch.Tensor]:
     """Return the buffers of a layer "a", with numbers of no meaning."""
     fmt, (*rows, columns) = layer.fmt, layer.shape
-    scale = torch.randint(1, 100, (*rows, columns // fmt.block), dtype=torch.uint8)
+    scale = torch.randint(1, 100, layer.scale_shape, dtype=torch.uint8)
+    last = 1 << min(fmt.element.bits, 7)
     state = {
-        PACKED: torch.randint(0, 255, (*rows, columns // 2), dtype=torch.uint8),
-        SCALE: scale.view(fmt.scale.storage),
+        PACKED: torch.randint(0, last, (*rows, fmt.packed_columns(columns)), dtype=torch.uint8),
+        SCALE: scale.float() if fmt.has_float_scale else scale.view(fmt.scale.storage),
     }
     if fmt.has_global_scale:
         state[GLOBAL] = 2.0 ** torch.arange(max(layer.shape[0] * layer.is_stacked, 1))
@@ -223,10 +227,10 @@ def test_a_layout_stores_and_declares_what_it_holds(
     assert all(torch.equal(bits(again[each]), bits(state[each])) for each in state)
     kinds = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
     shapes = {each: (tuple(x.shape), kinds[x.dtype]) for each, x in stored.items()}
-    for part, (allowed, kind) in expected_shapes(layout, layer).items():
+    for part, (allowed, dtypes) in expected_shapes(layout, layer).items():
         if f"a.{part}" in state:
-            found, dtype = shapes[layout.tensor_name("a", part)]
-            assert found in allowed and dtype == kind
+            found, dtype = shapes[layout.tensor_name("a", part, layer.fmt)]
+            assert found in allowed and dtype in dtypes
     # What others see, and what is read of it.
     declared = layout.config({"a": layer}, ["lm_head"])
     if not layout.engines:
@@ -286,7 +290,7 @@ def test_a_stack_is_split_stored_and_joined_to_the_bit(
     split = {
         f"{path}.{name.removeprefix('a.')}": share
         for name, tensor in state.items()
-        for path, share in split_layer(pieces, name.removeprefix("a."), tensor)
+        for path, share in split_layer(pieces, name.removeprefix("a."), tensor, whole.fmt)
     }
     stored = LAYOUTS[layout].to_stored(split, layers)
     again = LAYOUTS[layout].from_stored(stored, layers)

@@ -100,29 +100,29 @@ def test_a_layer_that_no_layout_reads_is_named(foreign_copy: Saved, layout: str,
 def test_the_group_the_count_and_the_tensors_are_named(foreign_copy: Saved) -> None:
     folder = foreign_copy()
     layers = tuple(f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qkvo")
-    replaced(folder, OTHERS["FP8 by rows"], layers)
+    replaced(folder, OTHERS["INT8"], layers)
 
     def declare(config: Any) -> None:
-        group = {"targets": list(layers), "format": "float-quantized", "weights": {}}
+        group = {"targets": list(layers), "format": "int-quantized", "weights": {}}
         config["quantization_config"]["config_groups"]["group_1"] = group
 
     change_json(folder / "config.json", declare)
-    assert_refused(folder, "does not read 8 of", "group_1 (float-quantized): ", "and 5 more")
-    assert_refused(folder, f"{layers[1]} has weight F8_E4M3, weight_scale F32")
+    assert_refused(folder, "does not read 8 of", "group_1 (int-quantized): ", "and 5 more")
+    assert_refused(folder, f"{layers[1]} has weight I8, weight_scale F32")
 
 
 def test_modelopt_names_the_algorithm(foreign_copy: Saved) -> None:
-    folder = replaced(foreign_copy("nvfp4", True, "modelopt"), OTHERS["FP8 with inputs"])
+    folder = replaced(foreign_copy("nvfp4", True, "modelopt"), OTHERS["INT8"])
     names = [name for name in load_file(folder / "model.safetensors") if "weight_scale_2" in name]
 
     def declare(config: Any) -> None:
         layers = {name.rpartition(".")[0]: {"quant_algo": "W4A16_NVFP4"} for name in names}
-        layers[LAYER] = {"quant_algo": "FP8"}
+        layers[LAYER] = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
         mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
         config["quantization_config"].update(mixed)
 
     change_json(folder / "config.json", declare)
-    with pytest.raises(UnreadError, match=f"FP8: {LAYER} "):
+    with pytest.raises(UnreadError, match=f"W8A8_SQ_PER_CHANNEL: {LAYER} "):
         open_checkpoint(folder)
 
 

@@ -115,7 +115,8 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
 def _says(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether arguments, as far as given, are those wanted."""
     wanted = {**_UNSAID, **wanted}
-    keys = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+    keys: tuple[str, ...] = ("num_bits", "type", "symmetric", "strategy")
+    keys += ("group_size", "block_structure")
     # 4-bit inputs are read whatever they say of this.
     keys += ("dynamic",) if wanted["num_bits"] == 8 else ()
     return all(_plain(given.get(key)) in (None, _plain(wanted.get(key))) for key in keys)

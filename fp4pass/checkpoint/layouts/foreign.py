@@ -47,7 +47,9 @@ def read_layers(
         except UnreadError as error:
             unread[layer] = error
             continue
-        layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
+        # Others are not read, and `require_all_read` says so.
+        if _has_codes(layout, layer, found, name, kind):
+            layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
     if unread:
         group, (first, *_) = layout.group(next(iter(unread)), declared), unread.values()
         count = f"{len(unread)} layers are so: {some(list(unread))}"
@@ -66,6 +68,12 @@ def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
     return layer if is_native or (kind == "U8" and last == usual) else None
 
 
+def _has_codes(layout: Layout, layer: str, found: Scheme, name: str, kind: str) -> bool:
+    """Return whether a tensor has the codes of a scheme, by its name and dtype."""
+    fmt = get_format(found.fmt)
+    return name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(fmt)
+
+
 def _read_layer(
     layout: Layout, layer: str, codes: str, found: Scheme, shapes: Shapes, dtype: str
 ) -> PackedLayer:
@@ -73,17 +81,7 @@ def _read_layer(
 
     Raises CheckpointError for tensors that are not those of its scheme.
     """
-    try:
-        fmt = get_format(found.fmt)
-    except OptionError as error:
-        raise CheckpointError(f"{layer}: {error}") from error
-    shape, kind = shapes[codes]
-    own, wanted = layout.tensor_name(layer, PACKED, fmt), _codes_dtype(fmt)
-    if own != codes or kind != wanted:
-        raise CheckpointError(
-            f"{codes}: expected {wanted} {own} for {fmt.key}, as the config says, got {kind}. The "
-            "config is not that of these weights."
-        )
+    fmt, (shape, _) = get_format(found.fmt), shapes[codes]
     scale = layout.tensor_name(layer, SCALE, fmt)
     if scale not in shapes:
         beside = scale.removeprefix(layer).lstrip(".") if not layout.stacks else scale
