@@ -10,24 +10,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ..config import LinearConfig, Rule, check_rules
 from ..core.progress import shown
-from ..distributed import ranks
 from ..engine.schedule import planned_stacks
-from ..errors import OptionError, StateError, expected, some, unknown_name
+from ..errors import OptionError, StateError, some
 from ..evaluation.computing import fast_dtype
-from ..methods import Sse
-from ..quality import get_quality
-from ..quantization.checks import require_float, require_layers
+from ..quantization.checks import require_layers
 from ..quantization.plan import plan_layers
-from ..quantization.recipe import require_undecided, with_quality
-from ..schemes import scheme_fields
-from ..schemes import schemes as known_schemes
+from ..quantization.recipe import with_quality
 from ..signatures import with_options
 from ..stacks import caller_of
 from ..state import unwrap
+from .checks import (
+    bits_of,
+    budget_of,
+    options_of,
+    require_possible,
+    schemes_of,
+    settled,
+    too_few,
+)
 from .choosing import Schemes, best_within, curve, extremes, uniform
 from .forwards import Forwards, finely
 from .groups import FLOAT, Group, Layers
@@ -42,8 +46,8 @@ _log = logging.getLogger(__name__)
 # The schemes to choose from, where none are given.
 SCHEMES = ("nvfp4a16", "mxfp8_e4m3a16", "bf16")
 
-# Names of the scheme of layers that stay as they are.
-_FLOATS = (FLOAT, "bf16", "bfloat16")
+# Bits by which the smallest size may be less once it is known which layers are reached.
+_NEAR = 0.05
 
 
 @with_options
@@ -108,11 +112,12 @@ def allocate(
         >>> found.bits <= 6.5, found.kl <= found.uniform.kl
         (True, True)
     """
-    budget = _budget(bits, kl)
+    budget = budget_of(bits, kl)
     sizes: dict[str, int] = {"windows": windows, "held_out": held_out, "seq_len": seq_len}
     recipe: dict[str, Any] = {"method": method, "quality": quality, "rules": rules, **options}
-    with shown("allocate", progress), measured(model, schemes, data, tokenizer, sizes, recipe) as m:
-        return choose(m, budget)
+    given = (model, schemes, data, tokenizer, sizes, recipe, budget.get("bits"))
+    with shown("allocate", progress), measured(*given) as trials:
+        return choose(trials, budget)
 
 
 @contextmanager
@@ -123,6 +128,7 @@ def measured(
     tokenizer: Any,
     sizes: Mapping[str, int],
     recipe: Mapping[str, Any],
+    bits: float | None = None,
 ) -> Iterator[Trials]:
     """Measure all groups of a model, for budgets that are chosen within the body.
 
@@ -133,17 +139,22 @@ def measured(
         tokenizer: as for `allocate`.
         sizes: windows, held_out and seq_len of `allocate`.
         recipe: its method, quality, rules and options.
+        bits: the least of the budgets, which is refused at once where no scheme is as small.
     """
     options = dict(recipe)
     quality, rules = options.pop("quality", None), check_rules(options.pop("rules", ()))
     root = unwrap(model, data, tokenizer)
-    names, keeps_float = _schemes(schemes)
-    options = _options(options.pop("method", None), quality, options)
+    names, keeps_float = schemes_of(schemes)
+    options = options_of(options.pop("method", None), quality, options)
     configs = {name: LinearConfig(name, **options) for name in names}
-    rules = _settled(rules, configs[names[0]])
-    _require_possible(root)
-    for config in configs.values():
-        require_layers(plan_layers(root, config, rules))
+    rules = settled(rules, configs[names[0]])
+    require_possible(root)
+    first = [plan_layers(root, config, rules) for config in configs.values()]
+    for plan in first:
+        require_layers(plan)
+    least = min(bits_of(root, plan) for plan in first)
+    if bits is not None and bits < least - _NEAR:
+        raise too_few(bits, least)
     used = [each if quality is None else with_quality(each, quality) for each in configs.values()]
     calibrates = any(
         each.needs or (not each.weight_only and each.format.has_global_scale) for each in used
@@ -193,10 +204,7 @@ def _chosen(trials: Trials, budget: Mapping[str, float]) -> Candidate:
     bits = budget["bits"]
     schemes = best_within(costs, _limit(trials, bits))
     if schemes is None:
-        raise OptionError(
-            f"bits={bits:g}: the smallest of the schemes takes {low:.4f} bits a weight here. Give "
-            "at least that, or a smaller scheme."
-        )
+        raise too_few(bits, low)
     if set(schemes) == {FLOAT}:
         raise OptionError(
             f"bits={bits:g}: the model as it is has {high:.4f} bits a weight, so nothing is to be "
@@ -243,92 +251,6 @@ def _result(trials: Trials, chosen: Candidate, budget: Mapping[str, float]) -> A
 def _limit(trials: Trials, bits: float) -> int:
     """Return the bytes of so many bits for each weight."""
     return math.floor(bits * trials.weights / 8 + 1e-6)
-
-
-def _budget(bits: float | None, kl: float | None) -> dict[str, float]:
-    """Return the budget that is given. Raises OptionError unless it is one, and positive."""
-    given = {name: value for name, value in (("bits", bits), ("kl", kl)) if value is not None}
-    if len(given) != 1:
-        got = "both" if given else "neither"
-        raise OptionError(
-            f"{expected('The budget', 'bits= or kl=', got)} bits=5.0 is for the best model of 5 "
-            "bits a weight, kl=0.02 for the smallest one within that KL."
-        )
-    ((name, value),) = given.items()
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise OptionError(expected(name, "a positive number", repr(value)))
-    return {name: float(value)}
-
-
-def _schemes(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Return the schemes that quantize, and whether layers may stay as they are."""
-    if isinstance(schemes, str) or not isinstance(schemes, Sequence):
-        raise OptionError(expected("schemes", "a list of names", repr(schemes)))
-    quantizing = tuple(dict.fromkeys(each for each in schemes if each not in _FLOATS))
-    for name in quantizing:
-        base = str(name).partition(":")[0]
-        if base not in known_schemes():
-            raise unknown_name("schemes: Scheme", name, [*known_schemes(), *_FLOATS])
-        scheme_fields(name)
-    keeps_float = len(quantizing) < len(set(schemes)) or any(s in _FLOATS for s in schemes)
-    if not quantizing or len(quantizing) + keeps_float < 2:
-        got = ", ".join(map(str, schemes)) or "none"
-        raise OptionError(
-            f"{expected('schemes', 'two or more, one of which quantizes', got)} Add 'bf16' to "
-            "leave layers as they are, or call convert for a single scheme."
-        )
-    return quantizing, keeps_float
-
-
-def _options(method: object, quality: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `LinearConfig` beside the scheme."""
-    found = {name: value for name, value in options.items() if value is not None}
-    for name in ("fmt", "weight_only", "block"):
-        if name in found:
-            raise OptionError(
-                f"{name} and schemes are both given, and schemes decides {name}. Leave {name} out."
-            )
-    if quality is None:
-        return {"method": Sse() if method is None else method, **found}
-    get_quality(quality)
-    require_undecided(quality, {**({} if method is None else {"method": method}), **found})
-    return found
-
-
-def _settled(rules: Sequence[Rule], config: LinearConfig) -> tuple[Rule, ...]:
-    """Return rules, of which those that name a format also say whether inputs are quantized."""
-
-    def settled(options: Any) -> Any:
-        if options is None or "fmt" not in options:
-            return options
-        return {"weight_only": config.weight_only, **options}
-
-    return tuple((pattern, settled(options)) for pattern, options in rules)
-
-
-def _require_possible(root: nn.Module) -> None:
-    """Raise StateError or OptionError for models and processes that this is not for."""
-    if require_float(root, "allocate") is not None:
-        raise StateError(
-            "The model is prepared, and allocate prepares copies of it. Start from the float model "
-            "again."
-        )
-    if isinstance(root, fx.GraphModule):
-        raise StateError(
-            "allocate: expected a live model, got a graph, whose layers cannot be exchanged. "
-            "Allocate before the model is traced; the rules fit its graph, too."
-        )
-    if root.training:
-        raise StateError(
-            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
-            "on. Call model.eval() first."
-        )
-    if ranks().size > 1:
-        raise OptionError(
-            f"allocate: expected one process, got {ranks().size}. Run it in one, and convert with "
-            "its rules in all of them."
-        )
 
 
 def _require_reached(groups: Sequence[Group], layers: Layers) -> None:
