@@ -138,7 +138,7 @@ def page(found: Mapping[str, Any]) -> str:
     without, naive = first["kl_without"], first["kl_naive"]
     lines = [
         [
-            "not merged: the adapter beside the weights",
+            "not merged, beside the weights",
             "0",
             "100.00 %",
             f"{first['loss_adapter']:.3f}",

@@ -287,7 +287,7 @@ def unload(model: nn.Module, merged: Iterable[Any]) -> nn.Module:
         each.__dict__["merge"] = _do_nothing
     found: nn.Module = tuner._unload_and_optionally_merge(merge=True)
     if "_hf_peft_config_loaded" in found.__dict__:
-        found._hf_peft_config_loaded = False
+        found.__dict__["_hf_peft_config_loaded"] = False
     return found
 
 

@@ -251,12 +251,10 @@ def _factor(amax: float, global_scale: float, config: LinearConfig) -> float:
     return max(1.0, float(power_reaching(torch.tensor(amax, dtype=torch.float64), full)))
 
 
-def rescaled_buffers(layer: QuantizedLinear, factor: float) -> tuple[dict[str, Tensor], int]:
+def rescaled_buffers(layer: QuantizedLinear, factor: float) -> dict[str, Tensor]:
     """Return the scales of a layer whose global scale is larger by a power of two.
 
-    Returns:
-        buffers: block scales divided by the factor, and the global scale.
-        rounded: how many block scales were rounded, for they are too small.
+    Block scales are divided by it, which is exact but for the smallest.
     """
     fmt, bits = layer.config.format, scale_bits(layer.weight_scale)
     table = scale_table(fmt.scale, bits.device)
@@ -267,8 +265,7 @@ def rescaled_buffers(layer: QuantizedLinear, factor: float) -> tuple[dict[str, T
     new = torch.where(nearer, above - 1, above)
     # No block that has values gets a scale of zero.
     new = torch.where(bits > 0, new.clamp_min(1), new)
-    rounded = int((known[new] != wanted).sum())
     stored = global_scale_of(layer) * factor
     number = torch.full_like(layer._buffers[GLOBAL], fmt.global_scale_of(stored))  # type: ignore[arg-type]
     scale = new.to(torch.uint8).view(fmt.scale.storage)
-    return {SCALE: scale, GLOBAL: number}, rounded
+    return {SCALE: scale, GLOBAL: number}

@@ -247,7 +247,7 @@ def _version(
         configs[target.layer] = packed.config
         rows[target.name] = packed.rows[0]
     for layer, factor in scales.rescaled.items():
-        buffers[layer] = dict(rescaled_buffers(layer, factor)[0])
+        buffers[layer] = dict(rescaled_buffers(layer, factor))
     biases = {target.layer: target.bias for target in targets}
     changed = {layer: bias for layer, bias in biases.items() if bias is not None}
     return Version([target.around for target in targets], buffers, configs, changed), rows

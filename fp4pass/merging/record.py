@@ -24,8 +24,8 @@ class Merged:
         rescaled: the factor of the global scale of each layer that shares a raised one: its own
             weight is as it was, and its block scales are divided by that.
         kept: the part of the change of the weights that is left after rounding: the product of what
-            they moved by with B A, over the square of B A. It needs no data. Methods that round to
-            nearest lose a change of less than half a step.
+            they moved by with B A, over the square of B A. It needs no data. The method of the base
+            loses changes of less than half a step.
         tokens: that statistics were collected on.
         held_out_tokens: that the KL was measured on.
         kl_before: 0, the KL of the adapter beside the packed weights from itself.
