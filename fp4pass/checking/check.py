@@ -34,7 +34,7 @@ _BESIDE = ("tokenizer-missing", "chat-template-missing")
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What a folder is, and what is wrong with it.
+    """The check of a folder: the numbers of what it holds, and all that is wrong with it.
 
     Attributes:
         folder: where it is.
@@ -64,7 +64,7 @@ class FolderCheck:
 
     @property
     def mismatches(self) -> dict[str, str]:
-        """What is wrong, by the tensor, the layer or the file."""
+        """The findings as text, by the tensor, the layer or the file."""
         found: dict[str, str] = {}
         for each in self.findings:
             text = str(each).removeprefix(f"{each.where}: ")
@@ -72,7 +72,13 @@ class FolderCheck:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values.
+
+        Example:
+            >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
+            >>> fp4pass.checking.check_folder("out").to_dict()["mismatches"]
+            {}
+        """
         findings = [each.to_dict() for each in self.findings]
         own = {**vars(self), "folder": str(self.folder), "findings": findings}
         return own | {"not_judged": list(self.not_judged), "mismatches": self.mismatches}
@@ -91,7 +97,7 @@ class Checked:
 
     @property
     def result(self) -> FolderCheck:
-        """What a user is told."""
+        """The check without what only repairs need."""
         tensors = self.found.tensors.values()
         return FolderCheck(
             self.found.folder,
@@ -116,7 +122,7 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         progress: as for `convert`.
 
     Returns:
-        What is wrong with it, and what was not judged.
+        Its findings, and the parts of it that were not judged.
 
     Raises:
         CheckpointError: the folder is not there, or is not packed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# What mends a kind: the file comes again, the model is quantized again, or --repair does it.
+# Remedies: the file comes again, the model is quantized again, or --repair does it.
 COPY = "Copy the folder again"
 QUANTIZE = "Quantize the float model again: fp4pass quantize MODEL -o OUT"
 REPAIR = "fp4pass verify DIR --repair OUT"
@@ -139,7 +139,7 @@ _TABLE = (
         "Scales lie as a kernel wants them (tiles of 128 x 4), not row by row.",
         "Export the folder again with scales row by row",
     ),
-    # What engines make of it.
+    # Layers in engines, and what the configs declare.
     Kind(
         "fused-scales",
         "Engines multiply by these layers as by one matrix and keep the larger global scale for "
@@ -229,7 +229,7 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """What comes of it for a user of the folder."""
+        """The consequence for a user of the folder."""
         return KINDS[self.kind].meaning
 
     @property
@@ -242,5 +242,11 @@ class Finding:
         return f"{self.where}: {place}{self.found}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values.
+
+        Example:
+            >>> found = fp4pass.checking.Finding("dead", "a.weight", "model.safetensors", "zeros")
+            >>> sorted(found.to_dict())
+            ['file', 'found', 'kind', 'meaning', 'remedy', 'where']
+        """
         return {**vars(self), "meaning": self.meaning, "remedy": self.remedy}

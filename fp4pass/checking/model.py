@@ -98,7 +98,7 @@ def check_model(found: Survey, layers: Layers, model: FloatModel | None) -> Iter
         sources.setdefault(model.names.get(name, name), []).append(name)
     # Parts that are wrong otherwise are named already.
     broken = {each.where for each in layers.findings}
-    damaged = bool(broken) or any(
+    damaged = bool(broken or layers.unread) or any(
         each.kind in ("file-missing", "file-damaged", "tensor-missing") for each in found.findings
     )
     stacks = {
@@ -155,7 +155,7 @@ def _form(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-# What configs call the number of layers that predict further tokens.
+# The names in configs of the number of layers that predict further tokens.
 PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 

@@ -34,7 +34,7 @@ _ROWS, _MATRICES = 512, 8
 
 @dataclass
 class Statistics:
-    """What is kept of a layer after its tensors were read.
+    """Statistics of a layer, kept after its tensors were read.
 
     Attributes:
         rms: the root mean square of its weights as the layout reads them, 0 if it is not known.

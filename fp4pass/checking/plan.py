@@ -23,7 +23,7 @@ from .stored import DTYPES, Stored, read_header
 from .structure import EXPERT, by_shape, dense_names, is_ignored
 from .survey import PREFIXES
 
-# What a config calls the list of dense layers.
+# The names in configs of the list of dense layers.
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")
 
 # Findings of which the config of the layout is written anew.
@@ -34,7 +34,7 @@ _HEAD = "lm_head"
 
 @dataclass
 class Plan:
-    """What is changed of a folder.
+    """The changes of a folder.
 
     Attributes:
         config: config.json as it will be.

@@ -31,7 +31,7 @@ _RENEWED = ("version", "fp4pass", "torch")
 
 @dataclass(frozen=True)
 class Repair:
-    """What was mended of a folder.
+    """The repair of a folder: its state before and after.
 
     Attributes:
         before: what was wrong with it.
@@ -51,7 +51,13 @@ class Repair:
     refused: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values.
+
+        Example:
+            >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
+            >>> fp4pass.checking.repair_folder("out", "mended").to_dict()["after"] is None
+            True
+        """
         after = None if self.after is None else self.after.to_dict()
         return {"mended": list(self.mended), "refused": self.refused, "after": after}
 
@@ -76,7 +82,7 @@ def repair_folder(
         progress: as for `convert`.
 
     Returns:
-        What was wrong, what was done, and what is left. `after` is None where nothing can be
+        The checks before and after, and all that was done. `after` is None where nothing can be
         written or mended.
 
     Raises:

@@ -27,7 +27,7 @@ _INPUTS = (2.0**-12, 2.0**17)
 
 
 class _Side(NamedTuple):
-    """What is judged of a global scale: its part, kinds of findings, and bounds of a size."""
+    """One kind of global scale to judge: its part, kinds of findings, and bounds of a size."""
 
     part: str
     direction: str

@@ -153,7 +153,7 @@ def _tensors(
         for each in sorted(set(held) & set(tensors)):
             both = f"expected one tensor of this name, got another in {tensors[each].path.name}"
             findings.append(Finding("duplicate", each, name, both))
-        # What the index says decides, else the first.
+        # The entry of the index decides, else the first.
         for each, stored in held.items():
             if each not in tensors or (index or {}).get(each) == name:
                 tensors[each] = stored
