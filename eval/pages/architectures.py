@@ -238,11 +238,13 @@ def readers(row: Row) -> Iterator[str]:
     yield f"| scheme | fp4pass | stock transformers | {' | '.join(ENGINES)} |"
     yield "|---|---|---|" + "---|" * len(ENGINES)
     for case, each in row["formats"].items():
-        scheme = f"`{SCHEMES[case]}`" + (f" with `{RULE}`" if case == RULED else "")
+        scheme = f"`{SCHEMES[case]}`" + (", experts in mxfp4" if case == RULED else "")
         why = dict(reason.removesuffix(")").split(" (", 1) for reason in each["reasons"])
         stock = EQUAL.get(each["outcome"]) or f"no: {why['transformers']}"
         engines = [engine(name, each["readers"], why) for name in ENGINES]
         yield f"| {' | '.join(map(escaped, (scheme, 'yes', stock, *engines)))} |"
+    if RULED in row["formats"]:
+        yield from ("", f"Experts in mxfp4: `convert(..., {RULE})`.")
     yield from (
         "",
         "What transformers does was tried on this type. Of engines, their loaders were run on "
