@@ -31,9 +31,9 @@ def text() -> str:
     rows = []
     for run in GRIDS["qualities"]:
         if run.scheme in SCHEMES:
-            here = [found["by"][run.key] for found in (gpu, cpu)]
+            here = [found["by"].get(run.key) for found in (gpu, cpu)]
             kls = [f"{each['kl']:.3f}" for each in here[0]["texts"].values()]
-            seconds = [number(row["seconds"]) for row in here]
+            seconds = [number(row["seconds"]) if row else "-" for row in here]
             rows.append([f"`{run.options['quality']}`", f"`{run.scheme}`", *kls, *seconds])
     return (
         f"{table([*header, 'H100, s', 'CPU, s'], rows, left=2)}\n"
