@@ -11,6 +11,8 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
+from fp4pass.signatures import described as with_options
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # A file, or a section of one, that a page includes; and a name of which it shows the docstring.
@@ -70,6 +72,7 @@ def summary(text: str) -> str:
 
 def whole(markdown: str) -> str:
     """Return a page with what it includes, and with the docstrings that it shows."""
+    markdown = re.sub(r"<svg.*?</svg>", "", markdown, flags=re.DOTALL)
     return DOCSTRING.sub(lambda found: described(found[1]), INCLUDE.sub(included, markdown))
 
 
@@ -92,6 +95,7 @@ def described(name: str) -> str:
     shown = ""
     if isinstance(found, griffe.Function):
         shown = f"```python\n{found.signature()}\n```\n\n"
+        text = with_options(text, [parameter.name for parameter in found.parameters])
     return f"## {name}\n\n{shown}{text}"
 
 

@@ -12,6 +12,9 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 
+# Bars of magnitudes, which browsers would space as signs between two terms.
+BAR = re.compile(r"<mo>(&#x0007C;|&#x02016;)</mo>")
+
 # What arithmatex makes of $...$ and of $$...$$.
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 BLOCK = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
@@ -33,6 +36,7 @@ def mathml(text: str, page: str, display: str = "inline") -> str:
     """Return the MathML of a formula; one that is no TeX ends the build."""
     tex = unescape(text).strip()
     try:
-        return convert(tex, display=display)
+        made = convert(tex, display=display)
     except Exception as error:
         raise PluginError(f"{page}: no formula of TeX: {tex} ({error!r})") from error
+    return BAR.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', made)

@@ -100,7 +100,7 @@ def index(rows: list[Row], others: list[Row], found: Mapping[str, Any]) -> str:
         "## Not in the table",
         "",
         *left_out(others),
-        "Any other PyTorch model converts as well: [a model of your own](../recipes/any_model.md).",
+        "Models of other libraries: [any PyTorch model](../recipes/any_model.md).",
         "",
         f"`{found['command']}` wrote the results with {versions(found)}, "
         f"torch {found['versions']['torch']}.",
@@ -225,9 +225,9 @@ def other_layers(row: Row) -> Iterator[str]:
     for case, each in row["formats"].items():
         if "packed" not in each:
             continue
-        had = {(name, why): n for name, n, why in row["skipped"]}
-        more = [(n, k, why) for n, k, why in each["skipped"] if had.get((n, why)) != k]
-        reasons = "; ".join(f"`{name}` ({why})" for name, _, why in more)
+        had = {(name, n) for name, n, _ in row["skipped"]}
+        more = [(name, why) for name, n, why in each["skipped"] if (name, n) not in had]
+        reasons = "; ".join(f"`{name}` ({escaped(why)})" for name, why in more)
         rule = f" with `{RULE}`" if case == RULED else ""
         if more:
             yield from (f"In {SCHEMES[case]}{rule} these are skipped, too: {reasons}.", "")
@@ -238,11 +238,13 @@ def readers(row: Row) -> Iterator[str]:
     yield f"| scheme | fp4pass | stock transformers | {' | '.join(ENGINES)} |"
     yield "|---|---|---|" + "---|" * len(ENGINES)
     for case, each in row["formats"].items():
-        scheme = f"`{SCHEMES[case]}`" + (f" with `{RULE}`" if case == RULED else "")
+        scheme = f"`{SCHEMES[case]}`" + (", experts in mxfp4" if case == RULED else "")
         why = dict(reason.removesuffix(")").split(" (", 1) for reason in each["reasons"])
         stock = EQUAL.get(each["outcome"]) or f"no: {why['transformers']}"
         engines = [engine(name, each["readers"], why) for name in ENGINES]
         yield f"| {' | '.join(map(escaped, (scheme, 'yes', stock, *engines)))} |"
+    if RULED in row["formats"]:
+        yield from ("", f"Experts in mxfp4: `convert(..., {RULE})`.")
     yield from (
         "",
         "What transformers does was tried on this type. Of engines, their loaders were run on "
