@@ -223,6 +223,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "modelopt": _NO_LAYOUT,
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
+        "quark": Reads((), "not without amd-quark"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
@@ -231,12 +232,14 @@ READERS: dict[str, dict[str, Reads]] = {
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
         "gpt-oss": _NOT_TRIED,
+        "quark": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": _NOT_TRIED,
         "gpt-oss": _NOT_TRIED,
+        "quark": _NOT_TRIED,
     },
 }
 
