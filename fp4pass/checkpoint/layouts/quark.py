@@ -77,6 +77,14 @@ class Quark(Layout):
         return Scheme(self.formats[0], inputs is None, 32)
 
 
+def is_read(declared: Mapping[str, Any]) -> bool:
+    """Return whether any layer of a quantization_config is in mxfp4."""
+    named = (declared.get(_BY_NAME) or {}).values()
+    by_class = (declared.get(_BY_CLASS) or {}).values()
+    every = (declared.get(_FOR_ALL) or {}, *named, *by_class)
+    return any(_is_mxfp4((each or {}).get("weight")) for each in every)
+
+
 def _config_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the entry of a config that holds for a linear layer, {} if there is none."""
     for pattern, found in (declared.get(_BY_NAME) or {}).items():
