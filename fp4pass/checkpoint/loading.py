@@ -31,7 +31,14 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .model_layers import all_names, stacks_in, stored_shape
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import build_skeleton, carried_names, check_skeleton, fit_tensors, model_names
+from .skeleton import (
+    build_skeleton,
+    carried_names,
+    check_skeleton,
+    fit_tensors,
+    model_names,
+    without_ignored,
+)
 
 
 def load(
@@ -83,6 +90,7 @@ def load(
     require_input_scales(reader, besides=pieces)
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
+    reader, ignored = without_ignored(skeleton, reader)
     carried = carried_names(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         tensors, aliases = _read(reader, pieces, carried)
@@ -106,7 +114,7 @@ def load(
     files = {disk: reader.files[name] for name, disk in carried.items()}
     recipe, rows = origin(reader, skeleton, cache)
     if reader.own is None:
-        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files))]
+        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files)), *ignored]
     own = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
     finish(skeleton, recipe, rows, carried=files, refined=own)
     # Those that `finish` left tied.

@@ -7,7 +7,6 @@ once the skeleton is on its devices.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import ignored_tensors, untie
+from .._compat.transformers import untie
 from .._compat.transformers_quantizers import mark_initialized
 from .._compat.transformers_loading import names_in_model
 from ..core.source_files import tensor_shapes
@@ -33,7 +32,7 @@ from .loading import hold_cache, join_stacks, origin
 from .model_layers import stacks_in
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import carried_names, model_names
+from .skeleton import carried_names, model_names, without_ignored
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
 
@@ -53,15 +52,17 @@ class PlacedLayers:
     def __init__(self, model: nn.Module, directory: Path) -> None:
         self._model = model
         reader = open_checkpoint(directory)
-        self._on_disk = sorted(reader.packed_names())
+        self._on_disk = [*reader.packed_names(), *(name for name, _ in reader.scaled.values())]
         self._stacks: Mapping[str, list[Piece]] = stacks_in(model, reader.layers)
         pieces = {piece.name for each in self._stacks.values() for piece in each}
         require_input_scales(reader, besides=pieces)
         others = model_names(model, reader)
         reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
+        reader, self._ignored = without_ignored(model, reader)
         reader = _in_model(model, reader, pieces)
         self._pieces, self._unreached = reader, set[str]()
         self._carried = carried_names(model, reader)
+        self._scaled = [n for n in reader.files if reader.on_disk.get(n, n) in reader.scaled]
         tensors = self._without_memory(pieces)
         cache = {n: t for n, t in reader.tensors(self._cache_names())} | reader.cache_scales
         self._reader = join_stacks(model, reader, tensors, self._stacks)
@@ -154,6 +155,10 @@ class PlacedLayers:
             module = self._model.get_submodule(path)
             module._buffers[key] = scale.float().to(module._buffers[key].device)
             module._non_persistent_buffers_set.discard(key)
+        for name, weight in self._pieces.tensors(self._scaled):
+            # transformers has read its codes, and casts them to the same dtype.
+            own = self._model.get_parameter(name)
+            own.data.copy_(weight)
 
     def _buffers(self, name: str, layer: PackedLayer) -> dict[str, Tensor]:
         pieces = self._stacks.get(name)
@@ -177,25 +182,20 @@ class PlacedLayers:
         reader, model = self._reader, self._model
         recipe, rows = origin(dataclasses.replace(reader, own=None), model, self._cache)
         files = {disk: reader.files[name] for name, disk in self._carried.items()}
-        finish(model, recipe, [*rows, *copied_rows(model, tensor_shapes(files))], carried=files)
+        rows = [*rows, *copied_rows(model, tensor_shapes(files)), *self._ignored]
+        finish(model, recipe, rows, carried=files)
 
 
 def _in_model(model: nn.Module, reader: CheckpointReader, pieces: set[str]) -> CheckpointReader:
     """Return a folder without the packed layers of another part than the model's.
 
-    A base model leaves out the head, and a model what its class ignores. Raises CheckpointError
-    for a layer of the body that the model has no place for.
+    A base model leaves out the head. Raises CheckpointError for a layer of the body that the model
+    has no place for.
     """
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    patterns = ignored_tensors(model)
     out = [name for name in reader.layers if name not in known and name not in pieces]
-    lost = [
-        name
-        for name in out
-        if any(part.isdigit() for part in name.split("."))
-        and not any(re.search(each, f"{name}.weight") for each in patterns)
-    ]
+    lost = [name for name in out if any(map(str.isdigit, name.split(".")))]
     if lost or len(out) == len(reader.layers):
         raise CheckpointError(
             f"{reader.folder}: {model_class(model).__name__} has no place for {len(lost or out)} "

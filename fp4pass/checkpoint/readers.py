@@ -224,6 +224,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
         "quark": Reads((), "not without amd-quark"),
+        "deepseek-v4": Reads(("mxfp4",), "without a GPU it dequantizes"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
@@ -233,6 +234,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
         "gpt-oss": _NOT_TRIED,
         "quark": _NOT_TRIED,
+        "deepseek-v4": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
@@ -240,6 +242,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors-hadamard": _NOT_TRIED,
         "gpt-oss": _NOT_TRIED,
         "quark": _NOT_TRIED,
+        "deepseek-v4": _NOT_TRIED,
     },
 }
 

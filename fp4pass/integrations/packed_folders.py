@@ -102,7 +102,9 @@ class PackedQuantizer(HfQuantizer):
                 f"{files[0].name if files else 'a state dict'}. Give the folder to from_pretrained."
             )
         self._split = held_plan(model)
-        placed = self._placed = PlacedLayers(model, files[0].parent)
+        # The skeleton is made within a context that has no memory.
+        with torch.device("cpu"):
+            placed = self._placed = PlacedLayers(model, files[0].parent)
         when_loaded(model, placed.fill, placed.is_packed)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

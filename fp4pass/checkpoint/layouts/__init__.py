@@ -6,7 +6,7 @@
 # ruff: noqa: F401
 
 from ...sources.files import Shapes
-from . import compressed_tensors, gpt_oss, modelopt, own, quark
+from . import compressed_tensors, deepseek, gpt_oss, modelopt, own, quark
 from .base import (
     CACHE_SCALES,
     LAYOUTS,

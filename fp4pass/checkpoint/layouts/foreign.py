@@ -39,7 +39,8 @@ def read_layers(
         layer = name.rpartition(".")[0]
         if layout.stacks:
             layer = name.removesuffix(layout.parts[PACKED])
-        if layout.tensor_name(layer, PACKED) != name or (kind != "U8" and not layout.stacks):
+        codes = layout.dtypes.get(PACKED, "U8")
+        if layout.tensor_name(layer, PACKED) != name or (kind != codes and not layout.stacks):
             continue
         scale = layout.tensor_name(layer, SCALE)
         if scale not in shapes:
@@ -93,8 +94,8 @@ def expected_shapes(
     if layout.stacks:
         codes = (*scale, fmt.packed_columns(fmt.block))
     found: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
-        PACKED: ((codes,), "U8"),
-        SCALE: ((scale,), _DTYPES[fmt.scale.storage]),
+        PACKED: ((codes,), layout.dtypes.get(PACKED, "U8")),
+        SCALE: ((scale,), layout.dtypes.get(SCALE, _DTYPES[fmt.scale.storage])),
     }
     if fmt.has_global_scale:
         one: tuple[tuple[int, ...], ...] = ((), (1,))
