@@ -64,7 +64,9 @@ class PlacedLayers:
         self._carried = carried_names(model, reader)
         self._scaled = [n for n in reader.files if reader.on_disk.get(n, n) in reader.scaled]
         tensors = self._without_memory(pieces)
-        cache = {n: t for n, t in reader.tensors(self._cache_names())} | reader.cache_scales
+        cached = self._cache_names()
+        self._on_disk += [reader.on_disk.get(name, name) for name in cached]
+        cache = dict(reader.tensors(cached)) | reader.cache_scales
         self._reader = join_stacks(model, reader, tensors, self._stacks)
         self._cache = hold_cache(model, reader, cache)
         self._cache_scales = cache if self._cache is not None else {}

