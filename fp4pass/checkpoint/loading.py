@@ -31,7 +31,14 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .model_layers import all_names, stacks_in, stored_shape
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import build_skeleton, carried_names, check_skeleton, fit_tensors, model_names
+from .skeleton import (
+    build_skeleton,
+    carried_names,
+    check_skeleton,
+    fit_tensors,
+    model_names,
+    without_ignored,
+)
 
 
 def load(
@@ -83,14 +90,15 @@ def load(
     require_input_scales(reader, besides=pieces)
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
+    reader, ignored = without_ignored(skeleton, reader)
     carried = carried_names(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         tensors, aliases = _read(reader, pieces, carried)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
-    reader = _join_stacks(skeleton, reader, tensors, stacks)
+    reader = join_stacks(skeleton, reader, tensors, stacks)
     tensors |= reader.cache_scales
-    cache = _hold_cache(skeleton, reader, tensors)
+    cache = hold_cache(skeleton, reader, tensors)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
     names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
@@ -104,9 +112,9 @@ def load(
     unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
     files = {disk: reader.files[name] for name, disk in carried.items()}
-    recipe, rows = _origin(reader, skeleton, cache)
+    recipe, rows = origin(reader, skeleton, cache)
     if reader.own is None:
-        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files))]
+        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files)), *ignored]
     own = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
     finish(skeleton, recipe, rows, carried=files, refined=own)
     # Those that `finish` left tied.
@@ -150,7 +158,7 @@ def _read(
     return tensors, aliases
 
 
-def _hold_cache(
+def hold_cache(
     skeleton: nn.Module, reader: CheckpointReader, tensors: dict[str, Tensor]
 ) -> str | None:
     """Give a model room for the scales of its key-value cache; return the format of these."""
@@ -169,7 +177,7 @@ def _hold_cache(
     return name
 
 
-def _join_stacks(
+def join_stacks(
     model: nn.Module,
     reader: CheckpointReader,
     tensors: dict[str, Tensor],
@@ -228,7 +236,7 @@ def _join_stacks(
     return dataclasses.replace(reader, layers=layers)
 
 
-def _origin(
+def origin(
     reader: CheckpointReader, model: nn.Module, cache: str | None
 ) -> tuple[Mapping[str, Any], Sequence[Row]]:
     """Return the recipe and the rows of a checkpoint; of another library what its configs say."""

@@ -310,12 +310,18 @@ def split_layers(
 
 
 def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:
-    """Return the stacks of a model that packed layers are the pieces of, by their names on disk."""
-    return {
-        name: stack.pieces
-        for name, stack in split_stacks(model, {}).items()
-        if name not in layers and all(piece.name in layers for piece in stack.pieces)
-    }
+    """Return the stacks of a model that packed layers are the pieces of, by their names on disk.
+
+    Folders may lack the name of the base model before all others, or have it beyond the model's.
+    """
+    prefix: str = getattr(model, "base_model_prefix", "")
+    found = {}
+    for name, stack in split_stacks(model, {}).items():
+        for named in (str, lambda n: n.removeprefix(f"{prefix}."), lambda n: join(prefix, n)):
+            pieces = [piece._replace(name=named(piece.name)) for piece in stack.pieces]
+            if name not in layers and all(piece.name in layers for piece in pieces):
+                found.setdefault(name, pieces)
+    return found
 
 
 def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) -> bool:

@@ -18,6 +18,8 @@ from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from ..sources.files import Stamp, read_json, read_tensors, require_same
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 
+_EXPERTS = "expert_dtype"
+
 
 @dataclass(frozen=True)
 class CheckpointReader:
@@ -31,6 +33,8 @@ class CheckpointReader:
         layers: what is packed, by the names of the layers.
         files: the file of every tensor.
         on_disk: the name on disk of every tensor that `renamed` gave another one.
+        scaled: name and file of the scales of dense weights that have some, by the names of these
+            on disk.
         stamps: of the files; what is read later must be the same files.
 
     Example:
@@ -47,6 +51,7 @@ class CheckpointReader:
     layers: Mapping[str, PackedLayer]
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
+    scaled: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
     stamps: Mapping[Path, Stamp] = field(default_factory=dict)
 
     @property
@@ -118,6 +123,9 @@ class CheckpointReader:
         wanted = self.files if chosen is None else chosen
         files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
         for name, tensor in read_tensors(files):
+            if name in self.scaled:
+                ((_, scale),) = read_tensors(dict([self.scaled[name]]))
+                tensor = self.layout.unscaled(tensor, scale, self.declared)
             yield names.get(name, name), tensor
         require_same(self.stamps)
 
@@ -224,6 +232,9 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
     for name in side_files():
         if declared is None and (folder / name).is_file():
             declared = read_json(folder / name)
+    # DeepSeek-V4 has it beside, V4.1 among the others.
+    if declared is not None and _EXPERTS in config and _EXPERTS not in declared:
+        declared = {**declared, _EXPERTS: config[_EXPERTS]}
     return declared
 
 

@@ -246,6 +246,8 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
         "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "without a GPU it dequantizes"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
+        "quark": Reads((), "not without amd-quark"),
+        "deepseek-v4": Reads(("mxfp4",), "without a GPU it dequantizes"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
@@ -258,6 +260,8 @@ READERS: dict[str, dict[str, Reads]] = {
             ("fp8_block",), "of fp8_tensor it looks for other names than transformers"
         ),
         "gpt-oss": _NOT_TRIED,
+        "quark": _NOT_TRIED,
+        "deepseek-v4": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(
@@ -267,6 +271,8 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors-hadamard": _NOT_TRIED,
         "finegrained-fp8": _NOT_TRIED,
         "gpt-oss": _NOT_TRIED,
+        "quark": _NOT_TRIED,
+        "deepseek-v4": _NOT_TRIED,
     },
 }
 

@@ -14,7 +14,8 @@ from torch.export import Dim, ShapesCollection
 from .._compat.torch import call_with_copies
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
 from .._compat.transformers_heads import HEADS, head_names
-from ..errors import OptionError, ShapeError, StateError, TraceError, expected
+from ..errors import OptionError, ShapeError, StateError, TraceError, expected, require_flags
+from .plain import write_plain
 
 # Tokens in the cache of a decoder whose config allows more.
 _LENGTH = 2048
@@ -23,7 +24,9 @@ _LENGTH = 2048
 _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:
+def trace(
+    model: nn.Module, example: Any, *, cache_length: int | None = None, plain: bool = False
+) -> fx.GraphModule:
     """Return the graph of a whole model, made by torch.export with dynamic batch and length.
 
     `prepare`, `calibrate`, `smooth`, `convert` and `save` take it in place of the model, whose
@@ -40,12 +43,15 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
             no tensor is fixed.
         cache_length: The tokens that the cache holds, prompt included; 0 for no cache.
             By default what the model's config allows, up to 2048.
+        plain: Write packed layers of a converted model as ATen operators alone, which compute the
+            weights from the packed ones at each call. For what knows no operators of fp4pass, as
+            ONNX, TensorRT and ExecuTorch.
 
     Returns:
         A graph module of ATen operators, in evaluation mode if the model is.
 
     Raises:
-        TraceError: torch.export cannot trace the model.
+        TraceError: torch.export cannot trace the model, or `plain` an operator of a layer.
         ShapeError: The example has a batch of one.
         OptionError: cache_length is negative, or the model has no such cache.
         StateError: A decoder is in training mode.
@@ -57,6 +63,14 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
+    require_flags(plain=plain)
+    graph = _trace(model, example, cache_length)
+    if plain:
+        write_plain(graph)
+    return graph
+
+
+def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.GraphModule:
     args, kwargs = _call(example)
     if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
         raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")

@@ -6,7 +6,7 @@
 # ruff: noqa: F401
 
 from ...sources.files import Shapes
-from . import compressed_tensors, finegrained_fp8, gpt_oss, modelopt, own
+from . import compressed_tensors, deepseek, finegrained_fp8, gpt_oss, modelopt, own, quark
 from .base import (
     CACHE_SCALES,
     LAYOUTS,

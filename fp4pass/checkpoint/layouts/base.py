@@ -47,6 +47,8 @@ class Layout:
         engines: serving engines read it, from the file `WEIGHTS` and in bfloat16. Else buffers are
             stored as they are, and fp4pass.json alone declares them.
         fallback: name of the layout that is written for layers that this one cannot hold.
+        dtypes: names of safetensors for the dtypes of parts, of what differs from codes in U8 and
+            scales in the dtype of the format.
         side_files: the files that it has beside config.json.
         cache_schemes: what its `kv_cache_scheme` says of each format of a key-value cache.
         cache_names: ends of the names of its scales, by those of the buffers in a model; of what
@@ -66,6 +68,7 @@ class Layout:
     stacks: ClassVar[bool] = False
     engines: ClassVar[bool] = True
     fallback: ClassVar[str] = ""
+    dtypes: ClassVar[Mapping[str, str]] = {}
     side_files: ClassVar[tuple[str, ...]] = ()
     cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {}
     cache_names: ClassVar[Mapping[str, str]] = {}
@@ -226,6 +229,18 @@ class Layout:
                     f"{name}: a scale of inputs (AWQ, SVDQuant), which fp4pass does not apply. "
                     "Load this checkpoint with the library that wrote it."
                 )
+
+    def scaled(self, declared: Mapping[str, Any], shapes: Shapes) -> dict[str, str]:
+        """Return the dense weights that are stored with scales, each with the name of these.
+
+        Raises:
+            UnreadError: scales are missing, or of another kind.
+        """
+        return {}
+
+    def unscaled(self, weight: Tensor, scale: Tensor, declared: Mapping[str, Any]) -> Tensor:
+        """Return the dense weight of one of `scaled`."""
+        return weight
 
     def cache_config(self, cache: str | None) -> dict[str, Any]:
         """Return the `kv_cache_scheme` of a key-value cache, by its format, {} without a cache.

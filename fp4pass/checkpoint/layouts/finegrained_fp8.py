@@ -34,7 +34,8 @@ class FineGrainedFp8(Layout):
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout."""
-        return declared.get("quant_method") == "fp8"
+        # The experts of DeepSeek-V4 are in another format.
+        return declared.get("quant_method") == "fp8" and declared.get("expert_dtype") != "fp4"
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config."""

@@ -64,8 +64,10 @@ def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
         return None if layer == name else layer
     layer, _, last = name.rpartition(".")
     usual = layout.parts[PACKED]
+    holds_native = any(get_format(each).element.native for each in layout.formats)
     is_native = kind in _NATIVE.values() and last == layout.native_parts.get(PACKED, usual)
-    return layer if is_native or (kind == "U8" and last == usual) else None
+    is_bytes = kind == layout.dtypes.get(PACKED, "U8") and last == usual
+    return layer if (is_native and holds_native) or is_bytes else None
 
 
 def _has_codes(layout: Layout, layer: str, found: Scheme, name: str, kind: str) -> bool:
@@ -117,9 +119,10 @@ def _require_blocks(name: str, found: Scheme, columns: int, blocks: int) -> None
         )
 
 
-def _codes_dtype(fmt: Format) -> str:
+def _codes_dtype(layout: Layout, fmt: Format) -> str:
     """Return the safetensors name of the dtype of codes that engines read."""
-    return "U8" if fmt.element.native is None else _NATIVE[fmt.element.native]
+    native = fmt.element.native
+    return layout.dtypes.get(PACKED, "U8") if native is None else _NATIVE[native]
 
 
 # By kind: the dtypes and the shapes that a tensor may have, the usual ones first.
@@ -133,9 +136,10 @@ def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
     if layout.stacks:
         codes = (*layer.scale_shape, fmt.packed_columns(fmt.block))
     if layout.engines:
-        kind = _codes_dtype(fmt)
+        kind = _codes_dtype(layout, fmt)
     is_float = fmt.has_float_scale and layout.engines
-    scale_kinds = _FLOATS if is_float else (_DTYPES[fmt.scale.storage],)
+    usual = layout.dtypes.get(SCALE, _DTYPES[fmt.scale.storage])
+    scale_kinds = _FLOATS if is_float else (usual,)
     shapes = layout.scale_shapes(layer) if layout.engines else (layer.scale_shape,)
     found: dict[str, Expected] = {PACKED: ((codes,), (kind,)), SCALE: (shapes, scale_kinds)}
     one: tuple[tuple[int, ...], ...] = ((), (1,))

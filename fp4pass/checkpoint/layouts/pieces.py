@@ -119,7 +119,7 @@ def join_layers(
                 stack[piece.expert, where] = own  # type: ignore[assignment]
             joined[part] = stack
             continue
-        table = torch.full((experts, parts), math.nan)
+        table = torch.full((experts, parts), math.nan, dtype=torch.float32)
         for piece, record, own in zip(pieces, records, found, strict=True):
             if own is not None:
                 # A divisor is a power of two where others multiply.

@@ -1,0 +1,73 @@
+"""Private APIs of transformers (5.17, 5.23): which quantizer a folder gets, and when it is loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from .peft_hooks import after_import
+
+# A quantization_config as plain values, to one of transformers' classes, None for its own.
+Choose = Callable[[Mapping[str, Any], Any], Any]
+
+
+def choose_config(methods: tuple[str, ...], choose: Choose) -> None:
+    """Have `from_pretrained` ask for the config of folders, once transformers is imported.
+
+    Args:
+        methods: those of a `quant_method` to ask for.
+        choose: takes what a folder declares and the `quantization_config` of the call, if there is
+            one, and returns the config, None to leave the folder to transformers.
+    """
+    after_import("transformers.quantizers.auto", functools.partial(_install, methods, choose))
+
+
+def _install(methods: tuple[str, ...], choose: Choose, auto: ModuleType) -> None:
+    known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
+    for method in methods:
+        known[method] = _chosen(choose, known.get(method))
+    merge = quantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        own = None
+        if given is not None:
+            own = choose(declared if isinstance(declared, Mapping) else declared.to_dict(), given)
+        return merge(declared, given, *args, **kwargs) if own is None else own
+
+    quantizer.merge_quantization_configs = staticmethod(merged)
+
+
+def _chosen(choose: Choose, stock: Any) -> type:
+    """Return the class that stands for one of transformers', None where it has none."""
+
+    class Chosen:
+        @classmethod
+        def from_dict(cls, declared: Mapping[str, Any], **kwargs: Any) -> Any:
+            own = choose(declared, None)
+            return stock.from_dict(declared, **kwargs) if own is None else own
+
+    return Chosen
+
+
+def when_loaded(model: Any, fill: Callable[[], None], is_known: Callable[[str], bool]) -> None:
+    """Call a function once transformers has loaded a model, before it adds hooks of devices.
+
+    is_known: whether a tensor that it found no place for is nothing to report.
+    """
+    adjust = model._adjust_missing_and_unexpected_keys
+
+    def filled(info: Any, *args: Any) -> Any:
+        del model.__dict__["_adjust_missing_and_unexpected_keys"]
+        fill()
+        info.unexpected_keys = {name for name in info.unexpected_keys if not is_known(name)}
+        return adjust(info, *args)
+
+    model.__dict__["_adjust_missing_and_unexpected_keys"] = filled
+
+
+def mark_initialized(module: Any) -> None:
+    """Keep transformers from initializing a module."""
+    module.__dict__["_is_hf_initialized"] = True
