@@ -13,7 +13,7 @@ from commands import run, run_json
 from damages import DAMAGES
 from good_folders import GOOD, WEIGHTS
 from safetensors.torch import load_file, save_file
-from small_models import TINY, change, change_json
+from small_models import TINY, change, change_json, converted
 
 import fp4pass
 from fp4pass.checking import KINDS, check_folder, repair_folder
@@ -23,7 +23,7 @@ for package in ("transformers", "compressed_tensors", "typer", "rich"):
     pytest.importorskip(package)
 
 # How a folder of ours names all that its checksums tell apart.
-SUMS = {"checksum", "tensor-missing"}
+SUMS = {"checksum", "tensor-missing", "config-changed"}
 
 Good = Callable[[str], Path]
 
@@ -64,7 +64,8 @@ def check_damage(good: Good, tmp_path: Path, damage: str, name: str) -> bool:
         return False
     found = check_folder(folder, progress=False)
     kinds = {each.kind for each in found.findings}
-    assert DAMAGES[damage].kind in kinds, (damage, name, kinds)
+    # Ours lists its tensors, and by that names some of the damages.
+    assert DAMAGES[damage].kind in kinds or kinds & SUMS, (damage, name, kinds)
     if DAMAGES[damage].mended and found.findings and not kinds & SUMS:
         out = tmp_path / "mended"
         shutil.rmtree(out, ignore_errors=True)
@@ -99,7 +100,14 @@ def test_a_damage_is_found_in_every_folder(good: Good, tmp_path: Path, damage: s
 
 def test_every_kind_is_planted_or_told_apart() -> None:
     planted = {each.kind for each in DAMAGES.values()}
-    others = {"checksum", "fused-schemes", "input-direction", "cache-scale"}
+    others = {
+        "checksum",
+        "fused-schemes",
+        "input-direction",
+        "cache-scale",
+        "codes-nan",
+        "config-changed",
+    }
     assert planted | others == set(KINDS)
 
 
@@ -163,6 +171,21 @@ def test_a_dense_part_of_what_engines_fuse(good: Good, tmp_path: Path) -> None:
     assert kinds == {"fused-schemes", "ignore-misses"}
 
 
+def test_numbers_of_8_bits(tmp_path: Path) -> None:
+    """Codes that stand for no number, and scales of a cache."""
+    folder = tmp_path / "q"
+    fp4pass.save(converted("mxfp8_e4m3"), folder, layout="fp4pass", source=TINY)
+    assert check_folder(folder, progress=False).findings == ()
+    path = folder / "fp4pass.safetensors"
+    tensors, name = load_file(path), "model.layers.1.mlp.up_proj.weight_packed"
+    tensors[name].view(torch.uint8)[3, 5] = 0x7F
+    tensors["model.layers.0.self_attn.k_scale"] = torch.zeros(1)
+    save_file(tensors, path)
+    found = {each.where: each.kind for each in check_folder(folder, progress=False).findings}
+    assert found[name] == "codes-nan"
+    assert found["model.layers.0.self_attn.k_scale"] == "cache-scale"
+
+
 def test_checksums_are_not_mended_away(good: Good, tmp_path: Path) -> None:
     """A repair of something else keeps the checksum that a changed tensor does not have."""
     folder = tmp_path / "q"
@@ -171,7 +194,7 @@ def test_checksums_are_not_mended_away(good: Good, tmp_path: Path) -> None:
     change_json(folder / "config.json", lambda data: data.update(num_nextn_predict_layers=1))
     mended = repair_folder(folder, tmp_path / "mended", progress=False)
     assert mended.after is not None and mended.mended == (
-        "mtp-absent: num_nextn_predict_layers is 0",
+        "config-changed: num_nextn_predict_layers is as it was saved",
     )
     assert [each.kind for each in mended.after.findings] == ["checksum"]
 
