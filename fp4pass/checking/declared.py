@@ -11,6 +11,7 @@ from ..checkpoint.layouts import matches
 from ..errors import Fp4PassError
 from ..linear import PACKED
 from ..sources.beside import TOKENIZER_FILES
+from ..sources.files import config_changes
 from .kinds import Finding
 from .model import FloatModel, is_of_prediction, predicted_layers
 from .structure import Layers, dense_names, is_declared
@@ -27,6 +28,9 @@ def check_declared(found: Survey, layers: Layers, model: FloatModel | None) -> I
     yield from _ignored(found, layers)
     yield from _missed(found, layers, model)
     yield from _sides(found, layers)
+    for key, (was, now) in config_changes(found.config, found.own).items():
+        what = f"expected {was:.80}, as saved, got {now:.80}"
+        yield Finding("config-changed", key, "config.json", what)
     yield from _tied(found, layers)
     predicted = predicted_layers(found.config)
     if predicted and not any(is_of_prediction(found.config, name) for name in found.tensors):

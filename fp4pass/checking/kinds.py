@@ -85,6 +85,7 @@ _TABLE = (
     ),
     # Numbers.
     Kind("scale-nan", "Every product with this layer is NaN, or has the wrong sign.", QUANTIZE),
+    Kind("codes-nan", "Every product with this layer is NaN.", QUANTIZE),
     Kind("scale-zero", "Weights of these blocks are read as zeros.", QUANTIZE),
     Kind("scale-uncalibrated", "All blocks are read at one size; outputs are noise.", QUANTIZE),
     Kind("global-bad", "The whole layer is read as NaN, infinity or zeros.", QUANTIZE),
@@ -176,6 +177,11 @@ _TABLE = (
         "config-disagrees",
         "Which of the two a reader believes depends on the reader.",
         f"{REPAIR} writes what the tensors say into both",
+    ),
+    Kind(
+        "config-changed",
+        "fp4pass refuses a folder whose config.json is not what was saved with it.",
+        f"{REPAIR} writes the saved one",
     ),
     Kind(
         "config-model",

@@ -63,7 +63,7 @@ class LayerNumbers:
         scale = held[SCALE].read()
         # [E * N, K / block], of formats that have a scale in each row.
         scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-        scale = scale.reshape(-1, scale.shape[-1])
+        scale = scale.reshape(-1, scale.shape[-1] if scale.ndim else 1)
         sound = self._scales(scale)
         used = self._codes(scale)
         if sound and used:
@@ -127,9 +127,13 @@ class LayerNumbers:
         matches = len(scale) == math.prod(self.record.shape[:-1])
         zeros = (scale == 0) if matches else None
         any_zero = zeros is not None and bool(zeros.any())
-        parts, lost = [], 0
+        parts, lost, unused = [], 0, 0
+        none = element_table(self._fmt.element, torch.device("cpu")).isnan()
+        has_none = self._fmt.element.bits == 8 and bool(none.any())
         for first, codes in self.held[PACKED].rows(width):
             codes = codes.view(torch.uint8)
+            if has_none:
+                unused += int(none[codes.int()].sum())
             # Eight bytes at a time, where they fill a row.
             if width % 8 == 0 and not any_zero:
                 parts.append((codes.view(torch.int64) & _wide(mask)).any(-1))
@@ -143,6 +147,8 @@ class LayerNumbers:
         if lost:
             what = f"expected scales above 0 for blocks of codes, got 0 for {lost}"
             self._say("scale-zero", SCALE, f"{what} of {scale.numel()}")
+        if unused:
+            self._say("codes-nan", PACKED, f"expected numbers, got NaN for {unused} codes")
         if not bool(used.any()):
             self._say("dead", PACKED, "expected weights, got zeros alone")
             return False

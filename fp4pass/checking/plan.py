@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checkpoint.layouts import FUSED, PackedLayer, as_globs, join, matches
 from ..core.quant_state import QuantState
+from ..errors import some
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..methods import Stats, resolve_method
 from .check import Checked
@@ -80,6 +81,11 @@ def make_plan(checked: Checked) -> Plan:
     _inputs(checked, plan, [*kinds.get("input-missing", []), *kinds.get("input-bad", [])])
     for each in kinds.get("fused-scales", []):
         _fuse(checked, plan, each.where)
+    if "config-changed" in kinds and found.own is not None:
+        plan.config = copy.deepcopy(dict(found.own["config"]))
+        keys = [each.where for each in kinds["config-changed"]]
+        plan.mended.append(f"config-changed: {some(keys)} is as it was saved")
+        return plan
     if any(kind in kinds for kind in _REDECLARED):
         _redeclare(checked, plan)
     elif "ignore-packed" in kinds or "ignore-misses" in kinds:

@@ -73,7 +73,7 @@ def repair_folder(
 
     Lists of dense layers, the index, the quantization_config, names, dtypes and directions of
     scales are set right; layers that engines fuse are quantized to the larger of their global
-    scales. What needs the model, or another copy of the folder, stays as it is.
+    scales. All that needs the model, or another copy of the folder, stays as it is.
 
     Args:
         directory: the folder; it is not changed.

@@ -165,13 +165,15 @@ def _fused(
     whole = set(fused_problems(layers.records, dense_names(found, layers)))
     others = {parent for parent, _ in whole}
     scales: dict[str, dict[str, float]] = {}
+    # Of a scale that one of them lacks, another finding tells.
+    lacking = {n.rpartition(".")[0] for n in kept if INPUT_GLOBAL not in layers.parts[n]}
     for name, each in kept.items():
         if name in skipped:
             continue
         # As they are stored.
         turned = not found.layout.multiplies
         own = {part: 1 / value if turned else value for part, value in each.scalars.items()}
-        if not served or CROSS_ATTENTION.search(name):
+        if not served or CROSS_ATTENTION.search(name) or name.rpartition(".")[0] in lacking:
             own.pop(INPUT_GLOBAL, None)
         scales[name] = own
     records = {name: each for name, each in layers.records.items() if name in scales}

@@ -68,16 +68,25 @@ def read_manifest(folder: Path, any_version: bool = False) -> dict[str, Any] | N
 
 def require_config(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError if config.json is not what was saved, as far as the folder says."""
+    for key, (was, found) in config_changes(config, own).items():
+        where = f"{folder / 'config.json'}: {key}"
+        what = expected(where, f"{was:.200}", f"{found:.200}")
+        raise CheckpointError(
+            f"{what} It is not what was saved. Copy the file again; or, if the change is "
+            "meant, load into a float model that has it: fp4pass.load(dir, model=model)."
+        )
+
+
+def config_changes(
+    config: Mapping[str, Any], own: Mapping[str, Any] | None
+) -> dict[str, tuple[str, str]]:
+    """Return the keys of config.json that are not as saved, with the JSON of both values."""
     saved = (own or {}).get("config") or config
-    for key in sorted({*saved, *config} - _FREE):
-        was, found = (json.dumps(each.get(key), sort_keys=True) for each in (saved, config))
-        if was != found:
-            where = f"{folder / 'config.json'}: {key}"
-            what = expected(where, f"{was:.200}", f"{found:.200}")
-            raise CheckpointError(
-                f"{what} It is not what was saved. Copy the file again; or, if the change is "
-                "meant, load into a float model that has it: fp4pass.load(dir, model=model)."
-            )
+    both = {
+        key: tuple(json.dumps(each.get(key), sort_keys=True) for each in (saved, config))
+        for key in sorted({*saved, *config} - _FREE)
+    }
+    return {key: (was, found) for key, (was, found) in both.items() if was != found}
 
 
 def checksum_of(data: Mapping[str, Any]) -> str:
