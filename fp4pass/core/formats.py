@@ -73,7 +73,7 @@ class Format(Record):
 
     @property
     def tile(self) -> str:
-        """What shares a scale of a weight, in words."""
+        """The part of a weight that shares a scale, in words."""
         if self.block == WHOLE:
             return "the tensor" if self.rows == WHOLE else "a row"
         return f"{self.block}" if self.rows == 1 else f"{self.rows} x {self.block}"

@@ -146,7 +146,7 @@ CODEBOOKS: dict[str, Codebook] = {
         NF4,
         FP4,
         Codebook("nf8", 8, _normal(8)),
-        Codebook("fp8", 8, _fp8()),
+        Codebook("fp8_e4m3", 8, _fp8()),
         Codebook("int8_linear", 8, _linear(8)),
         Codebook("int4_linear", 4, _linear(4)),
     )

@@ -71,10 +71,10 @@ def test_linear_codes_are_integers() -> None:
 
 def test_fp8_is_e4m3_that_ends_at_448() -> None:
     x = normal(8, 64)
-    state = in_codebook(x, "fp8")
+    state = in_codebook(x, "fp8_e4m3")
     bytes_ = state.qdata.view(torch.float8_e4m3fn).view(8, 64)
     assert bytes_.float().abs().max() == FP8_E4M3.max
-    assert not (in_codebook(torch.tensor([1.0, 1e-9, -1e-9, -0.0]), "fp8").qdata == 128).any()
+    assert not (in_codebook(torch.tensor([1.0, 1e-9, -1e-9, -0.0]), "fp8_e4m3").qdata == 128).any()
     stretched = x / state.absmax.view(-1, 1) * 448
     torch.testing.assert_close(bytes_.float(), stretched.to(torch.float8_e4m3fn).float())
 
@@ -101,7 +101,7 @@ def test_bad_codebooks() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["fp8"]], ids=lambda c: c.name)
+@pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["fp8_e4m3"]], ids=lambda c: c.name)
 @pytest.mark.parametrize("shape", [(77,), (0,)])
 def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:
     x = normal(*shape)
