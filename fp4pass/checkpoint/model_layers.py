@@ -17,6 +17,7 @@ from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QuantizedExperts, QuantizedExpertStack, packed_stacks, stacks_of, weight_name
 from ..linear import INPUT_GLOBAL, PACKED
+from ..quantization.plan import Plan
 from ..rows import Row
 from ..schemes import scheme_name
 from ..sources.beside import COPIED, NOT_COPIED
@@ -137,6 +138,26 @@ def require_equal_parts(
             "one scheme by rules= of convert, or save with layout='fp4pass', which only fp4pass "
             "reads."
         )
+
+
+def split_note(root: nn.Module, plan: Plan) -> str:
+    """Return that a plan gives layers that engines fuse several schemes, "" if it does not.
+
+    `save` refuses them in the layouts of engines.
+    """
+    if not is_transformers(root):
+        return ""
+    layers = {
+        layer.name: PackedLayer(layer.config, "float32", False, layer.shape)
+        for layer in plan.layers
+    }
+    found = dict(fused_problems(layers, [layer.name for layer in plan.skipped]))
+    return "".join(
+        f"{parent}: {problem}{f' ({len(found)} modules are so)' if len(found) > 1 else ''}. "
+        "Serving engines multiply by these as by one matrix, so that save will refuse them in the "
+        "layouts of engines; give them one scheme by rules=."
+        for parent, problem in list(found.items())[:1]
+    )
 
 
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:

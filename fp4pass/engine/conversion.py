@@ -14,6 +14,7 @@ from .._compat.accelerate import offloaded_tensors
 from ..checkpoint.finish import finish
 from ..checkpoint.layer_files import FinishedLayers
 from ..checkpoint.layer_store import FinishedSearches
+from ..checkpoint.model_layers import split_note
 from ..config import LinearConfig, Rule, check_rules
 from ..distributed import ranks
 from ..graph.inductor import install_passes
@@ -118,9 +119,10 @@ class Conversion:
         checks.require_layers(plan)
         if kv_cache is not None and recording is None:
             require_cache_statistics(root, kv_cache)
-        note = tensor_core_note(layer.config for layer in plan.layers)
-        if note and ranks().rank == 0:
-            say_once(note)
+        notes = [tensor_core_note(layer.config for layer in plan.layers), split_note(root, plan)]
+        for note in notes if ranks().rank == 0 else ():
+            if note:
+                say_once(note)
         layers = None
         if stream is not None:
             layers = FinishedLayers(stream, root, (plan.outline(), recording is not None))

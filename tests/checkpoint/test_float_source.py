@@ -20,7 +20,10 @@ from fp4pass.float_models import load_float
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.filterwarnings("ignore:The folder has no tokenizer")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The folder has no tokenizer"),
+    pytest.mark.filterwarnings("ignore:transformers cannot load this folder"),
+]
 
 
 @pytest.mark.parametrize("later", [False, True])

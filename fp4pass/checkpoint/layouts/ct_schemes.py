@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from ...errors import expected
 from .layer import Scheme
 
-# What an argument is where a config does not say it.
+# The values of arguments that a config does not give.
 _UNSAID = {"symmetric": True, "dynamic": False}
 
 
 class CtScheme(NamedTuple):
-    """What a group of compressed-tensors says of a format; arguments are without equal ones.
+    """The words of a group of compressed-tensors for a format; arguments as far as they differ.
 
     Attributes:
         format: its name for the codes and scales on disk.

@@ -16,7 +16,7 @@ from .patterns import as_globs, from_globs
 
 
 class Algorithm(NamedTuple):
-    """What one of its names for a way to quantize stands for.
+    """The meaning of one of its names for a way to quantize.
 
     Attributes:
         fmt: the key of the format.
