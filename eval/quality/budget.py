@@ -51,7 +51,8 @@ def main() -> None:
     if args.table or args.picture:
         found = [json.loads(path.read_text("utf-8")) for path in args.json]
         if args.table:
-            write_between(args.table, "eval/quality/budget.py", page(found))
+            text = page(dict(zip(args.json, found, strict=True)))
+            write_between(args.table, "eval/quality/budget.py", text)
         if args.picture:
             draw(found, args.picture)
         return
@@ -132,11 +133,11 @@ def tested(trials: Any, found: Allocation, model: Any, test: Tensor) -> dict[str
     }
 
 
-def page(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of all models."""
-    lines = []
-    for each in found:
-        for row in each["rows"]:
+def page(found: Mapping[Path, Mapping[str, Any]]) -> str:
+    """Return the table of all models, and how each was measured."""
+    lines, notes = [], []
+    for path, each in found.items():
+        for row in sorted(each["rows"], key=lambda row: ("kl" in row, row["chosen"]["bits"])):
             asked = f"{row['bits']:g} bits" if "bits" in row else f"KL {row['kl']:g}"
             chosen, uniform = row["chosen"], row["uniform"]
             line = [each["model"], asked, f"{chosen['bits']:.2f}", f"{chosen['predicted']:.4f}"]
@@ -145,14 +146,21 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
             line += [f"{row['test_kl']:.4f}", "-" if other is None else f"{other:.4f}"]
             line.append("-" if other is None else f"{row['test_kl'] / other:.2f}")
             lines.append(line)
+        text = each["text"]
+        notes.append(
+            f"- {each['model']}: `{each['method']}`, {', '.join(each['schemes'])}; "
+            f"{len(each['groups'])} groups on {text['measured']:,} tokens, models on "
+            f"{text['held_out']:,} held out and {each['test_tokens']:,} of another text "
+            f"([JSON](../eval/results/budget/{path.name}), with the command)."
+        )
     header = ["model", "budget", "bits", "predicted", "held out", "uniform", "another text"]
     header += ["uniform there", "ratio"]
-    return f"{table(header, lines, left=2)}\n"
+    return f"{table(header, lines, left=2)}\n" + "\n".join(notes) + "\n"
 
 
 def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw KL against bits for each model: the prediction, the choices, and uniform models."""
-    write_png(arrange([curve(each) for each in found], 3), path, columns=3)
+    write_png(arrange([curve(each) for each in found], 3), path, columns=min(len(found), 3))
 
 
 def curve(found: Mapping[str, Any]) -> Panel:

@@ -124,7 +124,7 @@ class Allocation:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules for `convert`, those of the user behind them."""
+        """The rules for `convert`, those of the user behind them; `recipe` has the method, too."""
         return self.recipe.rules
 
     @property

@@ -28,7 +28,7 @@ def draw_allocation(allocation: Allocation, path: str | os.PathLike[str]) -> Non
         >>> fp4pass.reporting.draw_allocation(found, "budget.png")
     """
     panels = [curve(allocation), layers(allocation)]
-    charts.write_png([[panel] for panel in panels], path_of(path, "path"), columns=3)
+    charts.write_png([[panel] for panel in panels], path_of(path, "path"), columns=2)
 
 
 def curve(allocation: Allocation) -> Panel:
