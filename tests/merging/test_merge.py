@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.linear import PACKED, SCALE, QuantizedLinear
 from fp4pass.merging import Merged, merging
-from fp4pass.merging.layers import dense_weight, global_scale_of
+from fp4pass.merging.layers import chooser, dense_weight, find_targets, global_scale_of
 from fp4pass.methods import Stats, resolve_method
 
 pytest.importorskip("transformers")
@@ -135,6 +135,26 @@ def test_sse_is_the_method_on_the_sum() -> None:
         result: Any = method.function(weights[name], Stats(), fmt, scale, options)
         assert torch.equal(result.qdata, getattr(layer, PACKED))
         assert torch.equal(result.scale, layer._buffers[SCALE].view(torch.uint8))
+
+
+def test_statistics_are_those_of_base_and_adapter() -> None:
+    tuned = adapted(converted())
+    root = tuned.base_model.model
+    targets = find_targets(root, chooser("gptq", True))
+    found = merging._statistics(root, targets, DATA, {"hessian"})
+    last = tuned.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    seen: list[Tensor] = []
+    handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in DATA:
+            tuned(batch)
+    handle.remove()
+    x = torch.cat(seen).double()
+    hessian: Any = found[last].hessian
+    # Sums of float32.
+    assert (hessian[0].double() - x.T @ x).norm() < 1e-5 * (x.T @ x).norm()
+    # Nothing of it stays.
+    assert not any(module._forward_pre_hooks for module in tuned.modules())
 
 
 def test_what_engines_fuse_keeps_one_global_scale(caplog: pytest.LogCaptureFixture) -> None:
