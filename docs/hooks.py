@@ -62,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "assets/results.js", content=results()))
     for name, text in local(".", "eval.pages.architectures").pages().items():
-        files.append(File.generated(config, f"architectures/{name}", content=text))
+        files.append(File.generated(config, name, content=text))
     linked = {
         target
         for file in files.documentation_pages()

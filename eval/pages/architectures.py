@@ -45,18 +45,18 @@ def main() -> None:
     parser.add_argument("--kind", help="a type of model, as its config.json has it")
     kind = parser.parse_args().kind
     found = pages()
-    if kind and f"{kind}.md" not in found:
-        raise SystemExit(f"{FILE} has no {kind!r}. Types with a page: {', '.join(sorted(found))}.")
-    print(found[f"{kind}.md" if kind else "index.md"])
+    if kind and f"architectures/{kind}.md" not in found:
+        raise SystemExit(f"{FILE} has no {kind!r}; architectures.md lists the types.")
+    print(found[f"architectures/{kind}.md" if kind else "architectures.md"])
 
 
 def pages() -> dict[str, str]:
-    """Return all pages by their names."""
+    """Return all pages by their paths in the site."""
     found = json.loads(FILE.read_text("utf-8"))
     rows = sorted((each for each in found["rows"] if each.get("formats")), key=kind_of)
     others = sorted((each for each in found["rows"] if not each.get("formats")), key=kind_of)
-    made = {f"{each['kind']}.md": page(each, found) for each in rows}
-    return {"index.md": index(rows, others, found), **made}
+    made = {f"architectures/{each['kind']}.md": page(each, found) for each in rows}
+    return {"architectures.md": index(rows, others, found), **made}
 
 
 def kind_of(row: Row) -> str:
@@ -95,12 +95,12 @@ def index(rows: list[Row], others: list[Row], found: Mapping[str, Any]) -> str:
         "",
         "</div>",
         "",
-        '<script src="../assets/filter.js"></script>',
+        '<script src="assets/filter.js"></script>',
         "",
         "## Not in the table",
         "",
         *left_out(others),
-        "Models of other libraries: [any PyTorch model](../recipes/any_model.md).",
+        "Models of other libraries: [any PyTorch model](recipes/any_model.md).",
         "",
         f"`{found['command']}` wrote the results with {versions(found)}, "
         f"torch {found['versions']['torch']}.",
@@ -110,7 +110,7 @@ def index(rows: list[Row], others: list[Row], found: Mapping[str, Any]) -> str:
 
 def line(row: Row) -> str:
     """Return a type's line of the table."""
-    cells = [f"[`{row['kind']}`]({row['kind']}.md)", f"`{row['class']}`"]
+    cells = [f"[`{row['kind']}`](architectures/{row['kind']}.md)", f"`{row['class']}`"]
     for case in ("nvfp4", "mxfp4"):
         outcome = row["formats"].get(case, {}).get("outcome", "-")
         word = {"equal": "yes", "equal: dequantized": "dequantized", "own layout": "no"}
@@ -147,7 +147,7 @@ def page(row: Row, found: Mapping[str, Any]) -> str:
         f"# `{kind}`",
         "",
         f"`{name}` of {versions(found)}. A small model with random weights was converted, saved "
-        "and loaded. [All architectures](index.md)",
+        "and loaded. [All architectures](../architectures.md)",
         "",
         f"## Quantize {UNSEARCHED}",
         "",

@@ -97,7 +97,7 @@ def _record(
         shapes = {each.name: (each.shape, each.kind) for each in held.values()}
         # Codes of another dtype of a byte are a finding, and no other format.
         if codes.kind in _BYTES:
-            shapes[codes.name] = (codes.shape, "U8")
+            shapes[codes.name] = (codes.shape, layout.dtypes.get(PACKED, "U8"))
         try:
             record = read_layers(layout, found.declared, shapes, found.dtype).get(layer)
         except UnreadError:
@@ -165,16 +165,16 @@ def _fits(
             what = f"expected no {found.layout.parts[part]} in {record.fmt.key}, got one"
             layers.findings.append(Finding("orphan", tensor.name, tensor.path.name, what))
             continue
-        allowed, kind = known[part]
+        allowed, kinds = known[part]
         if tensor.shape not in allowed:
             what = (
-                f"expected {kind} {list(allowed[0])} for a weight {list(record.shape)} in "
+                f"expected {kinds[0]} {list(allowed[0])} for a weight {list(record.shape)} in "
                 f"{record.fmt.key}, got {tensor.kind} {list(tensor.shape)}"
             )
             layers.findings.append(Finding("shape", tensor.name, tensor.path.name, what))
             fits = False
-        elif tensor.kind != kind:
-            what = f"expected {kind}, as the layout has it, got {tensor.kind}"
+        elif tensor.kind not in kinds:
+            what = f"expected {' or '.join(kinds)}, as the layout has it, got {tensor.kind}"
             layers.findings.append(Finding("dtype", tensor.name, tensor.path.name, what))
             fits = False
     return fits

@@ -39,14 +39,16 @@ def test_the_counts_are_those_of_the_page_of_readers(rows: dict[str, Any]) -> No
 
 
 def test_every_type_has_a_page_and_a_line(rows: dict[str, Any], made: dict[str, str]) -> None:
-    assert made.keys() == {"index.md", *(f"{kind}.md" for kind in rows)}
-    linked = re.findall(r"^\| \[`(.+?)`\]\(\1\.md\) \|", made["index.md"], re.MULTILINE)
+    assert made.keys() == {"architectures.md", *(f"architectures/{kind}.md" for kind in rows)}
+    linked = re.findall(
+        r"^\| \[`(.+?)`\]\(architectures/\1\.md\) \|", made["architectures.md"], re.MULTILINE
+    )
     assert sorted(linked) == sorted(rows)
 
 
 def test_a_page_has_all_that_was_found(rows: dict[str, Any], made: dict[str, str]) -> None:
     for kind, row in rows.items():
-        page = made[f"{kind}.md"]
+        page = made[f"architectures/{kind}.md"]
         assert "fp4pass quantize MODEL" in page or row["command"] in page
         for name, count in row["packed"].items():
             assert f"| `{name}` | {count} |" in page
@@ -68,5 +70,5 @@ def test_reasons_are_cells_of_a_table(made: dict[str, str]) -> None:
         for line in page.splitlines():
             outside = re.sub(r"`[^`]*`", "", line)
             assert "*." not in outside and "rules=[" not in outside, (name, line)
-            if line.startswith("|") and "---" not in line and name != "index.md":
+            if line.startswith("|") and "---" not in line and name != "architectures.md":
                 assert line.count(" | ") in (1, 2, 4), (name, line)

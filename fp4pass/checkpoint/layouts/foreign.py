@@ -73,7 +73,7 @@ def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
 def _has_codes(layout: Layout, layer: str, found: Scheme, name: str, kind: str) -> bool:
     """Return whether a tensor has the codes of a scheme, by its name and dtype."""
     fmt = get_format(found.fmt)
-    return name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(fmt)
+    return name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(layout, fmt)
 
 
 def _read_layer(
