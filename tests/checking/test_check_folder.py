@@ -174,7 +174,7 @@ def test_a_dense_part_of_what_engines_fuse(good: Good, tmp_path: Path) -> None:
 def test_numbers_of_8_bits(tmp_path: Path) -> None:
     """Codes that stand for no number, and scales of a cache."""
     folder = tmp_path / "q"
-    fp4pass.save(converted("mxfp8_e4m3"), folder, layout="fp4pass", source=TINY)
+    fp4pass.save(converted("mxfp8"), folder, layout="fp4pass", source=TINY)
     assert check_folder(folder, progress=False).findings == ()
     path = folder / "fp4pass.safetensors"
     tensors, name = load_file(path), "model.layers.1.mlp.up_proj.weight_packed"
