@@ -1,8 +1,9 @@
 """Folders in FP8 in the form of other libraries, made by hand.
 
-The names, dtypes, shapes and configs are those of folders that llm-compressor 0.14 and ModelOpt
-0.47 wrote of the same small models, beside which they were once checked; those of DeepSeek-V3 and
-of mixed releases are in the form of their published configs.
+The names, dtypes and shapes are those of folders that llm-compressor 0.14 and ModelOpt 0.47 wrote of
+such models, beside which they were once checked, but for scales of tensors and blocks, which
+llm-compressor has in bfloat16. Those of DeepSeek-V3 and of mixed releases are in the form of their
+published configs.
 """
 
 from __future__ import annotations
