@@ -199,7 +199,9 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
                 mine.view(torch.uint8), tensor.view(torch.uint8)
             )
     with pytest.raises(CheckpointError, match="deepseek-v4 has no place for it; it holds experts"):
-        fp4pass.save(fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4")
+        fp4pass.save(
+            fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4"
+        )
     # V4.1 declares it among the others.
     shutil.copytree(folder, tmp_path / "v41")
 

@@ -18,7 +18,11 @@ _MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_forma
 _REST = {"ch_axis": -1, "symmetric": None, "round_method": "half_even", "scale_type": "float"}
 
 # Where a config has what holds for a layer, the most particular first.
-_BY_NAME, _BY_CLASS, _FOR_ALL = "layer_quant_config", "layer_type_quant_config", "global_quant_config"
+_BY_NAME, _BY_CLASS, _FOR_ALL = (
+    "layer_quant_config",
+    "layer_type_quant_config",
+    "global_quant_config",
+)
 _LINEAR = ("Linear", "nn.Linear", "<class 'torch.nn.modules.linear.Linear'>")
 
 
