@@ -92,7 +92,7 @@ def test_what_has_no_plain_form() -> None:
     x = torch.randn(4, 64)
     with pytest.raises(TraceError, match=r"fp4pass.quantize.* has no form in plain operators"):
         fp4pass.trace(fp4pass.convert(mlp(), "mxfp4", "naive"), (x,), plain=True)
-    with pytest.raises(TraceError, match="expected codes of 4 bits.* Choose nvfp4a16 or mxfp4a16"):
+    with pytest.raises(TraceError, match=r"expected codes of 4 bits.* Choose nvfp4a16 or mxfp4a16"):
         fp4pass.trace(
             fp4pass.convert(mlp(), "mxfp8_e4m3", "naive", weight_only=True), (x,), plain=True
         )

@@ -100,7 +100,7 @@ def _config_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_mxfp4(spec: Any) -> bool:
-    """Return whether Quark's words for a tensor are those of mxfp4; a list stands for two scales."""
+    """Return whether Quark's words for a tensor are those of mxfp4; a list has two scales."""
     return isinstance(spec, Mapping) and _MXFP4.items() <= spec.items()
 
 
