@@ -20,10 +20,10 @@ graph = fp4pass.trace(model, {"input_ids": ids}, cache_length=0, plain=True)
 class Logits(torch.nn.Module):
     def __init__(self, graph):
         super().__init__()
-        self.graph, self.training = graph, False
+        self.model, self.training = graph, False
 
     def forward(self, ids):
-        return self.graph(input_ids=ids).logits
+        return self.model(input_ids=ids).logits
 
 
 sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)

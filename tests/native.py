@@ -78,7 +78,7 @@ def quark(model: Any, folder: Path, inputs: bool = False) -> dict[str, Tensor]:
 def deepseek_v4(model: Any, folder: Path, fp8: bool = True, mtp: bool = True) -> dict[str, Tensor]:
     """A folder with the keys of DeepSeek-V4; returns weights by their names on disk.
 
-    Experts are int8 with scales in E8M0; other linear layers E4M3 with one for a block of 128 x 128.
+    Experts are int8 with scales in E8M0; others E4M3 with one for each block of 128 x 128.
     """
     model.save_pretrained(folder)
     tensors, dense = _published(load_file(folder / "model.safetensors")), {}

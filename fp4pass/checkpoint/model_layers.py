@@ -336,7 +336,7 @@ def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, 
     Folders may lack the name of the base model before all others, or have it beyond the model's.
     """
     prefix: str = getattr(model, "base_model_prefix", "")
-    found = {}
+    found: dict[str, list[Piece]] = {}
     for name, stack in split_stacks(model, {}).items():
         for named in (str, lambda n: n.removeprefix(f"{prefix}."), lambda n: join(prefix, n)):
             pieces = [piece._replace(name=named(piece.name)) for piece in stack.pieces]

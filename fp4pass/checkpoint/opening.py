@@ -131,7 +131,9 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     except UnreadError as error:
         raise UnreadError(f"{folder}: {error}") from error
     layout.ignored(declared)
-    scaled = {name: (each, files.pop(each)) for name, each in layout.scaled(declared, shapes).items()}
+    scaled = {
+        name: (each, files.pop(each)) for name, each in layout.scaled(declared, shapes).items()
+    }
     reader = CheckpointReader(
         folder, layout, config, None, layers, files, scaled=scaled, stamps=stamps
     )

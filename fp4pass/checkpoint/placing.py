@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import untie
-from .._compat.transformers_quantizers import mark_initialized
 from .._compat.transformers_loading import names_in_model
+from .._compat.transformers_quantizers import mark_initialized
 from ..core.source_files import tensor_shapes
 from ..errors import CheckpointError, some
 from ..experts import QUANTIZED, QuantizedExperts, weight_name
@@ -153,10 +153,10 @@ class PlacedLayers:
                 module._buffers[part] = moved
                 module._non_persistent_buffers_set.discard(part)
         for name, scale in self._cache_scales.items():
-            path, _, key = name.rpartition(".")
+            path, _, last = name.rpartition(".")
             module = self._model.get_submodule(path)
-            module._buffers[key] = scale.float().to(module._buffers[key].device)
-            module._non_persistent_buffers_set.discard(key)
+            module._buffers[last] = scale.float().to(module._buffers[last].device)
+            module._non_persistent_buffers_set.discard(last)
         for name, weight in self._pieces.tensors(self._scaled):
             # transformers has read its codes, and casts them to the same dtype.
             own = self._model.get_parameter(name)

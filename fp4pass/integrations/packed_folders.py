@@ -15,7 +15,6 @@ from .._compat.transformers import (
     require_transformers,
 )
 from .._compat.transformers_quantizers import when_loaded
-from ..checkpoint.layouts import layout_of
 from ..checkpoint.placing import PlacedLayers
 from ..errors import CheckpointError
 from ..quantization.restore import dequantize_model
@@ -37,9 +36,6 @@ class PackedConfig(QuantizationConfigMixin):
 
     Attributes:
         declared: what the folder declares.
-
-    Raises:
-        UnreadError: fp4pass reads no such layout.
 
     Example:
         >>> config = fp4pass.integrations.PackedConfig()
@@ -66,8 +62,6 @@ class PackedConfig(QuantizationConfigMixin):
             >>> fp4pass.integrations.PackedConfig.from_dict(declared).declared["quant_algo"]
             'NVFP4'
         """
-        if config_dict.get("quant_method") != PACKED:
-            layout_of(config_dict, Path("quantization_config"))
         config = cls()
         config.declared = dict(config_dict)
         return (config, kwargs) if return_unused_kwargs else config

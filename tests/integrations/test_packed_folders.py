@@ -199,7 +199,9 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
                 mine.view(torch.uint8), tensor.view(torch.uint8)
             )
     with pytest.raises(CheckpointError, match="deepseek-v4 has no place for it; it holds experts"):
-        fp4pass.save(fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4")
+        fp4pass.save(
+            fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4"
+        )
     # V4.1 declares it among the others.
     shutil.copytree(folder, tmp_path / "v41")
 
@@ -295,9 +297,9 @@ def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:
         tmp_path / "fp8" / "config.json",
         lambda config: config["quantization_config"].update(quant_algo="FP8"),
     )
-    with pytest.raises(UnreadError, match=r"does not read 14 of its quantized layers: FP8: .*weight U8"):
+    with pytest.raises(UnreadError, match=r"does not read 14 of its .* layers: FP8: .*weight U8"):
         AUTO.from_pretrained(tmp_path / "fp8")
-    with pytest.raises(CheckpointError, match="is not quantized.* Load it with transformers"):
+    with pytest.raises(CheckpointError, match=r"is not quantized.* Load it with transformers"):
         AUTO.from_pretrained(TINY, quantization_config=PackedConfig())
     # A config for floats that meets packed weights.
     with pytest.raises(ValueError, match="Fp4PassConfig"):
@@ -310,7 +312,7 @@ def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:
         kind.from_pretrained(None, config=config, state_dict=llama().state_dict())
     language_model().save_pretrained(tmp_path / "gptq")
     native.change_config(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnreadError, match="quant_method: expected that of .*, got 'gptq'"):
+    with pytest.raises(UnreadError, match=r"quant_method: expected that of .*, got 'gptq'"):
         AUTO.from_pretrained(tmp_path / "gptq", quantization_config=PackedConfig())
     change_json(tmp_path / "q" / "config.json", lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(CheckpointError, match=r"has no place for 7 packed layers"):

@@ -74,7 +74,7 @@ class DeepSeek(Layout):
             if ".experts." not in name:
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for it; it holds experts in mxfp4, each a "
-                    "linear layer. Skip other layers by rules= of convert, or choose another layout."
+                    "linear layer. Skip others by rules= of convert, or choose another layout."
                 )
 
     def scaled(self, declared: Mapping[str, Any], shapes: Shapes) -> dict[str, str]:

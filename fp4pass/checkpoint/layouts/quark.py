@@ -18,7 +18,11 @@ _MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_forma
 _REST = {"ch_axis": -1, "symmetric": None, "round_method": "half_even", "scale_type": "float"}
 
 # Where a config has what holds for a layer, the most particular first.
-_BY_NAME, _BY_CLASS, _FOR_ALL = "layer_quant_config", "layer_type_quant_config", "global_quant_config"
+_BY_NAME, _BY_CLASS, _FOR_ALL = (
+    "layer_quant_config",
+    "layer_type_quant_config",
+    "global_quant_config",
+)
 _LINEAR = ("Linear", "nn.Linear", "<class 'torch.nn.modules.linear.Linear'>")
 
 
@@ -96,7 +100,7 @@ def _config_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_mxfp4(spec: Any) -> bool:
-    """Return whether Quark's words for a tensor are those of mxfp4; a list stands for two scales."""
+    """Return whether Quark's words for a tensor are those of mxfp4; a list has two scales."""
     return isinstance(spec, Mapping) and _MXFP4.items() <= spec.items()
 
 
