@@ -198,7 +198,8 @@ class CheckpointReader:
         parts, record = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config = scale.view(torch.uint8), record.config
+        config = record.config
+        bits = scale.view(config.format.scale.dtype)
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
         weight = StoredWeight(packed, bits, parts[GLOBAL], None)

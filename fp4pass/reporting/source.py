@@ -188,7 +188,8 @@ def _states(
     """Yield the packed weight of a layer, or those of a stack: by its pieces, else by experts."""
     packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
-    scale, fmt = scale.view(torch.uint8), layer.config.format
+    fmt = layer.config.format
+    scale = scale.view(fmt.scale.dtype)
     numbers = [] if stored is None else stored.flatten().tolist()
     scales = list(map(fmt.global_scale_of, numbers)) or [1.0] * layer.shape[0]
     if not layer.is_stacked:
@@ -199,11 +200,10 @@ def _states(
     each = rows * experts // len(scales)
     whole = (Piece(name, e, i, i + each) for e in range(experts) for i in range(0, rows, each))
     for piece in pieces or whole:
-        own = slice(piece.start, piece.stop)
-        codes, bits = packed[piece.expert, own], scale[piece.expert, own]
-        shape = (piece.stop - piece.start, columns)
+        own = packed[piece.expert], scale[piece.expert]
         scale_of_it = scales[(piece.expert * rows + piece.start) // each]
-        yield QuantState(codes, bits, scale_of_it, layer.fmt, shape), piece
+        expert = QuantState(*own, scale_of_it, layer.fmt, (rows, columns))
+        yield expert.rows(piece.start, piece.stop), piece
 
 
 # Name, kind if it is packed, shape and bytes.
