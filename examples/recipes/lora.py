@@ -51,13 +51,18 @@ print(f"the loaded adapter gives the same logits: {same}")
 
 # --8<-- [start:merge]
 data = fp4pass.calibration.batches(
-    "examples/tiny_lm/calib.txt", tokenizer, samples=32, seq_len=128, batch_size=4
+    "examples/tiny_lm/calib.txt",
+    tokenizer,
+    samples=32,
+    seq_len=128,
+    batch_size=4,
 )
 found = {}
 for method in ("sse", "gptq"):
     found[method] = fp4pass.merge(copy.deepcopy(loaded), method, data=data)
     kept = 1 - found[method].kl_after / found[method].kl_without
-    print(f"{method}: {len(found[method].layers)} layers, {kept:.0%} of the adapter kept")
+    count = len(found[method].layers)
+    print(f"{method}: {count} layers, {kept:.0%} of the adapter kept")
 merged = found["gptq"].model  # a converted model, without PEFT
 fp4pass.save(merged, "out/merged", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:merge]

@@ -44,7 +44,7 @@ from .text import read_texts
 _log = logging.getLogger(__name__)
 
 # The schemes to choose from, where none are given.
-SCHEMES = ("nvfp4a16", "mxfp8_e4m3a16", "bf16")
+SCHEMES = ("nvfp4a16", "fp8a16", "bf16")
 
 # Bits by which the smallest size may be less once it is known which layers are reached.
 _NEAR = 0.05
@@ -106,7 +106,7 @@ def allocate(
         CalibrationError: there is too little text.
 
     Example:
-        >>> schemes = ("nvfp4a16", "mxfp8_e4m3a16", "bf16")
+        >>> schemes = ("nvfp4a16", "fp8a16", "bf16")
         >>> found = fp4pass.allocate(model, bits=6.5, schemes=schemes, data=batches)
         >>> model = fp4pass.convert(model, **found.recipe.arguments())
         >>> found.bits <= 6.5, found.kl <= found.uniform.kl

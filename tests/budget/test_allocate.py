@@ -26,7 +26,7 @@ from fp4pass.quantization.plan import plan_layers
 
 pytest.importorskip("transformers")
 
-EIGHT = "mxfp8_e4m3a16"
+EIGHT = "fp8a16"
 SCHEMES = ("nvfp4a16", EIGHT, "bf16")
 
 

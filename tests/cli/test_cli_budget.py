@@ -19,7 +19,7 @@ Asked: Any = pytest.importorskip("fp4pass.cli.budget").Asked
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-EIGHT = "mxfp8_e4m3a16"
+EIGHT = "fp8a16"
 READ: dict[str, Any] = {"schemes": None, "options": {}, "by_layers": "", "processes": 1}
 
 

@@ -93,9 +93,7 @@ def test_what_has_no_plain_form() -> None:
     with pytest.raises(TraceError, match=r"fp4pass.quantize.* has no form in plain operators"):
         fp4pass.trace(fp4pass.convert(mlp(), "mxfp4", "naive"), (x,), plain=True)
     with pytest.raises(TraceError, match=r"expected codes of 4 bits.* Choose nvfp4a16 or mxfp4a16"):
-        fp4pass.trace(
-            fp4pass.convert(mlp(), "mxfp8_e4m3", "naive", weight_only=True), (x,), plain=True
-        )
+        fp4pass.trace(fp4pass.convert(mlp(), "mxfp8", "naive", weight_only=True), (x,), plain=True)
     mixture = fp4pass.convert(build("qwen3_moe", torch.float32), "mxfp4a16", "naive")
     ids = tokens(2, 8) % mixture.config.vocab_size
     with pytest.raises(TraceError, match=r"experts_linear.* leave experts out by rules="):
