@@ -229,6 +229,7 @@ EVERYWHERE: Mapping[str, Any] = {
     "data": lambda: words("calib.txt", 6000).split("\n\n"),
 }
 GIVEN: Mapping[str, Mapping[str, Any]] = {
+    "docs/check-a-folder.md": {"model": converted},
     "docs/checkpoints.md": {"model": converted},
     "docs/cli.md": {"model": converted},
     "docs/evaluation.md": {"model": converted},

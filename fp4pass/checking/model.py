@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from .._compat.transformers_loading import names_in_model
 from ..checkpoint.layouts import CACHE_SCALES
 from ..float_models import model_class
 from .kinds import Finding
-from .structure import Layers
+from .structure import EXPERT, Layers
 from .survey import Survey
 
 # Parts of a config that would take hours to build, and are none of a model.
@@ -106,14 +107,27 @@ def check_model(found: Survey, layers: Layers, model: FloatModel | None) -> Iter
         for n in (found.own or {}).get("joined") or {}
     }
     aliases = set((found.own or {}).get("aliases") or {})
+    mixtures = {match[1] for each in held if (match := EXPERT.match(each))}
     for name, shape in model.shapes.items():
         names = sources.get(name, [])
         if len(names) == 1 and names[0] in held and _is_kept(names[0], name):
             if held[names[0]] != shape:
                 what = f"expected {list(shape)}, as the config says, got {list(held[names[0]])}"
                 yield Finding("config-model", names[0], "config.json", what)
+        elif len(names) > 1 and not damaged:
+            # A stack, which transformers makes of its experts; some have none on disk.
+            size = sum(math.prod(held[each]) for each in names)
+            experts = len({match[2] for each in names if (match := EXPERT.match(each))})
+            wanted = math.prod(shape[1:] if experts else shape) * (experts or 1)
+            if size != wanted:
+                what = f"expected {wanted} numbers, as the config says, got {size}"
+                yield Finding("config-model", names[0], "config.json", what)
         elif not names and name not in model.tied and not damaged and name not in stacks:
-            if name in aliases or _is_packed_alias(name, aliases):
+            if (
+                name.rpartition(".")[0] in mixtures
+                or name in aliases
+                or _is_packed_alias(name, aliases)
+            ):
                 continue
             what = "expected this tensor, as the config says, got none"
             yield Finding("config-model", name, "config.json", what)

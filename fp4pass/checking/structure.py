@@ -17,6 +17,7 @@ from ..config import LinearConfig
 from ..core.formats import FORMATS, Format
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..sources.files import MANIFEST
 from ..sources.unread import unread_layers
 from .kinds import Finding
 from .stored import DTYPES, Stored
@@ -55,6 +56,10 @@ def find_layers(found: Survey) -> Layers:
     """
     own = {} if found.own is None else record_of(found.own)
     layers = Layers({}, {})
+    if found.own is None and not found.layout.engines:
+        what = "expected it, of this version, for it alone says how layers are packed, got none"
+        layers.findings.append(Finding("file-missing", MANIFEST, "", what))
+        return layers
     parts = parts_of(found.layout, found.tensors, own)
     for layer in {**own, **parts}:
         held = parts.get(layer, {})
