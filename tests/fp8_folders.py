@@ -1,7 +1,7 @@
 """Folders in FP8 in the form of other libraries, made by hand.
 
-The names, dtypes and shapes are those of folders that llm-compressor 0.14 and ModelOpt 0.47 wrote of
-such models, beside which they were once checked, but for scales of tensors and blocks, which
+The names, dtypes and shapes are those of folders that llm-compressor 0.14 and ModelOpt 0.47 wrote
+of such models, beside which they were once checked, but for scales of tensors and blocks, which
 llm-compressor has in bfloat16. Those of DeepSeek-V3 and of mixed releases are in the form of their
 published configs.
 """

@@ -260,6 +260,16 @@ def test_one_graph_quantizes_an_input_once(scheme: str) -> None:
         assert graph.after.get("quantize", 0) == (0 if scheme.endswith("a16") else 1)
 
 
+def test_a_traced_model_is_converted() -> None:
+    model = Attention().eval()
+    x = normal(3, 64)
+    graph = fp4pass.convert(fp4pass.trace(model, (x,)), "fp8", "naive", progress=False)
+    expected = fp4pass.convert(copy.deepcopy(model), "fp8", "naive", progress=False)(x)
+    torch.testing.assert_close(graph(x), expected)
+    calls = [str(node.target) for node in graph.graph.nodes]
+    assert calls.count("fp4pass.quantize.default") == 1
+
+
 def test_a_layer_is_exported() -> None:
     model = layer("fp8_block")
     x = normal(3, K)

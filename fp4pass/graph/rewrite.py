@@ -99,7 +99,9 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
         bias = read("bias")
     elif linear.bias is not None:
         bias = fx.Proxy(linear.bias, tracer)
-    scale = read(SCALE).view(torch.uint8)
+    scale = read(SCALE)
+    if not config.format.has_float_scale:
+        scale = scale.view(torch.uint8)
     packed, global_scale = read(PACKED), read(GLOBAL)
     input_global_scale = None if config.weight_only else read(INPUT_GLOBAL)
     weight = StoredWeight(packed, scale, global_scale, input_global_scale)

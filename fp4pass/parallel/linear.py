@@ -79,10 +79,7 @@ class ColumnLinear(SplitLinear):
 
 
 class RowLinear(SplitLinear):
-    """A layer of which each process reads some of the inputs.
-
-    Where a whole token has one scale, each process has one for its part of the token.
-    """
+    """A layer of which each process reads some of the inputs."""
 
     dim, divided = 1, "in_features"
     wanted = Shard(-1)
@@ -90,7 +87,7 @@ class RowLinear(SplitLinear):
     adds_bias = False
 
     def weight_for(self, x: Tensor) -> StoredWeight:
-        """Return the buffers, with one global scale for the columns of all processes."""
+        """Return the buffers, with one scale for the columns of all processes."""
         return with_shared_scale(self.packed_weight, self.config, x, self.mesh)
 
 

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .. import ops
 from .._compat.transformers import saving_model
 from ..config import LinearConfig
+from ..core.formats import WHOLE
 from ..errors import StateError
+from ..kernels.common.float_scales import row_amax, scale_of
 from ..linear import StoredWeight, needs_dynamic_scale
 from ..packed_linear import swap_class
 
@@ -105,7 +107,17 @@ def _has_gradient(x: Tensor) -> bool:
 def with_shared_scale(
     weight: StoredWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
 ) -> StoredWeight:
-    """Return buffers with one global scale for the inputs of all processes, where it is dynamic."""
+    """Return buffers with one scale for the inputs of all processes, where it is dynamic.
+
+    It is a global scale, or that of each token where tokens have one float32 scale.
+    """
+    fmt = config.format
+    of_tokens = fmt.has_float_scale and fmt.block == WHOLE and not config.weight_only
+    if of_tokens and weight.input_global_scale is None:
+        rotated = ops.rotate(x, config.input_rotation) if config.input_rotation else x
+        tokens = row_amax(rotated.detach().float().nan_to_num(0.0, 0.0, 0.0), fmt)
+        dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return weight._replace(input_global_scale=scale_of(tokens, fmt))
     if not needs_dynamic_scale(weight, config):
         return weight
     x = ops.rotate(x, config.input_rotation) if config.input_rotation else x

@@ -201,11 +201,10 @@ def _states(
     each = rows * experts // len(scales)
     whole = (Piece(name, e, i, i + each) for e in range(experts) for i in range(0, rows, each))
     for piece in pieces or whole:
-        own = slice(piece.start, piece.stop)
-        codes, bits = packed[piece.expert, own], scale[piece.expert, piece.scales(fmt)]
-        shape = (piece.stop - piece.start, columns)
+        own = packed[piece.expert], scale[piece.expert]
         scale_of_it = scales[(piece.expert * rows + piece.start) // each]
-        yield QuantState(codes, bits, scale_of_it, layer.fmt, shape), piece
+        expert = QuantState(*own, scale_of_it, layer.fmt, (rows, columns))
+        yield expert.rows(piece.start, piece.stop), piece
 
 
 # Name, kind if it is packed, shape and bytes.

@@ -54,7 +54,11 @@ def test_inputs_get_the_bits_of_the_reference(fmt: Format, dtype: torch.dtype) -
     x[0], x[1, 5], x[2, 7] = 0, float("nan"), -float("inf")
     x[3] *= 1e-6
     x[4] = -0.0
-    statics = (None, torch.tensor([0.01], device=DEVICE)) if fmt.has_float_scale else (None,)
+    statics: list[Tensor | None] = [None]
+    if fmt.has_float_scale:
+        statics.append(torch.tensor([0.01], device=DEVICE))
+    if fmt.block == 0:
+        statics.append(torch.linspace(0.01, 1, 7, device=DEVICE)[:, None])
     for static in statics:
         found, wanted = quantize_e4m3(x, static, fmt), quantize_ref(x, static, fmt)
         assert torch.equal(found[0], wanted[0])

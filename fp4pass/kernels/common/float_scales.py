@@ -68,8 +68,8 @@ def band_of(scale: Tensor, rows: slice, fmt: Format) -> Tensor:
 
 def quantize_rows_ref(x: Tensor, static: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return codes uint8 [..., K] and float32 scales [..., J] of activations x [..., K]."""
-    # static: the one scale [1] of all, in place of those by amax. What shares a scale with NaN or
-    # infinity gets the scale NaN, which it decodes to, and codes 0.
+    # static: the one scale [1] of all, or those of rows [..., 1], in place of those by amax. NaN or
+    # infinity makes the scale of the numbers beside it NaN, which they decode to, and codes 0.
     wide = x.to(torch.float32)
     amax = row_amax(wide, fmt)
     finite = amax.isfinite()

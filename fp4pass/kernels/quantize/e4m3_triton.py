@@ -83,10 +83,11 @@ def _launch(
         # A row has J blocks of B columns, of which the last may be cut.
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
+        given = (x, beside, weight, bias, static, total if total.numel() else None)
         _e4m3_kernel[(codes.numel() // columns,)](
-            *(None if each is None else each.contiguous() for each in (x, beside, weight, bias)),
-            static, total if total.numel() else None, codes, scales, eps,
-            K=columns, KIND=kind, IS_NORM=is_norm, FMT=fmt, J=blocks, B=width,
+            *(None if each is None else each.contiguous() for each in given), codes, scales, eps,
+            K=columns, KIND=kind, IS_NORM=is_norm, EACH=static is not None and static.numel() > 1,
+            FMT=fmt, J=blocks, B=width,
             num_warps=min(16, max(1, blocks * width // 512)),
             **LAUNCH, **overlapping(x.device, False),
         )  # fmt: skip
@@ -96,10 +97,11 @@ def _launch(
 @triton.jit
 def _e4m3_kernel(
     x, beside, weight, bias, static, total, codes, scales, eps,
-    K: tl.constexpr, KIND: tl.constexpr, IS_NORM: tl.constexpr, FMT: tl.constexpr,
-    J: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, IS_NORM: tl.constexpr, EACH: tl.constexpr,
+    FMT: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """beside, weight, bias, static, total: None where there is none."""
+    """beside, weight, bias, static, total: None where there is none. EACH: static is of rows."""
     wait(OVERLAP, RELEASES)
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALES: tl.constexpr = (K + B - 1) // B
@@ -123,7 +125,8 @@ def _e4m3_kernel(
     amax = tl.max(tl.where(inside, bits_of(value) & 0x7FFFFFFF, 0), 1)
     stored, step = scale_of_amax(amax, FMT)
     if static is not None:
-        step = tl.where(amax < 0x7F800000, tl.load(static), float("nan"))
+        given = tl.load(static + row if EACH else static)
+        step = tl.where(amax < 0x7F800000, given, float("nan"))
         stored = step
     tl.store(scales + row * SCALES + block, stored, mask=block < SCALES)
     tl.store(codes + at, codes_of(value, step[:, None], FMT.element), mask=inside)
