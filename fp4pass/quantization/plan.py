@@ -34,7 +34,7 @@ class LayerPlan(LinearLayer):
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
     # Known after `with_statistics`: of its inputs, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
-    # What a source in FP8 has of it, and is taken in place of a search.
+    # The codes that a source in FP8 has, which are taken in place of a search.
     kept: KeptWeight | None = field(default=None, kw_only=True)
     searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
 
