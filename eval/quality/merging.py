@@ -140,22 +140,34 @@ def page(found: Mapping[str, Any]) -> str:
         [
             "not merged, beside the weights",
             "0",
-            "100.00 %",
-            f"{first['loss_adapter']:.3f}",
-        ]
+            percent(1),
+            percent(1),
+            _loss(first["loss_adapter"]),
+        ],
+        ['`"naive"`', _kl(naive), percent(1 - naive / without), "-", "-"],
     ]
-    lines.append(['`"naive"`', f"{naive:.4f}", percent(1 - naive / without), "-"])
     for row in rows:
-        kept = percent(1 - row["kl_after"] / without)
-        lines.append([f'`"{row["method"]}"`', f"{row['kl_after']:.4f}", kept, f"{row['loss']:.3f}"])
-    lines.append(["no adapter", f"{without:.4f}", "0.00 %", f"{first['loss_base']:.3f}"])
-    header = ["merged by", "KL to base + adapter", "of the adapter's KL kept", "loss"]
+        part = percent(1 - row["kl_after"] / without)
+        name, kept = f'`"{row["method"]}"`', percent(row["kept"])
+        lines.append([name, _kl(row["kl_after"]), part, kept, _loss(row["loss"])])
+    lines.append(["no adapter", _kl(without), percent(0), percent(0), _loss(first["loss_base"])])
+    header = ["merged by", "KL to base + adapter", "of the KL of no adapter gone", "`kept`", "loss"]
+    statistics = max(row["tokens"] for row in rows)
     return (
         f"{table(header, lines, left=1)}\n"
-        f"{found['model']} in {found['scheme']}, {first['layers']} layers, rank {RANK}, "
-        f"{found['steps']} steps; KL and loss on {first['held_out_tokens']:,} held-out tokens, "
-        f"statistics of {max(row['tokens'] for row in rows):,}.\n`{found['command']}`\n"
+        f"{found['model']} in {found['scheme']} by `sse`; an adapter of rank {RANK} on its "
+        f"{first['layers']} packed layers, after {found['steps']} steps.\nKL and loss on "
+        f"{first['held_out_tokens']:,} held-out tokens, statistics of {statistics:,}:\n"
+        f"`{found['command']}`\n"
     )
+
+
+def _kl(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}"
 
 
 if __name__ == "__main__":
