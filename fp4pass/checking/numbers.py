@@ -16,7 +16,7 @@ from ..core.packing import unpack_codes
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .kinds import Finding
 from .stored import Stored
-from .survey import Survey
+from .survey import Survey, multiplies
 from .tiles import is_tiled
 
 # Bits of the magnitudes in a byte of codes; minus zero is a zero, too.
@@ -56,7 +56,7 @@ class LayerNumbers:
 
     def __init__(self, found: Survey, record: PackedLayer, held: Mapping[str, Stored]) -> None:
         self.record, self.held = record, held
-        self.multiplies = found.layout.multiplies
+        self.multiplies = multiplies(found.layout, record.fmt)
         self.findings: list[Finding] = []
         self.kept = Statistics()
         weight_scale = self._scalars()

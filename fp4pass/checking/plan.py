@@ -22,7 +22,7 @@ from .kinds import Finding
 from .numbers import block_values, scale_values
 from .stored import DTYPES, Stored, read_header
 from .structure import EXPERT, by_shape, dense_names, is_ignored
-from .survey import PREFIXES
+from .survey import PREFIXES, multiplies
 
 # The names in configs of the list of dense layers.
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")
@@ -207,7 +207,8 @@ def _inputs(checked: Checked, plan: Plan, findings: list[Finding]) -> None:
                     shape = layers.parts[name][INPUT_GLOBAL].shape
         if not scales or shape is None:
             continue
-        value = max(scales) if found.layout.multiplies else 1 / max(scales)
+        as_it_is = multiplies(found.layout, layers.records[layer].fmt)
+        value = max(scales) if as_it_is else 1 / max(scales)
         number = torch.full(shape, value, dtype=torch.float32)
         plan.tensors[join(layer, last)] = partial(_constant, number)
         plan.mended.append(

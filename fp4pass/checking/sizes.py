@@ -14,7 +14,7 @@ from ..linear import GLOBAL, INPUT_GLOBAL
 from .kinds import Finding
 from .numbers import Statistics
 from .structure import EXPERT, Layers, dense_names
-from .survey import Survey, names_of
+from .survey import Survey, multiplies, names_of
 
 # Weights of trained models have a root mean square of 1e-3 to 1, and these bounds are far from it.
 _RMS = (2.0**-24, 2.0**6)
@@ -47,7 +47,9 @@ def check_sizes(
         if INPUT_GLOBAL in each.scalars:
             fmt = layers.records[name].fmt
             value = each.scalars[INPUT_GLOBAL]
-            inputs[name] = (value * fmt.scale.max * fmt.element.max, value)
+            # Without block scales of inputs it is the scale of their elements.
+            largest = fmt.element.max * (fmt.scale.max if fmt.has_global_scale else 1)
+            inputs[name] = (value * largest, value)
     side = _Side(GLOBAL, "global-direction", "weights-size", _RMS, "weights with a size of")
     turned = {}
     for finding, name in _judged(found, layers, weights, side):
@@ -89,8 +91,9 @@ def _judged(
         other = size / scale / scale
         # Of inputs a size is the scale itself, and of weights it is proportional to it.
         place = _tensor(found, layers, name, side.part)
-        verb = "multiplies" if found.layout.multiplies else "divides"
-        stored = scale if found.layout.multiplies else 1 / scale
+        as_it_is = multiplies(found.layout, layers.records[name].fmt)
+        verb = "multiplies" if as_it_is else "divides"
+        stored = scale if as_it_is else 1 / scale
         if low <= other <= high and scale > 1:
             what = (
                 f"expected a number that {verb}, got {stored:g}, which makes {side.what} "
@@ -171,7 +174,7 @@ def _fused(
         if name in skipped:
             continue
         # As they are stored.
-        turned = not found.layout.multiplies
+        turned = not multiplies(found.layout, layers.records[name].fmt)
         own = {part: 1 / value if turned else value for part, value in each.scalars.items()}
         if not served or CROSS_ATTENTION.search(name) or name.rpartition(".")[0] in lacking:
             own.pop(INPUT_GLOBAL, None)

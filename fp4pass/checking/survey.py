@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.layouts import LAYOUTS, WEIGHTS, Layout, PackedLayer, join, side_files
+from ..core.formats import Format
 from ..errors import CheckpointError, Fp4PassError, some
 from ..linear import PACKED, SCALE
 from ..sources.files import MANIFEST, VERSION, checksum_of
@@ -235,6 +236,11 @@ def names_of(layout: Layout, layer: str) -> dict[str, str]:
         part: layer + last if layout.stacks else join(layer, last)
         for part, last in layout.parts.items()
     }
+
+
+def multiplies(layout: Layout, fmt: Format) -> bool:
+    """Return whether a stored global scale multiplies; one of inputs alone always does."""
+    return layout.multiplies or not fmt.has_global_scale
 
 
 def _has_codes(layout: Layout, tensors: Mapping[str, Stored]) -> dict[str, None]:
