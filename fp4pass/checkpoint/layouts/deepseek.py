@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...config import LinearConfig
 from ...errors import CheckpointError, UnreadError
 from ...linear import PACKED, SCALE
 from ...sources.files import Shapes
@@ -58,6 +59,11 @@ class DeepSeek(Layout):
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense."""
         return from_globs(declared.get("modules_to_not_convert") or ())
+
+    def config_problem(self, config: LinearConfig) -> str:
+        """Return what this layout has no place for in a config, "" if it holds such layers."""
+        problem = super().config_problem(config)
+        return problem or ("" if config.weight_only else f"{config.format.key} with 4-bit inputs")
 
     def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
         """Return a buffer of a layer as it is stored."""
