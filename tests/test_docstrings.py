@@ -167,6 +167,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
+    "fp4pass.integrations.PackedConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
     "fp4pass.learning": learned,
     "fp4pass.parallel.ExpertParallel": mixture,

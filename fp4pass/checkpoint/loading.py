@@ -24,6 +24,7 @@ from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..rows import Report, Row
 from ..sources.beside import copied_rows
 from ..state import forget_state, unwrap
+from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
@@ -31,14 +32,7 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .model_layers import all_names, stacks_in, stored_shape
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import (
-    build_skeleton,
-    carried_names,
-    check_skeleton,
-    fit_tensors,
-    model_names,
-    without_ignored,
-)
+from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
 
 
 def load(

@@ -25,6 +25,7 @@ from ..experts import QUANTIZED, QuantizedExperts, weight_name
 from ..linear import GLOBAL, INPUT_GLOBAL
 from ..quantization.replace import store_packed
 from ..sources.beside import copied_rows
+from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
 from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
@@ -32,7 +33,7 @@ from .loading import hold_cache, join_stacks, origin
 from .model_layers import stacks_in
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import carried_names, model_names, without_ignored
+from .skeleton import model_names
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
 

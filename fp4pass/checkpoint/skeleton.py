@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,8 +26,6 @@ from ..config import Rule
 from ..errors import CheckpointError, Fp4PassError, expected, some
 from ..experts import weight_name
 from ..observers.attention import calling_projections
-from ..rows import Row
-from ..sources.beside import NOT_COPIED, is_left_over
 from ..sources.files import require_config
 from ..state import has_adapters
 from .checks import dense_problem
@@ -144,48 +141,6 @@ def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]
             return {}
         found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
     return with_layers(found)
-
-
-def carried_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
-    """Return the tensors of a packed folder that go beyond a model, with their names on disk."""
-    known = model.state_dict()
-    if reader.own is not None:
-        found = [name for name in reader.own.get("carried", ()) if name not in known]
-    else:
-        patterns = ignored_tensors(model)
-        spare = (name for name in reader.plain() if name not in known)
-        found = [
-            name
-            for name in spare
-            if any(re.search(each, name) for each in patterns) and not is_left_over(model, name)
-        ]
-    return {name: reader.on_disk.get(name, name) for name in found}
-
-
-def without_ignored(
-    model: nn.Module, reader: CheckpointReader
-) -> tuple[CheckpointReader, list[Row]]:
-    """Return a folder without packed layers that a class ignores, and a row for each.
-
-    What it ignores by the same pattern, as of multi-token prediction, goes with them.
-    """
-    patterns = ignored_tensors(model)
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    spare = [join(name, "weight") for name in reader.layers if name not in known]
-    used = [each for each in patterns if any(re.search(each, name) for name in spare)]
-    if not used:
-        return reader, []
-
-    def is_left(name: str) -> bool:
-        return any(re.search(each, name) for each in used)
-
-    why = f"{model_class(model).__name__} has no place for it{NOT_COPIED}"
-    left = {n: each for n, each in reader.layers.items() if is_left(join(n, "weight"))}
-    rows = [Row(name, each.shape, skip_reason=why) for name, each in left.items()]
-    layers = {name: each for name, each in reader.layers.items() if name not in left}
-    gone = {name for layer in left for name in reader.names(layer).values()}
-    files = {n: f for n, f in reader.files.items() if n not in gone and not is_left(n)}
-    return dataclasses.replace(reader, layers=layers, files=files), rows
 
 
 def fit_tensors(

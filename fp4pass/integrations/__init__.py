@@ -9,7 +9,7 @@ adapters on converted models.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_quantizers import choose_config
 from ..experts import QUANTIZED
+from .choosing import KEPT_PACKED, choose
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
@@ -69,24 +70,4 @@ def _merge(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
 around_adapters(_around, _merge)
 
 
-# Those that transformers reads with no library, or with one that fp4pass is not in need of.
-_KEPT_PACKED = ("modelopt", "quark")
-
-
-def _choose(declared: Mapping[str, Any], given: Any) -> Any:
-    """Return the config of a folder that stays packed, None for one that transformers reads."""
-    if given is None and declared.get("quant_method") == "quark":
-        # Quark has formats of its own library.
-        from ..checkpoint.layouts.quark import is_read
-
-        if not is_read(declared):
-            return None
-    elif given is not None and type(given).__name__ != "PackedConfig":
-        return None
-    # It imports transformers, and refuses versions that were not tested.
-    from .packed_folders import PackedConfig
-
-    return PackedConfig.from_dict(declared)
-
-
-choose_config(_KEPT_PACKED, _choose)
+choose_config(KEPT_PACKED, choose)

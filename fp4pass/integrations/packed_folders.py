@@ -38,6 +38,7 @@ class PackedConfig(QuantizationConfigMixin):
         declared: what the folder declares.
 
     Example:
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "packed-model")
         >>> config = fp4pass.integrations.PackedConfig()
         >>> load = AutoModelForCausalLM.from_pretrained
         >>> model = load("packed-model", quantization_config=config)

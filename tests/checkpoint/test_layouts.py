@@ -226,6 +226,7 @@ def test_a_layout_stores_and_declares_what_it_holds(
     assert again.keys() == state.keys()
     assert all(torch.equal(bits(again[each]), bits(state[each])) for each in state)
     kinds = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    kinds |= {torch.int8: "I8", torch.float8_e8m0fnu: "F8_E8M0"}
     shapes = {each: (tuple(x.shape), kinds[x.dtype]) for each, x in stored.items()}
     for part, (allowed, dtypes) in expected_shapes(layout, layer).items():
         if f"a.{part}" in state:

@@ -59,6 +59,11 @@ class DeepSeek(Layout):
         """Return what stays dense."""
         return from_globs(declared.get("modules_to_not_convert") or ())
 
+    def problem(self, layer: PackedLayer) -> str:
+        """Return what this layout has no place for in a layer, "" if it holds the layer."""
+        found = super().problem(layer)
+        return found or ("" if layer.config.weight_only else f"{layer.fmt.key} with 4-bit inputs")
+
     def encode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a buffer of a layer as it is stored."""
         return tensor.view(_DTYPES[part])

@@ -12,8 +12,7 @@ from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
 
-# What Quark writes of a tensor in mxfp4: `OCP_MXFP4Spec` of amd-quark 0.13, without what only its
-# observers read.
+# `OCP_MXFP4Spec` of amd-quark 0.13, without the entries that only its observers read.
 _MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 _REST = {"ch_axis": -1, "symmetric": None, "round_method": "half_even", "scale_type": "float"}
 
