@@ -17,7 +17,7 @@ text = Path("examples/tiny_lm/calib.txt").read_text()
 found = fp4pass.allocate(
     model,
     bits=5.0,
-    schemes=("nvfp4a16", "fp8a16"),
+    schemes=("nvfp4a16", "mxfp8a16"),
     data=text,
     tokenizer=tokenizer,
     seq_len=256,

@@ -26,7 +26,7 @@ from fp4pass.quantization.plan import plan_layers
 
 pytest.importorskip("transformers")
 
-EIGHT = "fp8a16"
+EIGHT = "mxfp8a16"
 SCHEMES = ("nvfp4a16", EIGHT, "bf16")
 
 

@@ -19,7 +19,7 @@ Asked: Any = pytest.importorskip("fp4pass.cli.budget").Asked
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-EIGHT = "fp8a16"
+EIGHT = "mxfp8a16"
 READ: dict[str, Any] = {"schemes": None, "options": {}, "by_layers": "", "processes": 1}
 
 
