@@ -331,7 +331,7 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from fp4pass.integrations.transformers import Fp4PassConfig
+    from fp4pass.integrations import Fp4PassConfig, PackedConfig
 
     os.environ["LOCAL_RANK"] = str(RANK)
     if RANK == 0:
@@ -348,6 +348,11 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
     found |= {"split": computed(model), "shapes": shapes(model)}
     fp4pass.save(model, folder / "packed")
     found["saved"] = computed(fp4pass.load(folder / "packed").to(DEVICE))
+    options = {"distributed_config": DistributedConfig(tp_size=2)}
+    kept = AutoModelForCausalLM.from_pretrained(
+        folder / "packed", quantization_config=PackedConfig(), **options
+    )
+    found |= {"kept packed": computed(kept), "kept shapes": shapes(kept)}
     own = DistributedConfig(tp_plan={"model.layers.*.mlp.up_proj": "colwise"})
     found["own plan"] = failure(lambda: load(distributed_config=own))
     found["fsdp"] = failure(lambda: load(distributed_config=DistributedConfig(fsdp_size=2)))
