@@ -202,10 +202,13 @@ class QuantState(TensorRecord):
         return f"a scale for {fmt.tile}" if fmt.has_float_scale else super()._tile
 
     def rows(self, start: int, stop: int) -> QuantState:
-        """Return some rows of a matrix: those of whole tiles, or all of a tile of more."""
-        # The scales of tiles that rows cut are theirs, too: dequantized they are the same.
-        qdata, fmt = self.qdata[start:stop], self.format
-        scale = self.scale
+        """Return some rows of a matrix, from the first of a tile on.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "fp8").rows(1, 3).scale.shape
+            torch.Size([2, 1])
+        """
+        qdata, scale, fmt = self.qdata[start:stop], self.scale, self.format
         if fmt.rows != WHOLE:
             scale = scale[start // fmt.rows : -(-stop // fmt.rows)]
         return dataclasses.replace(

@@ -187,7 +187,7 @@ def hessian(
 ) -> QuantState | MethodResult:
     """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse".
 
-    What shares a scale and is larger than a block of the Hessian has the sum over its blocks.
+    A row, or a tile of more columns than a block of the Hessian has, has the sum over its blocks.
     """
     block_hessian = stats.block_hessian
     state = _search(weight, fmt, global_scale, "hessian", block_hessian)

@@ -96,7 +96,7 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
     unit, why, count = 1, "", getattr(layer, kind.divided)
     if isinstance(layer, QuantizedLinear):
         config = layer.config
-        # What one scale is for, in that direction; a scale of all is in every process.
+        # Tiles have one scale, which is in every process where all share it.
         fmt, is_column = config.format, kind is ColumnLinear
         rotation = (config.output_rotation if is_column else config.rotation) or 1
         tile = (fmt.rows if is_column else fmt.block) or 1
