@@ -104,7 +104,8 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
     scheme, block = SCHEMES[found[0]], weights.get("group_size")
     if inputs is None:
         return Scheme(found[0], True, block)
-    if _says(inputs, scheme.inputs):
+    other_block = "group_size" in scheme.inputs and inputs.get("group_size") not in (None, block)
+    if _says(inputs, scheme.inputs) and not (other_block and scheme.inputs["num_bits"] == 4):
         return Scheme(found[0], False, block)
     if scheme.static is not None and _says(inputs, scheme.static):
         return Scheme(found[0], False, block, static_inputs=True)
@@ -115,10 +116,9 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
 def _says(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether arguments, as far as given, are those wanted."""
     wanted = {**_UNSAID, **wanted}
-    keys: tuple[str, ...] = ("num_bits", "type", "symmetric", "strategy")
-    keys += ("group_size", "block_structure")
-    # 4-bit inputs are read whatever they say of this.
-    keys += ("dynamic",) if wanted["num_bits"] == 8 else ()
+    keys: tuple[str, ...] = ("num_bits", "type", "symmetric", "strategy", "block_structure")
+    # In 4 bits other blocks are read, and inputs whatever they say of their scales.
+    keys += ("dynamic", "group_size") if wanted["num_bits"] == 8 else ()
     return all(_plain(given.get(key)) in (None, _plain(wanted.get(key))) for key in keys)
 
 
