@@ -348,7 +348,8 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
     found |= {"split": computed(model), "shapes": shapes(model)}
     fp4pass.save(model, folder / "packed")
     found["saved"] = computed(fp4pass.load(folder / "packed").to(DEVICE))
-    options = {"distributed_config": DistributedConfig(tp_size=2)}
+    # The folder declares bfloat16, which engines compute in.
+    options = {"distributed_config": DistributedConfig(tp_size=2), "dtype": torch.float32}
     kept = AutoModelForCausalLM.from_pretrained(
         folder / "packed", quantization_config=PackedConfig(), **options
     )
