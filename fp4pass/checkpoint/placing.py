@@ -30,10 +30,10 @@ from .checks import cache_format_in, require_input_scales
 from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
 from .loading import hold_cache, join_stacks, origin
-from .model_layers import stacks_in
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
 from .skeleton import model_names
+from .split_stacks import stacks_in
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
 

@@ -53,10 +53,10 @@ from .model_layers import (
     require_equal_parts,
     require_no_others,
     require_static_scales,
-    split_layers,
 )
 from .readers import Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
+from .split_stacks import split_layers
 from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.model_layers import NamesOnDisk, split_stacks
+from ..checkpoint.model_layers import NamesOnDisk
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader, as_in_model
+from ..checkpoint.split_stacks import split_stacks
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected

@@ -195,7 +195,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.core
 def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
-    for options in ({"fmt": "fp8"}, {"method": 3}, {"block": 7}):
+    for options in ({"fmt": "fp9"}, {"method": 3}, {"block": 7}):
         with pytest.raises(OptionError):
             LinearConfig(**options)
     with pytest.raises(RuleError):

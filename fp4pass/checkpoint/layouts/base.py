@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..._version import __version__
 from ...config import LinearConfig
 from ...core.formats import Format
-from ...errors import CheckpointError, OptionError, UnreadError, expected, unknown_name
+from ...errors import CheckpointError, OptionError, UnreadError, expected
 from ...kv_cache import SCALES
 from ...linear import INPUT_GLOBAL, PACKED, SCALE
 from ...sources.files import Shapes
@@ -333,26 +332,3 @@ def register_layout(cls: type[Layout]) -> type[Layout]:
         raise OptionError(expected("register_layout: cls", "a subclass of Layout", repr(cls)))
     LAYOUTS[cls.name] = cls()
     return cls
-
-
-def get_layout(name: str) -> Layout:
-    """Return a layout to write, by its name. Raises OptionError for an unknown one."""
-    if name not in LAYOUTS:
-        raise unknown_name("layout: Layout", name, LAYOUTS)
-    return LAYOUTS[name]
-
-
-def layout_of(declared: Mapping[str, Any], folder: Path) -> Layout:
-    """Return the layout that a folder's quantization_config declares. Raises CheckpointError."""
-    for layout in LAYOUTS.values():
-        if layout.detect(declared):
-            return layout
-    raise UnreadError(
-        f"{folder}: quant_method: expected that of {', '.join(LAYOUTS)}, got "
-        f"{declared.get('quant_method')!r}. Load the folder with the library that wrote it."
-    )
-
-
-def side_files() -> tuple[str, ...]:
-    """Return the names of the files that some layout has beside config.json."""
-    return tuple(name for layout in LAYOUTS.values() for name in layout.side_files)
