@@ -22,7 +22,10 @@ TABLES = {
     "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
     "bench/mixture": ("moe.md", "--json mixture-h200.json"),
     "bench/primitives": ("tensors.md", "--json primitives-h200.json"),
-    "quality/budget": ("budget.md", "--json budget/tiny-lm.json budget/doclm-qwen3-17m.json"),
+    "quality/budget": (
+        "budget.md",
+        "--json budget/tiny-lm.json budget/doclm-qwen3-17m.json budget/smollm2.json",
+    ),
     "quality/compute": (
         "quality.md",
         "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
