@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 import fp4pass
 
 FORMAT = globals().get("FORMAT", "nvfp4a16")
-model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32).eval()
+folder = "examples/tiny_lm"
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model.eval()
 fp4pass.convert(model, FORMAT, "sse")
 ids = torch.randint(model.config.vocab_size, (2, 16))
 graph = fp4pass.trace(model, {"input_ids": ids}, cache_length=0, plain=True)
@@ -42,6 +44,7 @@ session = onnxruntime.InferenceSession(path)
 other = torch.randint(model.config.vocab_size, (3, 9))
 (logits,) = session.run(None, {"ids": other.numpy()})
 with torch.no_grad():
-    difference = (torch.from_numpy(logits) - model(other).logits).abs().max().item()
-print(f"{Path(path).stat().st_size / 1e6:.1f} MB, logits differ by {difference:.0e} at most")
+    difference = (torch.from_numpy(logits) - model(other).logits).abs().max()
+size = Path(path).stat().st_size / 1e6
+print(f"{size:.1f} MB, logits differ by {difference:.0e} at most")
 # --8<-- [end:run]

@@ -211,10 +211,6 @@ def quantize(
             loaded = float_models.load_float(
                 model, kept, "cpu" if by_layers and asked is None else chosen, trust_remote_code
             )
-            screen.note(
-                f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
-                f"{str(loaded.dtype).removeprefix('torch.')}"
-            )
             if asked is not None:
                 allocation = asked.allocate(loaded, recipe, read, processor)
                 recipe = dataclasses.replace(allocation.recipe, kv_cache=recipe.kv_cache)
@@ -223,6 +219,10 @@ def quantize(
             call = one_call(loaded, recipe, by_layers=sequential, device=place)
             current().foresee(later_costs(call.plan))
             foresee_save(current(), packed_size(loaded, call.plan))
+            screen.note(
+                f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
+                f"{str(loaded.dtype).removeprefix('torch.')}"
+            )
             arguments = calibrated(call, read, batch_size, tokenizer=processor)
             convert(loaded, **arguments, device=place, resume=finished)
             call.record()

@@ -129,7 +129,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "Products on the CPU run in plain PyTorch: no compiler." in lines
     assert "A GPU runs plain PyTorch: expected compute capability 8.0 or more, got 7.5." in lines
     assert "has no FP8 tensor cores" in lines
-    assert re.search(r"int8, .*mxfp8_e5m2 run in plain PyTorch: no kernel knows them", lines)
+    assert re.search(r"int8, .*fp8_tensor run in plain PyTorch: no kernel knows them", lines)
     text = run("doctor").stdout
     assert "Not installed: no-such-library" in text and "C++ compiler: none" in text
     assert all(f"  {line}" in text for line in found["falls_back"])

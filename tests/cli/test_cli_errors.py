@@ -74,7 +74,7 @@ QUANTIZE_BAD = [
     (("no/such-model", *PLAIN), "no/such-model: there is no such file or folder here, and https"),
     (("no/such.gguf", *PLAIN), "no/such.gguf is GGUF"),
     (("{bad}/gptq", *PLAIN), "fp4pass does not read weights of gptq; give the model it was made"),
-    (("{bad}/side", *PLAIN), "{bad}/side is quantized already: expected a float model. Make one"),
+    (("{bad}/side", *PLAIN), "{bad}/side holds no packed weight. Load it with transformers"),
     (("a/b/c", *PLAIN), "a/b/c is not a folder"),
     (("{bad}/empty", *PLAIN), "{bad}/empty: the config cannot be loaded: Unrecognized model"),
     (("{bad}/gguf", *PLAIN), "{bad}/gguf is GGUF. Expected a folder or a hub id of a float model"),

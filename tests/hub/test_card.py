@@ -78,7 +78,7 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
     for line in (
         "# tiny_lm in nvfp4",
         "`tiny_lm` in 4-bit floating point: 21 of 29 weights are packed, by fp4pass.",
-        "| scheme | nvfp4, blocks of 16 |",
+        "| scheme | nvfp4, a scale for 16 |",
         "| method | hessian |",
         "| calibration | 96 tokens in 1 batch |",
         '| rules | `[["*.3.*", null]]` |',

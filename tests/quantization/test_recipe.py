@@ -200,8 +200,8 @@ def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
             LinearConfig(**options)
     with pytest.raises(RuleError):
         Recipe(rules=[("a",)])  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="In the rule for 'a': fmt: Scheme 'fp8'"):
-        Recipe(rules=(("a", {"fmt": "fp8"}),))
+    with pytest.raises(OptionError, match="In the rule for 'a': fmt: Scheme 'fp9'"):
+        Recipe(rules=(("a", {"fmt": "fp9"}),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().rules = ()  # type: ignore[misc]
 

@@ -324,12 +324,12 @@ def test_an_adapter_is_never_merged_into_a_packed_weight() -> None:
     fp4pass.convert(model, method="sse", weight_only=True)
     assert isinstance(model.base_model.model.a.base_layer, QuantizedLinear)
     for call in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(StateError, match="cannot be merged into a packed weight"):
+        with pytest.raises(StateError, match=r"fp4pass\.merge\(model"):
             call()
     merged = adapted(r=4, target_modules=["a"])
     merged.merge_adapter()
     fp4pass.convert(merged, method="sse", weight_only=True)
-    with pytest.raises(StateError, match="cannot be merged into a packed weight"):
+    with pytest.raises(StateError, match=r"rounded to 4 bits"):
         merged.unmerge_adapter()
 
 

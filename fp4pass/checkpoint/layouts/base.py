@@ -55,8 +55,8 @@ class Layout:
 
     Example:
         >>> layout = fp4pass.checkpoint.LAYOUTS["modelopt"]
-        >>> layout.name, layout.formats
-        ('modelopt', ('nvfp4',))
+        >>> layout.name, layout.formats[0]
+        ('modelopt', 'nvfp4')
     """
 
     name: ClassVar[str]
