@@ -77,7 +77,7 @@ class Forwards:
         """Run the model; note the inputs of some modules, and when they are called."""
         for i in range(len(self.batches)):
             self._record_batch(i, watched)
-        # In the last layer, which is behind the most of the others; behind all, none would be tried.
+        # Within the last layer: behind all of them none would be tried.
         inside = {module for layer in self._layers for module in layer.modules()}
         last = max((n for module, n in self._begins.items() if module in inside), default=0)
         if self._layers and not self._agrees(last):
