@@ -112,6 +112,12 @@ NOT_RUN = {
     "fp4pass.distill(": "trains for minutes; tests/learning/test_distill.py does",
     "fp4pass merge": "needs an adapter; tests/cli/test_cli_merge.py does",
     "fp4pass.merge(": "needs an adapter; tests/merging/test_merge.py does",
+    "PackedConfig(": "needs a folder of another library; tests/integrations/test_packed_folders.py",
+    'fp4pass.trace(model, {"input_ids"': "needs onnxruntime; tests/graph/test_plain.py does",
+    "torch.onnx.export(": "needs onnxruntime; tests/graph/test_plain.py does",
+    "onnxruntime.InferenceSession(": "needs onnxruntime; tests/graph/test_plain.py does",
+    "fp4pass verify": "needs a folder; tests/checking and tests/cli/test_cli_verify.py do",
+    "--budget": "measures for minutes; tests/cli/test_cli_budget.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 
