@@ -251,14 +251,13 @@ READERS: dict[str, dict[str, Reads]] = {
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"),
-            "it decides by itself whether inputs of mxfp4 and mxfp8 are quantized",
+            _FP4,
+            "it decides by itself whether inputs of mxfp4 are quantized; 8 bits were not tried",
+            (*_FP8, "mxfp8"),
         ),
-        "modelopt": Reads(("nvfp4", *_FP8, "mxfp8")),
+        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
         "compressed-tensors-hadamard": Reads(_FP4, "without tensor parallelism"),
-        "finegrained-fp8": Reads(
-            ("fp8_block",), "of fp8_tensor it looks for other names than transformers"
-        ),
+        "finegrained-fp8": _NOT_TRIED,
         "gpt-oss": _NOT_TRIED,
         "quark": _NOT_TRIED,
         "deepseek-v4": _NOT_TRIED,
