@@ -131,13 +131,8 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     except UnreadError as error:
         raise UnreadError(f"{folder}: {error}") from error
     layout.ignored(declared)
-    scaled = {
-        name: (each, files.pop(each)) for name, each in layout.scaled(declared, shapes).items()
-    }
-    reader = CheckpointReader(
-        folder, layout, config, None, layers, files, scaled=scaled, stamps=stamps
-    )
-    read = {*reader.packed_names(), *scaled, *(each for each, _ in scaled.values())}
+    reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
+    read = reader.packed_names()
     require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
     if not layers:
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")

@@ -53,7 +53,7 @@ class PlacedLayers:
     def __init__(self, model: nn.Module, directory: Path) -> None:
         self._model = model
         reader = open_checkpoint(directory)
-        self._on_disk = [*reader.packed_names(), *(name for name, _ in reader.scaled.values())]
+        self._on_disk = [*reader.packed_names()]
         self._stacks: Mapping[str, list[Piece]] = stacks_in(model, reader.layers)
         pieces = {piece.name for each in self._stacks.values() for piece in each}
         require_input_scales(reader, besides=pieces)
@@ -63,7 +63,6 @@ class PlacedLayers:
         reader = _in_model(model, reader, pieces)
         self._pieces, self._unreached = reader, set[str]()
         self._carried = carried_names(model, reader)
-        self._scaled = [n for n in reader.files if reader.on_disk.get(n, n) in reader.scaled]
         tensors = self._without_memory(pieces)
         cached = self._cache_names()
         self._on_disk += [reader.on_disk.get(name, name) for name in cached]
@@ -158,10 +157,6 @@ class PlacedLayers:
             module = self._model.get_submodule(path)
             module._buffers[last] = scale.float().to(module._buffers[last].device)
             module._non_persistent_buffers_set.discard(last)
-        for name, weight in self._pieces.tensors(self._scaled):
-            # transformers has read its codes, and casts them to the same dtype.
-            own = self._model.get_parameter(name)
-            own.data.copy_(weight)
 
     def _buffers(self, name: str, layer: PackedLayer) -> dict[str, Tensor]:
         pieces = self._stacks.get(name)

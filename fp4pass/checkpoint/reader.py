@@ -33,8 +33,6 @@ class CheckpointReader:
         layers: what is packed, by the names of the layers.
         files: the file of every tensor.
         on_disk: the name on disk of every tensor that `renamed` gave another one.
-        scaled: name and file of the scales of dense weights that have some, by the names of these
-            on disk.
         stamps: of the files; what is read later must be the same files.
 
     Example:
@@ -51,7 +49,6 @@ class CheckpointReader:
     layers: Mapping[str, PackedLayer]
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
-    scaled: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
     stamps: Mapping[Path, Stamp] = field(default_factory=dict)
 
     @property
@@ -123,9 +120,6 @@ class CheckpointReader:
         wanted = self.files if chosen is None else chosen
         files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
         for name, tensor in read_tensors(files):
-            if name in self.scaled:
-                ((_, scale),) = read_tensors(dict([self.scaled[name]]))
-                tensor = self.layout.unscaled(tensor, scale, self.declared)
             yield names.get(name, name), tensor
         require_same(self.stamps)
 

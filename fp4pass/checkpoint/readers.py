@@ -247,7 +247,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "without a GPU it dequantizes"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
         "quark": Reads((), "not without amd-quark"),
-        "deepseek-v4": Reads(("mxfp4",), "without a GPU it dequantizes"),
+        "deepseek-v4": Reads(("mxfp4", "fp8_block"), "without a GPU it dequantizes"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(

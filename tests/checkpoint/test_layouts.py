@@ -190,19 +190,19 @@ SCHEMES = [
 ]
 
 
-def packed_state(layer: PackedLayer) -> dict[str, torch.Tensor]:
-    """Return the buffers of a layer "a", with numbers of no meaning."""
+def packed_state(layer: PackedLayer, name: str = "a") -> dict[str, torch.Tensor]:
+    """Return the buffers of a layer, with numbers of no meaning; float scales are powers of two."""
     fmt, (*rows, columns) = layer.fmt, layer.shape
     scale = torch.randint(1, 100, layer.scale_shape, dtype=torch.uint8)
     last = 1 << min(fmt.element.bits, 7)
     state = {
         PACKED: torch.randint(0, last, (*rows, fmt.packed_columns(columns)), dtype=torch.uint8),
-        SCALE: scale.float() if fmt.has_float_scale else scale.view(fmt.scale.storage),
+        SCALE: 2.0 ** (scale % 8).float() if fmt.has_float_scale else scale.view(fmt.scale.storage),
     }
     if fmt.has_global_scale:
         state[GLOBAL] = 2.0 ** torch.arange(max(layer.shape[0] * layer.is_stacked, 1))
         state |= {} if layer.config.weight_only else {INPUT_GLOBAL: torch.tensor([0.25])}
-    return {f"a.{part}": tensor for part, tensor in state.items()}
+    return {f"{name}.{part}": tensor for part, tensor in state.items()}
 
 
 @pytest.mark.core
@@ -214,26 +214,28 @@ def test_a_layout_stores_and_declares_what_it_holds(
     layout, config = LAYOUTS[name], LinearConfig(fmt, "sse", weight_only, block)
     shape = (experts, 32, 64) if experts else (32, 64)
     layer = PackedLayer(config, "bfloat16", bool(experts and layout.stacks), shape)
+    # It has one format for experts, each a linear layer, and one for all others.
+    own = "a.experts.0.w1" if name == "deepseek-v4" and fmt == "mxfp4" else "a"
     if layout.problem(layer):
-        with pytest.raises(CheckpointError, match=f"a: {name} has no place for"):
-            layout.require({"a": layer})
+        with pytest.raises(CheckpointError, match=f"{own}: {name} has no place for"):
+            layout.require({own: layer})
         return
     # Both functions, exact; what is stored has the shapes that a folder is checked for.
-    state = packed_state(layer)
-    stored = layout.to_stored(state | {"b.weight": torch.ones(2)}, {"a": layer})
+    state = packed_state(layer, own)
+    stored = layout.to_stored(state | {"b.weight": torch.ones(2)}, {own: layer})
     assert torch.equal(stored.pop("b.weight"), torch.ones(2))
-    again = layout.from_stored(stored, {"a": layer})
+    again = layout.from_stored(stored, {own: layer})
     assert again.keys() == state.keys()
     assert all(torch.equal(bits(again[each]), bits(state[each])) for each in state)
     kinds = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
     kinds |= {torch.int8: "I8", torch.float8_e8m0fnu: "F8_E8M0"}
     shapes = {each: (tuple(x.shape), kinds[x.dtype]) for each, x in stored.items()}
     for part, (allowed, dtypes) in expected_shapes(layout, layer).items():
-        if f"a.{part}" in state:
-            found, dtype = shapes[layout.tensor_name("a", part, layer.fmt)]
+        if f"{own}.{part}" in state:
+            found, dtype = shapes[layout.tensor_name(own, part, layer.fmt)]
             assert found in allowed and dtype in dtypes
     # What others see, and what is read of it.
-    declared = layout.config({"a": layer}, ["lm_head"])
+    declared = layout.config({own: layer}, ["lm_head"])
     if not layout.engines:
         with pytest.raises(CheckpointError, match=r"fp4pass.json.* is missing"):
             read_layers(layout, declared, shapes, "bfloat16")
@@ -241,7 +243,7 @@ def test_a_layout_stores_and_declares_what_it_holds(
     # A transform_config is written where something is rotated.
     wanted = "compressed-tensors" if name == "compressed-tensors-hadamard" else name
     assert layout_of(declared, Path("q")).name == wanted
-    for data in (declared, *layout.files({"a": layer}, ["lm_head"]).values()):
+    for data in (declared, *layout.files({own: layer}, ["lm_head"]).values()):
         assert layout_of(data, Path("q")).name == wanted
         assert layout.ignored(data) == ["lm_head"]
         (read,) = read_layers(layout, data, shapes, "bfloat16").values()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import fp8_folders
 import native
 import pytest
 import torch
@@ -165,16 +166,14 @@ def deepseek_v4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 @pytest.mark.filterwarnings("ignore:The folder has no tokenizer")
 def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
-    """Experts stay packed, FP8 beside them is read exactly, and experts are written to the bit."""
+    """Experts and FP8 beside them stay packed, and are written to the bit."""
     folder, values = deepseek_v4
     reader = open_checkpoint(folder)
-    assert reader.layout.name == "deepseek-v4" and len(reader.layers) == 27
+    assert reader.layout.name == "deepseek-v4"
+    assert {layer.fmt.key for layer in reader.layers.values()} == {"mxfp4", "fp8_block"}
     for name, weight in values.items():
         layer = name.removesuffix(".weight")
-        if layer in reader.layers:
-            assert torch.equal(reader.dense(layer, torch.bfloat16), weight), name
-        else:
-            assert torch.equal(dict(reader.tensors([name]))[name], weight), name
+        assert torch.equal(reader.dense(layer, torch.bfloat16), weight), name
     options = {"dtype": torch.bfloat16}
     model, info = pretrained(folder, quantization_config=PackedConfig(), **options)
     assert_whole(info)
@@ -193,14 +192,20 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
             assert torch.equal(each.state_dict()[name].float(), tensor.float()), name
     theirs, ours = (dict(open_checkpoint(f).tensors()) for f in (folder, tmp_path / "again"))
     for name, tensor in theirs.items():
-        if ".experts." in name and not name.startswith("mtp."):
+        if name.removesuffix(".weight").removesuffix(".scale") in reader.layers and not (
+            name.startswith("mtp.")
+        ):
             mine = ours[f"model.{name}"]
             assert mine.dtype == tensor.dtype and torch.equal(
                 mine.view(torch.uint8), tensor.view(torch.uint8)
             )
-    with pytest.raises(CheckpointError, match="deepseek-v4 has no place for it; it holds experts"):
+    with pytest.raises(CheckpointError, match="deepseek-v4 has no place for it in mxfp4a16; it"):
         fp4pass.save(
             fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4"
+        )
+    with pytest.raises(CheckpointError, match="deepseek-v4 has powers of two for scales in FP8"):
+        fp4pass.save(
+            fp4pass.convert(llama(), "fp8_block", "naive"), tmp_path / "r", layout="deepseek-v4"
         )
     # V4.1 declares it among the others.
     shutil.copytree(folder, tmp_path / "v41")
@@ -210,6 +215,20 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
 
     change_json(tmp_path / "v41" / "config.json", moved)
     assert_same_bits(fp4pass.load(tmp_path / "v41"), loaded)
+
+
+@pytest.mark.parametrize("kind", fp8_folders.KINDS)
+def test_layers_in_fp8_stay_packed(kind: str, tmp_path: Path) -> None:
+    dense = fp8_folders.make(fp8_folders.dense_model(256), tmp_path / "q", kind)
+    options = {} if kind.startswith("mo-") else {"quantization_config": PackedConfig()}
+    model, info = pretrained(tmp_path / "q", dtype=torch.bfloat16, **options)
+    assert_whole(info)
+    for layer, weight in dense.items():
+        assert torch.equal(model.get_submodule(layer).weight, weight.bfloat16()), layer
+    loaded = fp4pass.load(tmp_path / "q")
+    assert_same_bits(model, loaded)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, loaded(IDS).logits)
 
 
 def test_stacks_of_gpt_oss_stay_packed(tmp_path: Path) -> None:

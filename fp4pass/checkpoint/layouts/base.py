@@ -229,18 +229,6 @@ class Layout:
                     "Load this checkpoint with the library that wrote it."
                 )
 
-    def scaled(self, declared: Mapping[str, Any], shapes: Shapes) -> dict[str, str]:
-        """Return the dense weights that are stored with scales, each with the name of these.
-
-        Raises:
-            UnreadError: scales are missing, or of another kind.
-        """
-        return {}
-
-    def unscaled(self, weight: Tensor, scale: Tensor, declared: Mapping[str, Any]) -> Tensor:
-        """Return the dense weight of one of `scaled`."""
-        return weight
-
     def cache_config(self, cache: str | None) -> dict[str, Any]:
         """Return the `kv_cache_scheme` of a key-value cache, by its format, {} without a cache.
 

@@ -8,31 +8,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, UnreadError
+from ...errors import CheckpointError, UnreadError, expected
 from ...linear import PACKED, SCALE
-from ...sources.files import Shapes
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
 
-# The bits of codes and scales are those of other layouts, under these dtypes.
-_DTYPES = {PACKED: torch.int8, SCALE: torch.float8_e8m0fnu}
+_FP8 = torch.float8_e4m3fn
 
-# The blocks of weights in FP8 that share a scale, unless the config says otherwise.
-_BLOCK = (128, 128)
+# The rows and columns of a block of it.
+_BLOCK = [128, 128]
 
 
 @register_layout
 class DeepSeek(Layout):
-    """`weight` in int8 and `scale` in E8M0 beside it, for each expert.
+    """`weight` and `scale` beside it: experts in int8 for two codes of mxfp4, the others in E4M3.
 
-    Linear layers beside the experts are in E4M3 with a power of two for each block, whose product
-    is exact in bfloat16: they are read as dense. Written are dense ones.
+    All scales are powers of two in E8M0, those of blocks in FP8 too.
     """
 
     name = "deepseek-v4"
     parts: ClassVar[Mapping[str, str]] = {PACKED: "weight", SCALE: "scale"}
-    formats = ("mxfp4",)
+    formats = ("mxfp4", "fp8_block")
     dtypes: ClassVar[Mapping[str, str]] = {PACKED: "I8", SCALE: "F8_E8M0"}
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
@@ -42,7 +39,7 @@ class DeepSeek(Layout):
             "fmt": "e4m3",
             "scale_fmt": "ue8m0",
             "activation_scheme": "dynamic",
-            "weight_block_size": list(_BLOCK),
+            "weight_block_size": _BLOCK,
             "expert_dtype": "fp4",
             "modules_to_not_convert": as_globs(ignore),
         }
@@ -52,8 +49,16 @@ class DeepSeek(Layout):
         return declared.get("quant_method") == "fp8" and declared.get("expert_dtype") == "fp4"
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
-        """Return the only scheme."""
-        return Scheme("mxfp4", weight_only=True, block=32)
+        """Return the scheme of experts, or that of all others."""
+        if _is_expert(name):
+            return Scheme("mxfp4", weight_only=True, block=32)
+        block = declared.get("weight_block_size") or _BLOCK
+        if list(block) != _BLOCK:
+            raise UnreadError(
+                f"{name}: {expected('weight_block_size', _BLOCK, block)} Load the folder with the "
+                "library that wrote it."
+            )
+        return Scheme("fp8_block", weight_only=False)
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense."""
@@ -62,46 +67,41 @@ class DeepSeek(Layout):
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
         found = super().problem(layer)
-        return found or ("" if layer.config.weight_only else f"{layer.fmt.key} with 4-bit inputs")
+        if not found and layer.config.weight_only != (layer.fmt.key == "mxfp4"):
+            found = f"{layer.config.scheme}, only for mxfp4a16 and fp8_block"
+        return found
 
     def encode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a buffer of a layer as it is stored."""
-        return tensor.view(_DTYPES[part])
+        if part == PACKED:
+            return tensor.view(torch.int8) if layer.fmt.key == "mxfp4" else tensor.view(_FP8)
+        if layer.fmt.key == "mxfp4":
+            return tensor.view(torch.float8_e8m0fnu)
+        stored = tensor.to(torch.float8_e8m0fnu)
+        if not torch.equal(stored.float(), tensor):
+            raise CheckpointError(
+                f"{self.name} has powers of two for scales in FP8, and those of this model are "
+                "none. Choose layout='compressed-tensors'."
+            )
+        return stored
 
     def decode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a buffer of a layer of what is stored: the inverse of `encode`."""
+        if part == SCALE and layer.fmt.key != "mxfp4":
+            return tensor.float()
         return tensor.view(torch.uint8)
 
     def require(self, layers: Mapping[str, PackedLayer]) -> None:
-        """Raise CheckpointError for what this layout has no place for, as a layer of no expert."""
+        """Raise CheckpointError for what this layout has no place for, as other experts."""
         super().require(layers)
-        for name in layers:
-            if ".experts." not in name:
+        for name, layer in layers.items():
+            if _is_expert(name) != (layer.fmt.key == "mxfp4"):
                 raise CheckpointError(
-                    f"{name}: {self.name} has no place for it; it holds experts in mxfp4, each a "
-                    "linear layer. Skip others by rules= of convert, or choose another layout."
+                    f"{name}: {self.name} has no place for it in {layer.scheme}; it holds experts, "
+                    "each a linear layer, in mxfp4a16, and others in fp8_block. Skip the others by "
+                    "rules= of convert, or choose another layout."
                 )
 
-    def scaled(self, declared: Mapping[str, Any], shapes: Shapes) -> dict[str, str]:
-        """Return the weights in FP8, each with the name of its scales."""
-        rows, columns = declared.get("weight_block_size") or _BLOCK
-        found = {}
-        for name, (shape, kind) in shapes.items():
-            if kind != "F8_E4M3" or not name.endswith(".weight"):
-                continue
-            scale = f"{name.removesuffix('weight')}scale"
-            wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
-            if shapes.get(scale) != (wanted, "F8_E8M0"):
-                raise UnreadError(
-                    f"{name}: expected {scale} beside it, F8_E8M0 {list(wanted)}, got "
-                    f"{shapes.get(scale, 'none')}. Copy the folder again, or load it with the "
-                    "library that wrote it."
-                )
-            found[name] = scale
-        return found
 
-    def unscaled(self, weight: Tensor, scale: Tensor, declared: Mapping[str, Any]) -> Tensor:
-        """Return a weight in FP8 times the scales of its blocks, in bfloat16."""
-        rows, columns = declared.get("weight_block_size") or _BLOCK
-        whole = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return (weight.float() * whole[: len(weight), : weight.shape[1]]).bfloat16()
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
