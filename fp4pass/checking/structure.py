@@ -154,10 +154,10 @@ def _fits(
 ) -> bool:
     """Note parts that are missing or do not fit; return whether the numbers can be looked at."""
     known = expected_shapes(found.layout, record)
-    names, fits = names_of(found.layout, layer), True
-    for part in known:
-        optional = part == INPUT_GLOBAL
-        if part not in held and part in names and not optional:
+    layout, fits = found.layout, True
+    names = {p: layout.tensor_name(layer, p, record.fmt) for p in known if p in layout.parts}
+    for part in names:
+        if part not in held and part != INPUT_GLOBAL:
             if PACKED not in held and part != PACKED:
                 continue
             what = f"expected {names[part]}, got none"

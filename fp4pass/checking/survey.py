@@ -260,6 +260,7 @@ def parts_of(
 ) -> dict[str, dict[str, Stored]]:
     """Return the parts of each layer that has codes or scales, or is among `layers`."""
     ends = {last: part for part, last in layout.parts.items()}
+    ends |= {last: part for part, last in layout.native_parts.items() if part != PACKED}
     found: dict[str, dict[str, Stored]] = {}
     for name, each in tensors.items():
         own = ends

@@ -32,7 +32,7 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .loading import hold_cache, join_stacks, origin
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import model_names
+from .skeleton import model_names, module_for
 from .split_stacks import stacks_in
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
@@ -103,15 +103,8 @@ class PlacedLayers:
         """Give layers their buffers on meta, which transformers moves and does not look for."""
         modules = dict(self._model.named_modules(remove_duplicate=False))
         for name, layer in self._reader.layers.items():
-            module = modules.get(name)
-            weight = None if module is None else module._parameters.get("weight")
-            if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
-                found = "a model without one" if weight is None else str(tuple(weight.shape))
-                raise CheckpointError(
-                    f"{name}: expected a linear layer with a weight of {layer.dense_shape}, as "
-                    f"{self._reader.folder} has, got {found}. Load it with the class that "
-                    "config.json names."
-                )
+            advice = "Load it with the class that config.json names."
+            module = module_for(modules, self._reader, name, advice)
             parts = {part: tensors.get(join(name, part)) for part in BUFFERS}
             meta = {part: None if t is None else t.to("meta") for part, t in parts.items()}
             store_packed(module, meta, layer.config, transposed=layer.transposed)

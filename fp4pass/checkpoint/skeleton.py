@@ -188,6 +188,21 @@ def fit_tensors(
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 
+def module_for(
+    modules: Mapping[str, nn.Module], reader: CheckpointReader, name: str, advice: str
+) -> nn.Module:
+    """Return the module that a packed layer has its place in. Raises CheckpointError."""
+    module, layer = modules.get(name), reader.layers[name]
+    weight = None if module is None else module._parameters.get("weight")
+    if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
+        found = "a model without one" if weight is None else str(tuple(weight.shape))
+        raise CheckpointError(
+            f"{name}: expected a linear layer with a weight of {layer.dense_shape}, as "
+            f"{reader.folder} has, got {found}. {advice}"
+        )
+    return module
+
+
 def check_skeleton(
     skeleton: nn.Module,
     reader: CheckpointReader,
@@ -197,16 +212,10 @@ def check_skeleton(
     """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
     holders: set[nn.Module] = set()
     modules = dict(skeleton.named_modules(remove_duplicate=False))
-    for name, layer in reader.layers.items():
-        module = modules.get(name)
-        weight = None if module is None else module._parameters.get("weight")
-        if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
-            found = "a model without one" if weight is None else str(tuple(weight.shape))
-            raise CheckpointError(
-                f"{name}: expected a linear layer with a weight of {layer.dense_shape}, as "
-                f"{reader.folder} has, got {found}. Load into a model of the same architecture."
-            )
-        holders.add(module)
+    for name in reader.layers:
+        holders.add(
+            module_for(modules, reader, name, "Load into a model of the same architecture.")
+        )
     names = all_names(skeleton, holders)
     packed = {join(name, part) for name in names for part in BUFFERS}
     own = skeleton.state_dict()

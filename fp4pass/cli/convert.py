@@ -11,14 +11,15 @@ from ..checkpoint.transcode import transcode, transcode_targets
 from ..reporting.compare import weights_size
 from ..reporting.text import size
 from . import screen
+from .options import Overwrite, ShardSize
 
 
 def convert(
     folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     to: Annotated[str, Option(help=f"The layout: {', '.join(transcode_targets())}.")],
-    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
     as_json: screen.Json = False,
 ) -> None:
     """Write a checkpoint in another layout; codes and block scales keep their bits.

@@ -22,7 +22,7 @@ from ..methods import METHODS
 from ..sources.files import MANIFEST
 from . import screen, sources
 from .calibrating import read_examples, require_context
-from .options import Device, TrustCode
+from .options import BatchSize, Card, Device, Overwrite, Seed, SeqLen, ShardSize, TrustCode
 
 
 def merge(
@@ -59,13 +59,9 @@ def merge(
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to read.")] = 128,
-    seq_len: Annotated[
-        int | None, Option(help="Tokens of a window.", show_default="512, or the context")
-    ] = None,
-    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
-    seed: Annotated[
-        int | None, Option(help="Draw the windows at random; else they are spread evenly.")
-    ] = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = None,
     export: Annotated[
         str | None,
         Option(
@@ -76,12 +72,9 @@ def merge(
     ] = None,
     device: Device = None,
     trust_remote_code: TrustCode = False,
-    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
-    card: Annotated[
-        bool,
-        Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
-    ] = True,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+    card: Card = True,
     as_json: screen.Json = False,
 ) -> None:
     """Merge a LoRA adapter into the packed weights of a checkpoint, and say what it costs.

@@ -44,6 +44,20 @@ EachWindows = Annotated[
     int | None, Option(help="Windows of each text, spread evenly.", show_default="all")
 ]
 
+SeqLen = Annotated[
+    int | None, Option(help="Tokens of a window.", show_default="512, or the context")
+]
+BatchSize = Annotated[int, Option(help="Windows that run at once.")]
+Seed = Annotated[
+    int | None, Option(help="Draw the windows at random; else they are spread evenly.")
+]
+ShardSize = Annotated[str, Option(help="Of one file of weights.")]
+Overwrite = Annotated[bool, Option(help="Replace the checkpoint in the folder.")]
+Card = Annotated[
+    bool,
+    Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
+]
+
 # Fields whose option has another name: its values are names of schemes.
 _FLAGS = {"fmt": "scheme"}
 

@@ -38,7 +38,19 @@ from ..sources.files import MANIFEST
 from . import screen, sources
 from .budget import Asked, Budget, Schemes
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
-from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
+from .options import (
+    BatchSize,
+    Card,
+    Device,
+    Overwrite,
+    QualityName,
+    Seed,
+    SeqLen,
+    ShardSize,
+    TrustCode,
+    read_recipe,
+    with_config_options,
+)
 
 
 @with_config_options
@@ -61,10 +73,8 @@ def quantize(
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
-    seq_len: Annotated[
-        int | None, Option(help="Tokens of a window.", show_default="512, or the context")
-    ] = None,
-    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = 8,
     kv_cache: Annotated[
         str | None,
         Option(
@@ -87,9 +97,7 @@ def quantize(
             "meanwhile; for models larger than memory. Text is not needed for it."
         ),
     ] = False,
-    seed: Annotated[
-        int | None, Option(help="Draw the windows at random; else they are spread evenly.")
-    ] = None,
+    seed: Seed = None,
     export: Annotated[
         str,
         Option(
@@ -102,12 +110,9 @@ def quantize(
     ] = "auto",
     device: Device = None,
     trust_remote_code: TrustCode = False,
-    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
-    card: Annotated[
-        bool,
-        Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
-    ] = True,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+    card: Card = True,
     push_to_hub: Annotated[
         str | None,
         Option(help="Upload the folder to a repository of Hugging Face.", metavar="USER/NAME"),

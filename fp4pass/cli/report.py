@@ -21,6 +21,7 @@ from . import screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context
 from .evaluate import measure_texts, read_texts
 from .options import (
+    BatchSize,
     Device,
     EachWindows,
     QualityName,
@@ -69,7 +70,7 @@ def report(
         str | None, Option(help="Data to calibrate on.", metavar="FILE|DATASET")
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
-    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
+    batch_size: BatchSize = 8,
     device: Device = None,
     trust_remote_code: TrustCode = False,
     png: Annotated[bool, Option(help="Charts as PNG files beside, too.")] = True,

@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 
-from .._compat.transformers import (
-    held_plan,
-    register_quantization,
-    released_mesh,
-    require_transformers,
-)
+from .._compat.transformers import register_quantization, require_transformers
 from .._compat.transformers_quantizers import when_loaded
 from ..checkpoint.placing import PlacedLayers
 from ..errors import CheckpointError
-from ..quantization.restore import dequantize_model
+from .quantizer import PackedQuantizer
 
 require_transformers()
 
-from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 # The `quant_method` of configs that keep a folder packed.
@@ -77,16 +71,12 @@ class PackedConfig(QuantizationConfigMixin):
         return {"quant_method": PACKED, **self.declared}
 
 
-class PackedQuantizer(HfQuantizer):
-    """Leaves packed layers to fp4pass, and everything else to transformers.
-
-    transformers documents the methods that it calls, those with an underscore too.
-    """
+class FolderQuantizer(PackedQuantizer):
+    """Leaves packed layers to fp4pass, and everything else to transformers."""
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._placed: PlacedLayers | None = None
-        self._split: dict[str, str] | None = None
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Give the skeleton its packed layers, without memory."""
@@ -96,43 +86,17 @@ class PackedQuantizer(HfQuantizer):
                 "The checkpoint: expected a folder of packed weights in .safetensors files, got "
                 f"{files[0].name if files else 'a state dict'}. Give the folder to from_pretrained."
             )
-        self._split = held_plan(model)
+        self.hold_plan(model)
         # The skeleton is made within a context that has no memory.
         with torch.device("cpu"):
             placed = self._placed = PlacedLayers(model, files[0].parent)
         when_loaded(model, placed.fill, placed.is_packed)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def complete(self, model: Any) -> None:
         """Finish the model as `load` does."""
-        # The config of the layout takes its place, if there is one.
-        del model.config.quantization_config
         assert self._placed is not None, "transformers calls the other method first"
         self._placed.finish()
         self._placed = None
-        if self._split is not None:
-            # Importing it takes a second.
-            from ..parallel import parallelize
-
-            parallelize(model, released_mesh(model, self._split))
-        return model
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Make every packed layer dense."""
-        return dequantize_model(model, dtype)
-
-    def is_serializable(self) -> bool:
-        """Return whether save_pretrained works; the model refuses where there is no layout."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: products have a gradient for their input, so that adapters can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: torch.compile works."""
-        return True
 
 
-register_quantization(PACKED, PackedConfig, PackedQuantizer)
+register_quantization(PACKED, PackedConfig, FolderQuantizer)

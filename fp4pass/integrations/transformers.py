@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import (
-    held_plan,
     loading_operation,
     mark_loaded,
     register_quantization,
-    released_mesh,
     require_transformers,
     tied,
 )
@@ -30,16 +28,15 @@ from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import planned_row
-from ..quantization.restore import dequantize_model
 from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..rows import Row
 from ..signatures import with_options
 from ..sources.unread import require_float
+from .quantizer import PackedQuantizer
 
 require_transformers()
 
-from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 # The `quant_method` of our configs.
@@ -134,7 +131,7 @@ class _Group:
     awaited: set[str]
 
 
-class Fp4PassQuantizer(HfQuantizer):
+class Fp4PassQuantizer(PackedQuantizer):
     """Packs weights as they are read, so that only layers that share a scale are ever dense.
 
     Weights that are tied, shared or not in the checkpoint are packed when all is loaded, so that
@@ -152,7 +149,6 @@ class Fp4PassQuantizer(HfQuantizer):
         self._rows: dict[str, Row] = {}
         self._groups: dict[str, _Group] = {}
         self._bytes: dict[str, float] = {}
-        self._split: dict[str, str] | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise CheckpointError for a checkpoint that fp4pass packed."""
@@ -169,7 +165,7 @@ class Fp4PassQuantizer(HfQuantizer):
         files = [Path(each) for each in kwargs.get("checkpoint_files") or ()]
         if tensors := [each for each in files if each.suffix == ".safetensors"]:
             require_float(tensors[0].parent, tensors)
-        self._split = held_plan(model)
+        self.hold_plan(model)
         with tied(model):
             self._plan = plan_layers(model, self._recipe.config, self._recipe.rules)
             require_layers(self._plan)
@@ -247,41 +243,15 @@ class Fp4PassQuantizer(HfQuantizer):
             for members in plan.by_weight():
                 self._rows.update({row.name: row for row in quantize_weight(members)})
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def complete(self, model: Any) -> None:
         """Pack the remaining weights, and finish the model as `convert` does."""
         self._plan = self._without_new(model)
         self._convert([layer for layer in self._plan.layers if layer.name not in self._rows])
         entries = self._plan.entries
         rows = [self._rows.get(entry.name) or planned_row(entry) for entry in entries]
-        # The config of the layout takes its place, if there is one.
-        del model.config.quantization_config
         recipe = self._recipe
         finish(model, {**plain(recipe.config.options()), "rules": plain(recipe.rules)}, rows)
-        if self._split is not None:
-            # Importing it takes a second.
-            from ..parallel import parallelize
-
-            parallelize(model, released_mesh(model, self._split))
         self._forget()
-        return model
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Make every converted layer dense again, with its rounded weight."""
-        return dequantize_model(model, dtype)
-
-    def is_serializable(self) -> bool:
-        """Return whether save_pretrained works; the model refuses where there is no layout."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: products have a gradient for their input, so that adapters can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: torch.compile works."""
-        return True
 
 
 def _arrives_once(model: Any, layer: LayerPlan, names: Sequence[str]) -> bool:

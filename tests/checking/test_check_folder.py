@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import fp8_folders
 import pytest
 import torch
 from commands import run, run_json
@@ -184,6 +185,26 @@ def test_numbers_of_8_bits(tmp_path: Path) -> None:
     found = {each.where: each.kind for each in check_folder(folder, progress=False).findings}
     assert found[name] == "codes-nan"
     assert found["model.layers.0.self_attn.k_scale"] == "cache-scale"
+
+
+@pytest.mark.parametrize("kind", fp8_folders.KINDS)
+def test_folders_in_fp8_of_others(kind: str, tmp_path: Path) -> None:
+    """Every layer is judged, and the one scale of inputs where there is one."""
+    folder = tmp_path / "q"
+    dense = fp8_folders.make(fp8_folders.dense_model(256), folder, kind)
+    found = check_folder(folder, progress=False)
+    assert found.layers == len(dense) and not found.not_judged
+    # gate and up in nvfp4 have a global scale each in these.
+    wanted = {"tokenizer-missing"} | ({"fused-scales"} if "mixed" in kind else set())
+    assert {each.kind for each in found.findings} == wanted
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.q_proj.input_scale"
+    if name in tensors:
+        tensors[name] = tensors[name] * 0
+        save_file(tensors, path, metadata={"format": "pt"})
+        kinds = {each.where: each.kind for each in check_folder(folder, progress=False).findings}
+        assert kinds[name] == "input-bad"
 
 
 def test_checksums_are_not_mended_away(good: Good, tmp_path: Path) -> None:
