@@ -15,8 +15,9 @@ from fp4pass.signatures import described as with_options
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A file, or a section of one, that a page includes; and a name of which it shows the docstring.
+# A page includes a file, or a section of one.
 INCLUDE = re.compile(r'^( *)-+8<-+ "([^":]+)(?::(\w+))?"$', re.MULTILINE)
+# A page shows the docstring of a name.
 DOCSTRING = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 # The pages of a build by their paths, as Markdown.

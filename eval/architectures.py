@@ -1,4 +1,4 @@
-"""What becomes of every type of model of transformers: what is packed, skipped, and who reads it.
+"""For every type of model of transformers: what is packed, what is skipped, who reads it.
 
     python -m eval.architectures --json eval/results/architectures.json
 

@@ -53,8 +53,8 @@ QUALITIES: dict[str, Quality] = {
     "good": Quality({"method": Hessian()}, smoothing=0.5, tokens=1 << 15),
     "best": Quality(
         {"method": Gptq(target="cross")},
-        # The error of rounded inputs is no error of the layers before: a target that takes it for
-        # one shrinks the weights.
+        # Part of the input error is the rounding of the layer's own inputs. A target that corrects
+        # it too shrinks the weights.
         input_options={
             "method": Gptq(target="cross", target_damping=2.0),
             "activation_scales": "sse",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import native
 import torch
 from mixtures import build
 from mixtures import logits as run_mixture
@@ -16,9 +17,6 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY, change_json, converted, language_model, linears, tokens
 
 import fp4pass
-from fp4pass.core.formats import get_format
-from fp4pass.core.packing import pack_codes
-from fp4pass.kernels.common.rounding import round_to_codes_
 
 WEIGHTS = "model.safetensors"
 
@@ -124,40 +122,7 @@ def modelopt(folder: Path) -> Path:
 
 def gpt_oss(folder: Path) -> Path:
     """Stacked experts in blocks, with the router and attention dense; in two files."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=2000,
-        layer_types=["full_attention", "sliding_attention"],
-        pad_token_id=0,
-    )
-    transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
-    tensors, fmt = load_file(folder / WEIGHTS), get_format("mxfp4")
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        rows = tensors.pop(name).mT.float().unflatten(-1, (-1, 32))
-        exponent = rows.abs().amax(-1).log2().floor() - 2
-        codes = round_to_codes_(rows / exponent.exp2().unsqueeze(-1), fmt.element)
-        tensors[f"{name}_blocks"] = pack_codes(codes.to(torch.uint8))
-        tensors[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS)
-
-    def say(config: dict[str, Any]) -> None:
-        dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
-        config["quantization_config"] = {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [*dense, "lm_head"],
-        }
-
-    change_json(folder / "config.json", say)
+    native.gpt_oss(folder)
     split(folder)
     return _tokenizer(folder)
 

@@ -114,3 +114,36 @@ def _published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return name
 
     return {published(name): tensor for name, tensor in tensors.items()}
+
+
+def gpt_oss(folder: Path, packed: bool = True) -> Any:
+    """Write a tiny gpt-oss with packed or float stacks of experts; return the model."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=2000,
+        layer_types=["full_attention", "sliding_attention"],
+        pad_token_id=0,
+    )
+    model = transformers.GptOssForCausalLM(config).bfloat16().eval()
+    model.save_pretrained(folder)
+    if not packed:
+        return model
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        codes, tensors[f"{name}_scales"], _ = mxfp4(tensors.pop(name).mT)
+        tensors[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    kept = {"quant_method": "mxfp4", "modules_to_not_convert": [*dense, "lm_head"]}
+    change_config(folder, quantization_config=kept)
+    return model

@@ -51,11 +51,11 @@ def schemes_of(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
         if base not in known_schemes():
             raise unknown_name("schemes: Scheme", name, [*known_schemes(), *_FLOATS])
         scheme_fields(name)
-    keeps_float = len(quantizing) < len(set(schemes)) or any(s in _FLOATS for s in schemes)
+    keeps_float = any(each in _FLOATS for each in schemes)
     if not quantizing or len(quantizing) + keeps_float < 2:
         got = ", ".join(map(str, schemes)) or "none"
         raise OptionError(
-            f"{expected('schemes', 'two or more, one of which quantizes', got)} Add 'bf16' to "
+            f"{expected('schemes', 'two or more, at least one that quantizes', got)} Add 'bf16' to "
             "leave layers as they are, or call convert for a single scheme."
         )
     return quantizing, keeps_float
@@ -77,7 +77,7 @@ def options_of(method: object, quality: str | None, options: Mapping[str, Any]) 
 
 
 def settled(rules: Sequence[Rule], config: LinearConfig) -> tuple[Rule, ...]:
-    """Return rules, of which those that name a format also say whether inputs are quantized."""
+    """Return rules; those that name a format also say whether inputs are quantized."""
 
     def with_inputs(options: Any) -> Any:
         if options is None or "fmt" not in options:

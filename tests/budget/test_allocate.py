@@ -304,7 +304,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
     "too large": ({"bits": 33}, OptionError, "nothing is to be quantized. Give fewer"),
     "unknown": ({"bits": 5, "schemes": ("nvfp5", "bf16")}, OptionError, "Did you mean 'nvfp4'"),
     "one": ({"bits": 5, "schemes": ("nvfp4a16",)}, OptionError, "Add 'bf16' to leave layers"),
-    "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "one of which quantizes"),
+    "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "at least one that quantizes"),
     "a word": ({"bits": 5, "schemes": "nvfp4a16"}, OptionError, "expected a list of names"),
     "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt"),
     "two methods": (

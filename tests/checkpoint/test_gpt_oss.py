@@ -9,54 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from native import gpt_oss
+from safetensors.torch import load_file
 from small_models import assert_same_bits, bits, change, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
-from fp4pass.core.formats import get_format
-from fp4pass.core.packing import pack_codes
 from fp4pass.errors import CheckpointError
-from fp4pass.kernels.common.rounding import round_to_codes_
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
-
-
-def gpt_oss(folder: Path, packed: bool = True) -> Any:
-    """A tiny model with the experts of gpt-oss, on disk packed or not; returns the model."""
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=2000,
-        layer_types=["full_attention", "sliding_attention"],
-        pad_token_id=0,
-    )
-    model = transformers.GptOssForCausalLM(config).bfloat16().eval()
-    model.save_pretrained(folder)
-    if not packed:
-        return model
-    tensors = load_file(folder / "model.safetensors")
-    fmt = get_format("mxfp4")
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        rows = tensors.pop(name).mT.float().unflatten(-1, (-1, 32))
-        exponent = rows.abs().amax(-1).log2().floor() - 2
-        codes = round_to_codes_(rows / exponent.exp2().unsqueeze(-1), fmt.element)
-        tensors[f"{name}_blocks"] = pack_codes(codes.to(torch.uint8))
-        tensors[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    data["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    path.write_text(json.dumps(data))
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -232,9 +232,7 @@ def test_layers_in_fp8_stay_packed(kind: str, tmp_path: Path) -> None:
 
 
 def test_stacks_of_gpt_oss_stay_packed(tmp_path: Path) -> None:
-    from checkpoint.test_gpt_oss import gpt_oss
-
-    gpt_oss(tmp_path / "q")
+    native.gpt_oss(tmp_path / "q")
     model, info = pretrained(
         tmp_path / "q", dtype=torch.bfloat16, quantization_config=PackedConfig()
     )

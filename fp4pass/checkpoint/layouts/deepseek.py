@@ -54,10 +54,8 @@ class DeepSeek(Layout):
             return Scheme("mxfp4", weight_only=True, block=32)
         block = declared.get("weight_block_size") or _BLOCK
         if list(block) != _BLOCK:
-            raise UnreadError(
-                f"{name}: {expected('weight_block_size', _BLOCK, block)} Load the folder with the "
-                "library that wrote it."
-            )
+            wanted = expected("weight_block_size", str(_BLOCK), str(block))
+            raise UnreadError(f"{name}: {wanted} Load the folder with the library that wrote it.")
         return Scheme("fp8_block", weight_only=False)
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
