@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ._compat.diffusers import is_diffusers
 from ._compat.transformers import saves_adapters, saving_model, saving_owner
 from ._compat.transformers_heads import is_pretrained
 from .distributed import is_sharded
@@ -174,14 +175,15 @@ def refuse_foreign(layer: nn.Module, prefix: str) -> None:
     """Raise StateError where `save_pretrained` of another library is about to write packed buffers.
 
     It would not say how they are packed, and its file would not load. Layers of a model of
-    transformers that says it may be asked for by a library that wraps the model.
+    transformers or diffusers that says it may be asked for, also by a library that wraps the model.
     """
     owner = None if ASKED.get() else saving_owner()
     if owner is None:
         return
     parts = owner.modules() if isinstance(owner, nn.Module) else ()
     for part in parts:
-        config = getattr(part, "config", None) if is_pretrained(part) else None
+        is_known = is_pretrained(part) or is_diffusers(part)
+        config = getattr(part, "config", None) if is_known else None
         if getattr(config, "quantization_config", None) is not None and layer in part.modules():
             return
     kind = type(owner).__name__

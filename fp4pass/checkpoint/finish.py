@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._compat.diffusers import is_diffusers
 from .._compat.transformers import own_config, saves_adapters, saving_model, untie
+from .._compat.transformers_heads import is_pretrained
 from ..errors import CheckpointError
 from ..experts import finalize_stacks
 from ..graph.inductor import install_passes
@@ -26,6 +29,7 @@ from ..rows import Refined, Report, Row
 from ..sources.beside import beyond_model
 from ..sources.unread import require_writable
 from ..state import ModelState, forget_state, get_state, has_adapters, set_state
+from .in_config import declare_layers
 from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
@@ -102,7 +106,15 @@ def finish(
 
 def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
-    if not is_transformers(root) or not hasattr(root, "save_pretrained") or has_adapters(root):
+    if has_adapters(root):
+        return
+    if is_diffusers(root):
+        declare_layers(root, state)
+        return
+    if not is_pretrained(root):
+        _enable_in_parts(root, state)
+        return
+    if not is_transformers(root) or not hasattr(root, "save_pretrained"):
         return
     layout, layers, refused = get_layout(_LAYOUT), describe_layers(root, state), ""
     try:
@@ -125,6 +137,25 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]
     config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
+
+
+def _enable_in_parts(root: nn.Module, state: ModelState) -> None:
+    """Let models of libraries inside of another be saved, as of SentenceTransformer."""
+    inside = ""
+    for name, part in list(root.named_modules()):
+        if not name or (inside and name.startswith(inside)):
+            continue
+        if not (is_pretrained(part) or is_diffusers(part)):
+            continue
+        inside = f"{name}."
+        rows = [row for row in state.report.rows if row.name.startswith(inside)]
+        own = [dataclasses.replace(row, name=row.name.removeprefix(inside)) for row in rows]
+        if any(row.config is not None for row in own):
+            own_config(part)
+            part_state = ConvertedState(state.recipe, Report(tuple(own)))
+            set_state(part, part_state)
+            _enable_save_pretrained(part, part_state)
+            enable_dequantize(part)
 
 
 def _save_pretrained(root: Any, reason: str, *args: Any, **kwargs: Any) -> Any:

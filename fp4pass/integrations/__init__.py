@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_quantizers import choose_config
 from ..experts import QUANTIZED
-from .choosing import KEPT_PACKED, choose
+from .choosing import KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
@@ -71,3 +72,6 @@ around_adapters(_around, _merge)
 
 
 choose_config(KEPT_PACKED, choose)
+
+
+register_quantizer(METHOD, read_described, diffusers_quantizer)

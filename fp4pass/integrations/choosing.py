@@ -1,12 +1,27 @@
-"""Choose which folders transformers leaves packed; it is imported without transformers."""
+"""Choose what libraries leave packed, and name it to them; imported without any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from ..checkpoint import in_config
+
 # Those that transformers reads with no library, or with one that fp4pass is not in need of.
 KEPT_PACKED = ("modelopt", "quark")
+
+
+class QuantMethod(str):
+    """The `quant_method` of a config, which diffusers reads as a member of an enumeration."""
+
+    @property
+    def value(self) -> str:
+        """The plain name."""
+        return str(self)
+
+
+# The method of `Fp4PassConfig`, and of the folders that diffusers writes.
+METHOD = QuantMethod(in_config.METHOD)
 
 
 def choose(declared: Mapping[str, Any], given: Any) -> Any:
@@ -23,3 +38,18 @@ def choose(declared: Mapping[str, Any], given: Any) -> Any:
     from .packed_folders import PackedConfig
 
     return PackedConfig.from_dict(declared)
+
+
+def read_described(declared: Mapping[str, Any]) -> Any:
+    """Return the config of a folder that diffusers wrote."""
+    # It imports diffusers, and refuses versions that were not tested.
+    from .diffusers import DescribedConfig
+
+    return DescribedConfig(declared)
+
+
+def diffusers_quantizer(config: Any, **kwargs: Any) -> Any:
+    """Return the quantizer of a config of diffusers."""
+    from .diffusers import PackedQuantizer
+
+    return PackedQuantizer(config, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .._compat.diffusers import declare, is_diffusers
 from .._compat.torch_hooks import recompile_hooked
 from .._compat.transformers import conv1d_class, forget_quantized, mark_quantized
 from .._compat.transformers_heads import is_pretrained
@@ -107,12 +108,14 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -
         for name in ("save_pretrained", _METHOD):
             module.__dict__.pop(name, None)
         forget_quantized(module)
+        if is_diffusers(module):
+            declare(module, None)
     return model
 
 
 def enable_dequantize(root: Any) -> None:
-    """Have transformers' own `dequantize` of a converted model work, and PEFT know the model."""
-    if is_pretrained(root):
+    """Have a library's own `dequantize` of a converted model work, and PEFT know the model."""
+    if is_pretrained(root) or is_diffusers(root):
         mark_quantized(root)
         # One that was quantized while it was loaded has a quantizer, which does it.
         if getattr(root, "hf_quantizer", None) is None:

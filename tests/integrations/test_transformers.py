@@ -42,6 +42,7 @@ pytest.importorskip("accelerate")
 import fp4pass.integrations.transformers
 from fp4pass.config import OPTIONS
 from fp4pass.integrations import Fp4PassConfig
+from fp4pass.integrations.as_read import PackedAsRead
 from fp4pass.integrations.transformers import Fp4PassQuantizer
 
 # PEFT asks transformers in a way that transformers warns of.
@@ -157,13 +158,13 @@ def test_every_weight_is_packed_on_its_way(
     folder_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    convert = Fp4PassQuantizer._convert
+    convert = PackedAsRead._convert
 
-    def spy(self: Fp4PassQuantizer, layers: Any) -> None:
+    def spy(self: PackedAsRead, layers: Any) -> None:
         calls.append([layer.name for layer in layers])
         convert(self, layers)
 
-    monkeypatch.setattr(Fp4PassQuantizer, "_convert", spy)
+    monkeypatch.setattr(PackedAsRead, "_convert", spy)
     model = load(folder_of(name), config=Fp4PassConfig())
     *on_the_way, after = calls
     assert after == []
@@ -211,7 +212,7 @@ def test_it_compiles_whole_and_copies(folder_of: Callable[[str], Path]) -> None:
         expected = model(tokens()).logits
         torch.testing.assert_close(compiled(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
     # Nothing of the loading is kept.
-    assert not model.hf_quantizer._plan.entries and not model.hf_quantizer._groups
+    assert model.hf_quantizer._weights is None
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])

@@ -1,0 +1,63 @@
+"""Private APIs of diffusers (0.42), imported when needed: configs of models, and registries."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from . import require_version
+from .peft_hooks import after_import
+
+# The key of config.json that says how a folder is quantized.
+_CONFIG = "quantization_config"
+
+# Makes a config of the plain values of a folder.
+ReadConfig = Callable[[Mapping[str, Any]], Any]
+
+# Makes a quantizer of a config and of whether the folder is quantized.
+MakeQuantizer = Callable[..., Any]
+
+
+def require_diffusers() -> None:
+    """Raise VersionError unless the installed diffusers is one of those that were tested."""
+    require_version("diffusers", ">=0.42,<0.43", extra="diffusers")
+
+
+def is_diffusers(model: object) -> bool:
+    """Return whether an object is a model of diffusers; that is not imported to look."""
+    modeling = sys.modules.get("diffusers.models.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.ModelMixin)
+
+
+def declare(model: Any, declared: Mapping[str, Any] | None) -> None:
+    """Set what `save_pretrained` of a model of diffusers declares, None for a float model."""
+    require_diffusers()
+    from diffusers.configuration_utils import FrozenDict
+
+    rest = {name: value for name, value in model.config.items() if name != _CONFIG}
+    model._internal_dict = FrozenDict(rest if declared is None else {**rest, _CONFIG: declared})
+
+
+def register_quantizer(method: str, read: ReadConfig, make: MakeQuantizer) -> None:
+    """Register a quantization method once diffusers is imported.
+
+    Args:
+        method: the `quant_method` of a folder.
+        read: called for a folder of this method.
+        make: called with the config and `pre_quantized=`.
+    """
+    after_import("diffusers.quantizers.auto", functools.partial(_install, method, read, make))
+
+
+def _install(method: str, read: ReadConfig, make: MakeQuantizer, auto: ModuleType) -> None:
+    class Config:
+        @classmethod
+        def from_dict(cls, declared: Mapping[str, Any]) -> Any:
+            return read(declared)
+
+    # `quant_mapping` of a pipeline compares with the classes of configs.
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Config
+    auto.AUTO_QUANTIZER_MAPPING[method] = make
