@@ -13,18 +13,21 @@ from .peft_hooks import after_import
 Choose = Callable[[Mapping[str, Any], Any], Any]
 
 
-def choose_config(methods: tuple[str, ...], choose: Choose) -> None:
+def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choose) -> None:
     """Have `from_pretrained` ask for the config of folders, once transformers is imported.
 
     Args:
-        methods: those of a `quant_method` to ask for.
+        methods: those of a `quant_method` to ask for wherever a config is read.
+        asked: those to ask for where a model is loaded alone; their configs stay transformers'.
         choose: takes what a folder declares and the `quantization_config` of the call, if there is
             one, and returns the config, None to leave the folder to transformers.
     """
-    after_import("transformers.quantizers.auto", functools.partial(_install, methods, choose))
+    after_import("transformers.quantizers.auto", functools.partial(_install, methods, asked, choose))
 
 
-def _install(methods: tuple[str, ...], choose: Choose, auto: ModuleType) -> None:
+def _install(
+    methods: tuple[str, ...], asked: tuple[str, ...], choose: Choose, auto: ModuleType
+) -> None:
     known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
     for method in methods:
         known[method] = _chosen(choose, known.get(method))
@@ -32,9 +35,9 @@ def _install(methods: tuple[str, ...], choose: Choose, auto: ModuleType) -> None
 
     @functools.wraps(merge)
     def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        own = None
-        if given is not None:
-            own = choose(declared if isinstance(declared, Mapping) else declared.to_dict(), given)
+        plain = declared if isinstance(declared, Mapping) else declared.to_dict()
+        asks = given is not None or plain.get("quant_method") in asked
+        own = choose(plain, given) if asks else None
         return merge(declared, given, *args, **kwargs) if own is None else own
 
     quantizer.merge_quantization_configs = staticmethod(merged)

@@ -19,7 +19,7 @@ from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_quantizers import choose_config
 from ..experts import QUANTIZED
-from .choosing import KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
+from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
@@ -71,7 +71,7 @@ def _merge(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
 around_adapters(_around, _merge)
 
 
-choose_config(KEPT_PACKED, choose)
+choose_config(KEPT_PACKED, ASKED, choose)
 
 
 register_quantizer(METHOD, read_described, diffusers_quantizer)

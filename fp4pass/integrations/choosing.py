@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._compat.sentence_transformers import loads_model
 from ..checkpoint import in_config
+from ..checkpoint.layouts import CompressedTensors
 
 # Those that transformers reads with no library, or with one that fp4pass is not in need of.
 KEPT_PACKED = ("modelopt", "quark")
+
+# Those that transformers reads, and that stay packed where sentence-transformers loads a model.
+ASKED = (CompressedTensors.name,)
 
 
 class QuantMethod(str):
@@ -26,7 +31,11 @@ METHOD = QuantMethod(in_config.METHOD)
 
 def choose(declared: Mapping[str, Any], given: Any) -> Any:
     """Return the config of a folder that stays packed, None for one that transformers reads."""
-    if given is None and declared.get("quant_method") == "quark":
+    if given is None and declared.get("quant_method") == CompressedTensors.name:
+        # transformers reads these, unless the model is called by another library than itself.
+        if not CompressedTensors().detect(declared) or not loads_model():
+            return None
+    elif given is None and declared.get("quant_method") == "quark":
         # Quark has formats of its own library.
         from ..checkpoint.layouts.quark import is_read
 
