@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -21,6 +22,17 @@ BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
 ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
+
+
+@contextmanager
+def asked_for() -> Iterator[None]:
+    """Give a state dict of packed layers, whoever calls."""
+    before = ASKED.set(True)
+    try:
+        yield
+    finally:
+        ASKED.reset(before)
+
 
 # The ways to capture packed layers.
 CAPTURE = (

@@ -22,7 +22,9 @@ def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choo
         choose: takes what a folder declares and the `quantization_config` of the call, if there is
             one, and returns the config, None to leave the folder to transformers.
     """
-    after_import("transformers.quantizers.auto", functools.partial(_install, methods, asked, choose))
+    after_import(
+        "transformers.quantizers.auto", functools.partial(_install, methods, asked, choose)
+    )
 
 
 def _install(

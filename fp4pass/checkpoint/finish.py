@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..observers.inputs import quantizes_input, share_inputs
 from ..observers.kv_cache import enable_cache
+from ..packed_state import asked_for
 from ..quantization.adapters import parents
 from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
@@ -42,6 +42,7 @@ from .model_layers import (
     require_static_scales,
 )
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
+from .save_method import SaveMethod
 from .skeleton import require_made_by_config
 
 # The layout whose names the buffers have in memory.
@@ -128,7 +129,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     ignore = ignored_names(root, state)
     facts = Facts(root, layers, ignore=ignore, refused=refused)
     reason = problem(SAVE_PRETRAINED, facts)
-    root.__dict__["save_pretrained"] = functools.partial(_save_pretrained, root, reason)
+    root.__dict__["save_pretrained"] = SaveMethod(root, _check, reason)
     if reason:
         return
     config: Any = root.config
@@ -158,16 +159,18 @@ def _enable_in_parts(root: nn.Module, state: ModelState) -> None:
             enable_dequantize(part)
 
 
-def _save_pretrained(root: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a model, or raise CheckpointError for what others cannot load.
+def _check(root: Any, reason: str, **options: Any) -> None:
+    """Raise CheckpointError for what others cannot load.
 
-    Of a model that transformers has put adapters on it writes these alone.
+    Of a model that transformers has put adapters on `save_pretrained` writes these alone.
     """
     state = get_state(root)
-    if state is not None and not saves_adapters(root):
-        if reason:
-            raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
-        layers = describe_layers(root, state)
-        require_no_others(root, {root.get_submodule(name) for name in layers})
-        require_made_by_config(root, layers, root.state_dict())
-    return type(root).save_pretrained(root, *args, **kwargs)
+    if state is None or saves_adapters(root):
+        return
+    if reason:
+        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
+    layers = describe_layers(root, state)
+    require_no_others(root, {root.get_submodule(name) for name in layers})
+    with asked_for():
+        tensors = root.state_dict()
+    require_made_by_config(root, layers, tensors)

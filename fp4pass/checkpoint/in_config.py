@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from ..state import ModelState, get_state, has_adapters
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import describe_layers, require_no_others
 from .reader import packed_problem
+from .save_method import SaveMethod
 
 # The `quant_method` of folders that diffusers writes.
 METHOD = "fp4pass"
@@ -188,12 +188,11 @@ def declare_layers(root: nn.Module, state: ModelState) -> None:
     """Have the config of a model of diffusers describe what is packed."""
     layers = describe_layers(root, state)
     declare(root, config_of_layers(layers, state))
-    save = functools.partial(_save_described, root, _problem(layers))
-    root.__dict__["save_pretrained"] = save
+    root.__dict__["save_pretrained"] = SaveMethod(root, _check, _problem(layers))
 
 
-def _save_described(root: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a model of diffusers, or raise what to do.
+def _check(root: Any, reason: str, *, use_flashpack: bool = False, **options: Any) -> None:
+    """Raise an error unless `save_pretrained` of a model of diffusers can write it.
 
     Raises:
         CheckpointError: the config has no place for a layer, or the model has changed.
@@ -210,9 +209,8 @@ def _save_described(root: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
                 "of both. Save the adapters by model.save_lora_adapter(...), and the packed model "
                 "before they are put on."
             )
-        if kwargs.get("use_flashpack"):
+        if use_flashpack:
             wanted = "False: it casts packed weights"
             raise OptionError(expected("use_flashpack", wanted, True))
         layers = describe_layers(root, state)
         require_no_others(root, {root.get_submodule(name) for name in layers})
-    return type(root).save_pretrained(root, *args, **kwargs)

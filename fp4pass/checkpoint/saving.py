@@ -27,7 +27,7 @@ from ..hub.card import Card, Contents
 from ..hub.upload import require_repository, upload
 from ..kv_cache import KV_CACHE
 from ..observers.kv_cache import scales_apart
-from ..packed_state import ASKED, part_error
+from ..packed_state import asked_for, part_error
 from ..sources.beside import Beside, read_carried
 from ..sources.files import MANIFEST
 from ..sources.unread import require_writable
@@ -133,11 +133,8 @@ def save(
     if push_to_hub is not None:
         require_repository(push_to_hub, token)
     group.arrive()
-    asked = ASKED.set(True)
-    try:
+    with asked_for():
         tensors: Mapping[str, Any] = root.state_dict()
-    finally:
-        ASKED.reset(asked)
     group.require_equal("The model to save", digest_of([*tensors], str(target)))
     tensors = whole_tensors(group, tensors, tied_weights(root))
     with shown("save", progress), group.first_alone() as is_first:

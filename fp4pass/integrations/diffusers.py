@@ -49,6 +49,8 @@ class PackedQuantizer(DiffusersQuantizer):
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        # from_single_file does not say it.
+        self.pre_quantized = isinstance(quantization_config, DescribedConfig)
         self._on_disk: frozenset[str] = frozenset()
         self._described: DescribedLayers | None = None
         self._weights: PackedAsRead | None = None
@@ -120,11 +122,8 @@ class PackedQuantizer(DiffusersQuantizer):
             recipe, rows = self._described.finish()
             finish(model, recipe, rows)
         elif self._weights is not None:
-            empty = [
-                layer.name
-                for layer in self._weights.remaining()
-                if current_weight(layer.module).is_meta
-            ]
+            weights = {each.name: current_weight(each.module) for each in self._weights.remaining()}
+            empty = [name for name, each in weights.items() if each is None or each.is_meta]
             if empty:
                 raise CheckpointError(
                     f"The folder has no weights of {some(empty)}, which cannot be packed. Give "
@@ -132,6 +131,8 @@ class PackedQuantizer(DiffusersQuantizer):
                 )
             self._weights.complete(model)
         self._described = self._weights = None
+        # Of others it refuses casts; packed buffers are never cast.
+        del model.is_quantized
         return model
 
     def dequantize(self, model: Any) -> Any:
