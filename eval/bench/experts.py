@@ -173,7 +173,7 @@ def layer(
         floor = max(chosen * products * bits / 8 / BYTES_PER_US, flops / FLOPS_PER_US)
         bench.measure(f"{shape.name}/{kind}/{routing}/T={tokens}", by, floor, calls, check)
 
-    bits, stored = fmt.bits_per_weight, [each.stored for each in weights]
+    bits, stored = fmt.bits_per_weight((1, fmt.block)), [each.stored for each in weights]
     measure(fmt.name, OURS, bits, lambda x, i, r: compiled(forward)(x, i, r, *stored))
     if fmt.name != "nvfp4":
         return

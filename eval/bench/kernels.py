@@ -1,7 +1,12 @@
-"""Kernels on a GPU: the time of each, beside its floor, cuBLAS and what one could install.
+r"""Kernels on a GPU: the time of each, beside its floor, cuBLAS and what one could install.
 
     python -m eval.bench.kernels [--json FILE] [--rows GLOB] [--peer-seconds S] [--tiny]
     python -m eval.bench.kernels --plot docs/linear-time.png --table docs/performance.md
+
+The layers of a FLUX transformer, at the rows of an image of 1,024 x 1,024 pixels:
+
+    python -m eval.bench.kernels --rows '*/M=*' --tokens 4096 \
+        --shapes 3072x3072 12288x3072 3072x12288 3072x15360 --json eval/results/diffusion.json
 
 All go through the operators, as a converted model does. Search: the median of calls before each of
 which L2 is emptied, as Triton's `do_bench` does, but for longer than the host needs for a call, so
@@ -69,6 +74,14 @@ OURS, DENSE, CUBLAS = "fp4pass", "dequantize + cuBLAS", "cuBLAS bf16"
 def main() -> None:
     parser = parser_for(__doc__, "kernels-h200.json")
     parser.add_argument("--rows", default="*", help="only rows whose name matches, as w4a16/*/M=1")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=shape_of,
+        default=LINEAR_SHAPES,
+        help="N x K of linears",
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="rows of inputs")
     parser.add_argument("--peer-seconds", type=float, default=150, help="for all peers' linears")
     parser.add_argument("--plot", type=Path, help="draw the file to this PNG")
     args = parser.parse_args()
@@ -80,6 +93,11 @@ def main() -> None:
     with torch.no_grad():
         for group in (searches, observing, activations, dequantization, linears, peer_linears):
             bench.run(group)
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    n, k = text.split("x")
+    return int(n), int(k)
 
 
 class Bench:
@@ -184,7 +202,7 @@ def searches(bench: Bench) -> None:
             fmt = get_format(key)
             g = fmt.global_scale_for(weight.abs().amax().item())
             given = hessian if objective == "hessian" else None
-            floor = weight.numel() * (2 + fmt.bits_per_weight / 8) / BYTES_PER_US
+            floor = weight.numel() * (2 + fmt.bits_per_weight(weight.shape) / 8) / BYTES_PER_US
             bench.measure(
                 name,
                 OURS,
@@ -262,7 +280,7 @@ def activations(bench: Bench) -> None:
     inputs = [x.clone() for _ in range(rotated(x.nbytes))]
     some = slice(None, None, max(1, shape[0] // 256))
     divisor = divisor_of(x, fmt)
-    floor = (x.nbytes + x.numel() * fmt.bits_per_weight / 8) / BYTES_PER_US
+    floor = (x.nbytes + x.numel() * fmt.bits_per_weight(x.shape) / 8) / BYTES_PER_US
     wanted = quantize_ref(x[some], divisor, fmt)
     least = squared_error(*quantize_ref(x[some], divisor, fmt, "sse"), divisor, x[some], fmt)
 
@@ -359,16 +377,16 @@ def linear_floor(shape: tuple[int, int], tokens: int) -> float:
 
 
 def wanted_shapes(bench: Bench, kinds: Sequence[str]) -> Iterator[tuple[tuple[int, int], str]]:
-    for shape in LINEAR_SHAPES:
+    for shape in bench.args.shapes:
         size = f"{shape[0]}x{shape[1]}"
-        if any(bench.wants(f"{kind}/{size}/M={m}") for kind in kinds for m in TOKENS):
+        if any(bench.wants(f"{kind}/{size}/M={m}") for kind in kinds for m in bench.args.tokens):
             yield shape, size
 
 
-def inputs_for(columns: int) -> Iterator[tuple[int, Tensor, slice]]:
+def inputs_for(columns: int, rows: Sequence[int]) -> Iterator[tuple[int, Tensor, slice]]:
     """Yield the input of every M, and which of its rows are compared."""
-    x = activations_like((8192, columns))
-    for tokens in TOKENS:
+    x = activations_like((max(8192, *rows), columns))
+    for tokens in rows:
         yield tokens, x[:tokens].clone(), slice(None, None, max(1, tokens // 64))
 
 
@@ -381,7 +399,7 @@ def linears(bench: Bench) -> None:
         fmt, copies = stored.fmt, stored.copies
         dense = peers.cublas(weight, rotated(weight.nbytes))
         exact = stored.dense.double().T
-        for tokens, x, some in inputs_for(shape[1]):
+        for tokens, x, some in inputs_for(shape[1], bench.args.tokens):
             fused = [lambda c=c, x=x: ops.linear(x, *c, None, "nvfp4") for c in copies]
             forced = [
                 lambda c=c, x=x: F.linear(x, ops.dequantize(*c, "nvfp4", x.dtype)) for c in copies
@@ -394,7 +412,7 @@ def linears(bench: Bench) -> None:
             if uses_fp8("fp8", tokens, shape[0]):
                 fast = [lambda c=c, x=x: ops.linear(x, *c, None, "nvfp4", "fp8") for c in copies]
                 rows.append(("fp8", OURS, fast, x[some].double() @ exact))
-            if tokens in QUANTIZED_TOKENS:
+            if tokens in QUANTIZED_TOKENS or tokens not in TOKENS:
                 divisor = divisor_of(x, fmt)
                 rounded = dequantize_ref(
                     *quantize_ref(x[some], divisor, fmt), divisor, fmt, torch.float32
@@ -440,7 +458,7 @@ def peer_linears(bench: Bench) -> None:
                     made.extend(make(weight, rotated(weight.numel() // 2)))
                 return [lambda f=f: f(x) for f in made]
 
-            for tokens, x, some in inputs_for(weight.shape[1]):
+            for tokens, x, some in inputs_for(weight.shape[1], bench.args.tokens):
                 if tokens > largest:
                     continue
                 name = f"w4a16/{size}/M={tokens}"
@@ -541,9 +559,11 @@ def page(results: Row) -> str:
             cells.append([name.replace("/", " "), floor, timed(rows[OURS]), best])
     header = ["kernel, us", "floor", "fp4pass", "best of the others"]
     lines = [*origin(results), *([table(header, cells, left=1)] if cells else [])]
-    for n, k in LINEAR_SHAPES:
+    sizes = [name.split("/")[1:] for name in found if "/M=" in name]
+    measured = {int(rows.removeprefix("M=")) for _, rows in sizes}
+    for n, k in map(shape_of, dict.fromkeys(size for size, _ in sizes)):
         cells = []
-        for m in SHOWN_TOKENS:
+        for m in sorted({*SHOWN_TOKENS, *measured.difference(TOKENS)} & measured):
             rows = {kind: found.get(f"{kind}/{n}x{k}/M={m}", {}) for _, kind, _ in COLUMNS}
             times = [timed(rows[kind].get(by, {})) for _, kind, by in COLUMNS]
             floor, best = number(linear_floor((n, k), m)), named(best_peer(rows["w4a16"]))
