@@ -201,7 +201,9 @@ def unwrap(model: nn.Module, *others: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         hint = ""
-        if any(isinstance(other, nn.Module) for other in others):
+        if isinstance(getattr(model, "components", None), dict):
+            hint = " Give one model of a pipeline, as pipeline.transformer."
+        elif any(isinstance(other, nn.Module) for other in others):
             hint = " Give the model as the first argument."
         elif isinstance(model, str | os.PathLike):
             hint = (

@@ -121,6 +121,11 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
             f"{folder} is not quantized: it has {without}. Load it with transformers."
             f"{interrupted(folder, MANIFEST)}"
         )
+    if "_class_name" in config:
+        kind = config["_class_name"]
+        raise UnreadError(
+            f"{folder} is a folder of diffusers: load it with {kind}.from_pretrained(folder)."
+        )
     layout = layout_of(declared, folder)
     files = find_shards(folder, layout.weights)
     stamps = stamps_of({*files.values()})

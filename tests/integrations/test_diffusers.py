@@ -1,0 +1,407 @@
+"""Models of diffusers: converted, saved and loaded by its own methods, alone and in a pipeline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.errors import CheckpointError, OptionError, StateError, UnreadError, VersionError
+from fp4pass.integrations import Fp4PassConfig, PackedConfig
+from fp4pass.linear import QuantizedLinear
+
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
+from diffusers_models import MODELS, make, run  # noqa: E402
+
+# Of what diffusers calls in torch and in itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:diffusers"),
+    pytest.mark.filterwarnings("ignore:.*torch_dtype.*:FutureWarning"),
+]
+
+# A scheme, the dtype of the model, and whether it is calibrated.
+SCHEMES = [
+    ("nvfp4a16", torch.float32, False),
+    ("mxfp4a16", torch.bfloat16, False),
+    ("nvfp4", torch.bfloat16, True),
+    ("fp8", torch.bfloat16, False),
+]
+
+
+def float_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    model, _ = make(name)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def packed(
+    name: str, fmt: str = "nvfp4a16", *, folder: Path | None = None, rules: Any = (), **options: Any
+) -> Any:
+    model, _ = make(name)
+    if folder is not None:
+        model = type(model).from_pretrained(folder, **options)
+    return fp4pass.convert(model, fmt, "sse", rules=rules, progress=False)
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    """Classes, dtypes and every bit of two models."""
+    x, y = a.state_dict(), b.state_dict()
+    assert x.keys() == y.keys()
+    for name, tensor in x.items():
+        assert (tensor.dtype, tensor.shape) == (y[name].dtype, y[name].shape), name
+        assert torch.equal(bits(tensor), bits(y[name])), name
+    for (name, one), other in zip(a.named_modules(), b.modules(), strict=True):
+        assert type(one) is type(other), name
+        assert getattr(one, "weight_dtype", None) == getattr(other, "weight_dtype", None), name
+        assert getattr(one, "config", None) == getattr(other, "config", None) or one is a, name
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_linear_is_packed_and_computes_as_dense(name: str) -> None:
+    model, call = make(name)
+    linears = {n for n, each in model.named_modules() if isinstance(each, nn.Linear)}
+    before = run(model, call)
+    fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+    report = fp4pass.report(model)
+    assert {row.name for row in report.converted} == linears
+    assert all(row.skip_reason and "scale_shift_table" in row.name for row in report.skipped)
+    after = run(model, call)
+    # Sums in float32 of the same products, in another order.
+    dense = fp4pass.dequantize(model)
+    torch.testing.assert_close(after, run(dense, call), rtol=1e-4, atol=1e-5)
+    assert 0 < (after - before).norm() < 0.3 * before.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_and_load_by_its_own_methods(name: str, tmp_path: Path) -> None:
+    model = packed(name)
+    _, call = make(name)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len([*(tmp_path / "sharded").glob("*.safetensors")]) > 1
+    for folder in ("whole", "sharded"):
+        loaded = type(model).from_pretrained(tmp_path / folder)
+        assert_same(loaded, model)
+        assert torch.equal(run(loaded, call), run(model, call))
+        one, two = fp4pass.report(loaded), fp4pass.report(model)
+        assert [(row.name, row.shape, row.bits) for row in one.rows] == [
+            (row.name, row.shape, row.bits) for row in two.rows
+        ]
+        assert [row.skip_reason for row in one.skipped] == [row.skip_reason for row in two.skipped]
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "calibrated"), SCHEMES)
+def test_every_scheme_comes_back(
+    fmt: str, dtype: torch.dtype, calibrated: bool, tmp_path: Path
+) -> None:
+    """Wan has layers in float32 beside those in the dtype of the model."""
+    _, call = make("wan", dtype)
+    float_folder("wan", tmp_path / "float")
+    kind = diffusers.WanTransformer3DModel
+    model = kind.from_pretrained(tmp_path / "float", dtype=dtype)
+    if calibrated:
+        fp4pass.prepare(model, "sse")
+        fp4pass.calibrate(model, [call], progress=False)
+    fp4pass.convert(model, fmt, "sse", progress=False)
+    kinds = {each.weight_dtype for each in model.modules() if isinstance(each, QuantizedLinear)}
+    assert kinds == {torch.float32, dtype}
+    model.save_pretrained(tmp_path / "packed")
+    loaded = kind.from_pretrained(tmp_path / "packed", dtype=dtype)
+    assert_same(loaded, model)
+    assert torch.equal(run(loaded, call), run(model, call))
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same(kind.from_pretrained(tmp_path / "again", dtype=dtype), model)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    first = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["quantization_config"] == first["quantization_config"]
+
+
+@pytest.mark.parametrize("shards", ["10GB", "20KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packing_while_loading_is_load_then_convert(
+    shards: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, _ = make("wan")
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    rules = [("blocks.0.ffn.*", {"fmt": "mxfp4"}), ("proj_out", None)]
+    config = Fp4PassConfig("nvfp4a16", rules=rules)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
+    other = packed("wan", folder=tmp_path, rules=rules, dtype=dtype)
+    assert_same(loaded, other)
+    assert fp4pass.report(loaded) == fp4pass.report(other)
+    loaded.save_pretrained(tmp_path / "packed")
+    assert_same(type(model).from_pretrained(tmp_path / "packed", dtype=dtype), other)
+
+
+def test_weights_are_packed_on_their_way(tmp_path: Path, monkeypatch: Any) -> None:
+    from fp4pass.integrations.as_read import PackedAsRead
+
+    left: list[int] = []
+    complete = PackedAsRead.complete
+    monkeypatch.setattr(
+        PackedAsRead,
+        "complete",
+        lambda self, model: (left.append(len(self.remaining())), complete(self, model))[1],
+    )
+    folder = float_folder("flux", tmp_path)
+    diffusers.FluxTransformer2DModel.from_pretrained(folder, quantization_config=Fp4PassConfig())
+    assert left == [0]
+
+
+def test_it_is_dense_again(tmp_path: Path) -> None:
+    model = packed("sd3")
+    model.save_pretrained(tmp_path / "packed")
+    loaded = type(model).from_pretrained(tmp_path / "packed")
+    for each in (model, loaded):
+        each.dequantize()
+        assert not any(isinstance(part, QuantizedLinear) for part in each.modules())
+        each.save_pretrained(tmp_path / "dense")
+        assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
+        assert_same(type(model).from_pretrained(tmp_path / "dense"), each)
+    assert_same(model, loaded)
+
+
+def test_it_is_cast_as_a_converted_model(tmp_path: Path) -> None:
+    model = packed("sd3")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).to(torch.bfloat16)
+    assert_same(loaded, model.to(torch.bfloat16))
+
+
+def test_a_block_compiles_whole() -> None:
+    model = packed("sd3")
+    _, call = make("sd3")
+    expected = run(model, call)
+    for block in model.transformer_blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(model, call), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan"])
+def test_repeated_blocks_compile(name: str) -> None:
+    """As diffusers compiles."""
+    model = packed(name)
+    _, call = make(name)
+    expected = run(model, call)
+    model.compile_repeated_blocks(fullgraph=True)
+    torch.testing.assert_close(run(model, call), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_go_on_and_off(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = packed("flux")
+    _, call = make("flux")
+    before = run(model, call)
+    config = peft.LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    model.add_adapter(config)
+    adapted = run(model, call)
+    assert not torch.equal(adapted, before)
+    with pytest.raises(StateError, match=r"save_lora_adapter"):
+        model.save_pretrained(tmp_path / "both")
+    model.save_lora_adapter(tmp_path / "lora")
+    model.unload_lora()
+    assert torch.equal(run(model, call), before)
+    model.save_pretrained(tmp_path / "packed")
+    loaded = type(model).from_pretrained(tmp_path / "packed")
+    name = "pytorch_lora_weights.safetensors"
+    loaded.load_lora_adapter(tmp_path / "lora", prefix=None, weight_name=name)
+    assert torch.equal(run(loaded, call), adapted)
+
+
+# ---- pipelines ----------------------------------------------------------------------------------
+
+NONE = dict.fromkeys(["tokenizer", "tokenizer_2", "text_encoder_2"])
+
+
+def pipeline() -> Any:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=0.3,
+    )
+    text = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    made = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae.eval(),
+        text_encoder=text.eval(),
+        transformer=make("flux")[0],
+        **NONE,
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def image(made: Any) -> Tensor:
+    made.set_progress_bar_config(disable=True)
+    _, call = make("flux")
+    return made(
+        prompt_embeds=call["encoder_hidden_states"],
+        pooled_prompt_embeds=call["pooled_projections"],
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+
+
+def test_a_pipeline_saves_and_loads_packed_models(tmp_path: Path) -> None:
+    made = pipeline()
+    # A pipeline calibrates by being run.
+    fp4pass.prepare(made.transformer, "hessian")
+    image(made)
+    fp4pass.convert(made.transformer, "nvfp4a16", progress=False)
+    fp4pass.convert(made.text_encoder, "nvfp4a16", "sse", progress=False)
+    made.save_pretrained(tmp_path, max_shard_size="20KB")
+    # The pipeline passes its options on.
+    assert len([*(tmp_path / "transformer").glob("*.safetensors")]) > 1
+    config = diffusers.PipelineQuantizationConfig(quant_mapping={"text_encoder": PackedConfig()})
+    loaded = diffusers.DiffusionPipeline.from_pretrained(
+        tmp_path, quantization_config=config, **NONE
+    )
+    assert_same(loaded.transformer, made.transformer)
+    assert_same(loaded.text_encoder, made.text_encoder)
+    assert torch.equal(image(loaded), image(made))
+    again = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")
+    assert_same(again, made.transformer)
+
+
+def test_a_pipeline_packs_while_it_loads(tmp_path: Path) -> None:
+    made = pipeline()
+    made.save_pretrained(tmp_path)
+    mapping = {"transformer": Fp4PassConfig(), "text_encoder": Fp4PassConfig()}
+    config = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
+    loaded = diffusers.FluxPipeline.from_pretrained(tmp_path, quantization_config=config, **NONE)
+    fp4pass.convert(made.transformer, "nvfp4a16", "sse", progress=False)
+    assert_same(loaded.transformer, made.transformer)
+    assert fp4pass.report(loaded.text_encoder).converted
+
+
+def test_a_pipeline_is_no_model() -> None:
+    with pytest.raises(OptionError, match=r"as pipeline\.transformer"):
+        fp4pass.convert(pipeline(), "nvfp4a16", "sse")
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def edited(folder: Path, change: Any) -> None:
+    """Change the quantization_config of a folder."""
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    change(data["quantization_config"])
+    path.write_text(json.dumps(data))
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    model = packed("sd3")
+    kind, weights = type(model), "diffusion_pytorch_model.safetensors"
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / weights)
+    name = "transformer_blocks.0.attn.to_q.weight_scale"
+
+    save_file({k: v for k, v in tensors.items() if k != name}, tmp_path / weights)
+    with pytest.raises(CheckpointError, match=r"lacks .*to_q\.weight_scale.*Copy it again"):
+        kind.from_pretrained(tmp_path)
+    save_file({**tensors, name: tensors[name][:, :1]}, tmp_path / weights)
+    with pytest.raises(CheckpointError, match=r"to_q\.weight_scale: expected \(64, 4\)"):
+        kind.from_pretrained(tmp_path)
+    save_file(
+        {**tensors, name: torch.full((64, 4), torch.nan).to(torch.float8_e4m3fn)},
+        tmp_path / weights,
+    )
+    with pytest.raises(CheckpointError, match=r"to_q\.weight_scale: it holds NaN"):
+        kind.from_pretrained(tmp_path)
+    save_file(tensors, tmp_path / weights)
+
+    edited(tmp_path, lambda declared: declared["schemes"][0]["layers"].append("pos_embed"))
+    with pytest.raises(CheckpointError, match=r"pos_embed: expected a linear layer.*PatchEmbed"):
+        kind.from_pretrained(tmp_path)
+    edited(tmp_path, lambda declared: declared.pop("schemes"))
+    with pytest.raises(CheckpointError, match=r"KeyError\('schemes'\)\. Copy the folder again"):
+        kind.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    model = packed("sd3")
+    with pytest.raises(OptionError, match=r"use_flashpack: expected False"):
+        model.save_pretrained(tmp_path, use_flashpack=True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"device_map: .*'disk'"):
+        type(model).from_pretrained(tmp_path, device_map={"": "disk"})
+    with pytest.raises(UnreadError, match=r"SD3Transformer2DModel\.from_pretrained"):
+        fp4pass.load(tmp_path, model=make("sd3")[0])
+    with pytest.raises(OptionError, match="calibration data"):
+        type(model).from_pretrained(tmp_path, quantization_config=Fp4PassConfig(method="hessian"))
+    model.transformer_blocks[0].attn.to_q = nn.Linear(64, 64)
+    with pytest.raises(CheckpointError, match=r"to_q: the model has changed"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_part_that_is_converted_is_refused(tmp_path: Path) -> None:
+    model, _ = make("sd3")
+    fp4pass.convert(model.transformer_blocks, "nvfp4a16", "sse", progress=False)
+    with pytest.raises(StateError, match="save_pretrained of SD3Transformer2DModel would write"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_weight_cannot_be_packed(tmp_path: Path) -> None:
+    folder = float_folder("sd3", tmp_path)
+    path = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    del tensors["proj_out.weight"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"no weights of .*proj_out"):
+        diffusers.SD3Transformer2DModel.from_pretrained(folder, quantization_config=Fp4PassConfig())
+
+
+def test_other_versions_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
+    from fp4pass import _compat
+
+    monkeypatch.setattr(_compat, "installed_version", lambda package: "0.99")
+    with pytest.raises(VersionError, match=r"diffusers: expected version .*fp4pass\[diffusers\]"):
+        packed("sd3")
+
+
+def test_nothing_is_imported_for_it() -> None:
+    code = (
+        "import sys, fp4pass; assert 'diffusers' not in sys.modules\n"
+        "import diffusers.quantizers.auto as auto\n"
+        "assert 'fp4pass' in auto.AUTO_QUANTIZER_MAPPING\n"
+        "assert 'fp4pass.integrations.diffusers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
