@@ -169,11 +169,15 @@ class DescribedLayers:
             bits = layer.fmt.bits_per_weight(layer.shape)
             rows.append(Row(name, layer.shape, layer.config, bits))
         for reason, names in self._declared.get("skipped", {}).items():
-            rows += [Row(name, self._shape(name), skip_reason=reason) for name in names]
+            shapes = {name: self._shapes.get(self._weight(name), ()) for name in names}
+            rows += [Row(name, shape, skip_reason=reason) for name, shape in shapes.items()]
+        places = {name: i for i, name in enumerate(self._shapes)}
+        rows.sort(key=lambda row: places.get(self._weight(row.name), len(places)))
         return self._declared.get("recipe", {}), rows
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes.get(join(name, "weight")) or self._shapes.get(name) or ()
+    def _weight(self, name: str) -> str:
+        """Return the name of the parameter of a row."""
+        return name if name in self._shapes else join(name, "weight")
 
 
 def _problem(layers: Mapping[str, PackedLayer]) -> str:

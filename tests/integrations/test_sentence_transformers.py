@@ -1,0 +1,151 @@
+"""Sentence-transformers: converted models are saved and loaded by its own methods; CLIP too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fp4pass
+from fp4pass.errors import CheckpointError, StateError
+from fp4pass.integrations import Fp4PassConfig, PackedConfig
+from fp4pass.linear import QuantizedLinear
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+from sentence_transformers import SentenceTransformer  # noqa: E402
+from sentence_transformers.sentence_transformer import modules  # noqa: E402
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a the cat dog sat ran on mat home".split()
+TEXTS = ["a cat sat on the mat", "the dog ran home"]
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": len(WORDS),
+}
+
+KINDS = {
+    "bert": (transformers.BertModel, transformers.BertConfig(**SMALL)),
+    "modernbert": (
+        transformers.ModernBertModel,
+        transformers.ModernBertConfig(
+            **SMALL, pad_token_id=0, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3
+        ),
+    ),
+}
+
+
+@pytest.fixture(params=[("bert", torch.float32), ("modernbert", torch.bfloat16)], ids=str)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    name, dtype = request.param
+    cls, config = KINDS[name]
+    torch.manual_seed(0)
+    folder = tmp_path / "encoder"
+    cls(config).to(dtype).save_pretrained(folder)
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    transformers.BertTokenizerFast(vocab=vocab).save_pretrained(folder)
+    encoder = modules.Transformer(str(folder), model_kwargs={"dtype": dtype})
+    pooling = modules.Pooling(64, "mean")
+    head = modules.Dense(64, 32).to(dtype)
+    return SentenceTransformer(modules=[encoder, pooling, head, modules.Normalize()], device="cpu")
+
+
+def embeddings(model: Any) -> Tensor:
+    return model.encode(TEXTS, convert_to_tensor=True, show_progress_bar=False)
+
+
+def packed_layers(model: Any) -> list[str]:
+    return [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+
+
+def test_it_comes_back_packed(model: Any, tmp_path: Path) -> None:
+    before = embeddings(model)
+    fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+    (skipped,) = [row for row in fp4pass.report(model).skipped if row.name.startswith("2.")]
+    assert "a head" in skipped.skip_reason
+    after = embeddings(model)
+    assert torch.cosine_similarity(before, after).min() > 0.9
+    model.save_pretrained(str(tmp_path / "packed"))
+    dtype = {"dtype": before.dtype}
+    for given in ({}, {"quantization_config": PackedConfig()}):
+        loaded = SentenceTransformer(
+            str(tmp_path / "packed"), device="cpu", model_kwargs={**dtype, **given}
+        )
+        assert packed_layers(loaded) == packed_layers(model)
+        assert torch.equal(embeddings(loaded), after)
+    loaded.save_pretrained(str(tmp_path / "again"))
+    again = SentenceTransformer(str(tmp_path / "again"), device="cpu", model_kwargs=dtype)
+    assert torch.equal(embeddings(again), after)
+
+
+def test_it_is_packed_while_it_loads(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(str(tmp_path / "float"))
+    options = {"quantization_config": Fp4PassConfig(), "dtype": embeddings(model).dtype}
+    loaded = SentenceTransformer(str(tmp_path / "float"), device="cpu", model_kwargs=options)
+    fp4pass.convert(model[0], "nvfp4a16", "sse", progress=False)
+    assert packed_layers(loaded) == packed_layers(model) != []
+    assert torch.equal(embeddings(loaded), embeddings(model))
+
+
+def test_encode_calibrates_and_dequantize_undoes(model: Any, tmp_path: Path) -> None:
+    fp4pass.prepare(model, "hessian")
+    # Padding would enter the statistics of BERT's pooler.
+    model.encode(TEXTS, batch_size=1)
+    fp4pass.convert(model, "nvfp4", progress=False)
+    row = fp4pass.report(model).converted[0]
+    assert row.tokens > 0 and row.output_error is not None
+    model.save_pretrained(str(tmp_path / "packed"))
+    dtype = {"dtype": embeddings(model).dtype}
+    loaded = SentenceTransformer(str(tmp_path / "packed"), device="cpu", model_kwargs=dtype)
+    assert torch.equal(embeddings(loaded), embeddings(model))
+    fp4pass.dequantize(model)
+    model.save_pretrained(str(tmp_path / "dense"))
+    assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
+    dense = SentenceTransformer(str(tmp_path / "dense"), device="cpu", model_kwargs=dtype)
+    assert torch.equal(embeddings(dense), embeddings(model))
+
+
+def test_what_its_folder_cannot_hold_says_what_can(model: Any, tmp_path: Path) -> None:
+    fp4pass.convert(model, "nvint4a16", "sse", progress=False)
+    with pytest.raises(CheckpointError, match=r"fp4pass\.save\(model, dir\)"):
+        model.save_pretrained(str(tmp_path / "packed"))
+
+
+def test_a_head_that_a_rule_takes_is_refused(model: Any, tmp_path: Path) -> None:
+    fp4pass.convert(model, "nvfp4a16", "sse", rules=[("2.*", {})], progress=False)
+    with pytest.raises(StateError, match="linear"):
+        model.save_pretrained(str(tmp_path / "packed"))
+
+
+def test_clip_comes_back_packed(tmp_path: Path) -> None:
+    part = {**SMALL, "intermediate_size": 64}
+    text = {**part, "max_position_embeddings": 16, "bos_token_id": 2, "eos_token_id": 3}
+    vision = {**part, "image_size": 32, "patch_size": 8}
+    del vision["vocab_size"]
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
+    model = transformers.CLIPModel(config).eval()
+    call = {
+        "input_ids": torch.randint(4, 14, (2, 8)),
+        "pixel_values": torch.randn(2, 3, 32, 32),
+    }
+    fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+    assert all(row.skip_reason for row in fp4pass.report(model).skipped)
+    assert {"visual_projection", "text_projection"} <= {
+        row.name for row in fp4pass.report(model).rows
+    }
+    model.save_pretrained(tmp_path / "packed")
+    loaded = transformers.CLIPModel.from_pretrained(
+        tmp_path / "packed", quantization_config=PackedConfig()
+    )
+    assert packed_layers(loaded) == packed_layers(model) != []
+    for name in ("text_embeds", "image_embeds", "logits_per_image"):
+        with torch.no_grad():
+            assert torch.equal(getattr(loaded(**call), name), getattr(model(**call), name))
