@@ -118,6 +118,7 @@ NOT_RUN = {
     "onnxruntime.InferenceSession(": "needs onnxruntime; tests/graph/test_plain.py does",
     "fp4pass verify": "needs a folder; tests/checking and tests/cli/test_cli_verify.py do",
     "--budget": "measures for minutes; tests/cli/test_cli_budget.py does",
+    "Pipeline.from_pretrained(": "needs a pipeline; tests/integrations/test_diffusers.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 

@@ -54,6 +54,9 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
         and made["w4a4"].activation_scales == "sse"
         and not made["w4a4"].weight_only
     ),
+    "embeddings": lambda made: (
+        made["same"] and torch.equal(*made["scores"]) and 0.9 < made["cosine"] < 1
+    ),
     "five_minutes": lambda made: (
         0 < made["after"].kl < 0.02 and made["ids"].shape[1] > made["prompt"].input_ids.shape[1]
     ),
@@ -62,6 +65,12 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
     ),
     "from_llm_compressor": lambda made: made["same"],
     "from_qwantize": lambda made: made["after"]["output_error"] < made["before"]["output_error"],
+    "images": lambda made: (
+        made["same"]
+        and 0 < made["change"] < 0.1
+        and {row.skip_reason for row in made["report"].skipped}
+        == {"rule ('time_text_embed.*', None)"}
+    ),
     "larger_than_gpu": lambda made: len(made["report"].converted) == 28,
     "lora": lambda made: (
         made["same"]
@@ -86,6 +95,15 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
 }
 
 
+# What each script needs beside transformers.
+NEEDS = {
+    "embeddings": ["sentence_transformers"],
+    "images": ["diffusers"],
+    "lora": ["peft"],
+    "serving": ["openai", "fastapi"],
+}
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to write to, that looks like the repository; registries are as before behind it."""
@@ -105,7 +123,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_recipe_runs_twice(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what its page shows, and writes into one folder."""
-    for package in {"lora": ["peft"], "serving": ["openai", "fastapi"]}.get(name, ()):
+    for package in NEEDS.get(name, ()):
         pytest.importorskip(package)
     for _ in range(2):
         made = runpy.run_path(str(FOLDER / f"{name}.py"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -181,6 +182,22 @@ def test_it_is_cast_as_a_converted_model(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).to(torch.bfloat16)
     assert_same(loaded, model.to(torch.bfloat16))
+
+
+def test_a_copy_is_saved_as_itself(tmp_path: Path) -> None:
+    model = packed("sd3")
+    again = copy.deepcopy(model)
+    fp4pass.dequantize(model)
+    again.save_pretrained(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path), again)
+
+
+def test_it_computes_in_fp8() -> None:
+    model = packed("sd3")
+    _, call = make("sd3")
+    expected = run(model, call)
+    found = run(fp4pass.set_compute(model, "fp8"), call)
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_block_compiles_whole() -> None:
