@@ -26,7 +26,7 @@ from .save_method import SaveMethod
 # The `quant_method` of folders that diffusers writes.
 METHOD = "fp4pass"
 
-# What goes wrong with plain values that somebody has edited.
+# Errors of plain values that somebody has edited.
 _FAULTS = (Fp4PassError, TypeError, ValueError, LookupError, AttributeError)
 
 

@@ -194,7 +194,8 @@ def test_a_copy_is_saved_as_itself(tmp_path: Path) -> None:
 
 def test_it_computes_in_fp8() -> None:
     model = packed("sd3")
-    _, call = make("sd3")
+    # Few rows are multiplied as before.
+    call = {name: torch.cat([each] * 16) for name, each in make("sd3")[1].items()}
     expected = run(model, call)
     found = run(fp4pass.set_compute(model, "fp8"), call)
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
