@@ -124,8 +124,50 @@ def ltx() -> Made:
     }
 
 
+def unet() -> Made:
+    """Convolutions, and linear layers between them."""
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=64,
+    )
+    return model, {
+        "sample": random(1, 4, 8, 8),
+        "encoder_hidden_states": random(1, 8, 64),
+        "timestep": torch.tensor([5]),
+    }
+
+
+def hidream() -> Made:
+    """A mixture of experts."""
+    model = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        caption_channels=[64, 64],
+        text_emb_dim=64,
+        axes_dims_rope=(16, 8, 8),
+        max_resolution=(8, 8),
+        llama_layers=(0, 1),
+    )
+    return model, {
+        "hidden_states": random(1, 4, 8, 8),
+        "encoder_hidden_states_t5": random(1, 8, 64),
+        "encoder_hidden_states_llama3": random(2, 1, 8, 64),
+        "pooled_embeds": random(1, 64),
+        "timesteps": torch.tensor([5]),
+    }
+
+
 MODELS: dict[str, Callable[[], Made]] = {
-    each.__name__: each for each in (flux, qwen_image, sd3, wan, ltx)
+    each.__name__: each for each in (flux, qwen_image, sd3, wan, ltx, unet, hidream)
 }
 
 

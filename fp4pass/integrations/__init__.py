@@ -1,8 +1,8 @@
 """Adapters to other libraries, which are imported when a name is first used.
 
-`Fp4PassConfig` quantizes a model while transformers loads it, `PackedConfig` keeps one packed that
-is so already, `quantized_cache` gives one that was converted with `kv_cache` its cache, and
-`python -m fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put
+`Fp4PassConfig` quantizes a model while transformers or diffusers loads it, `PackedConfig` keeps one
+packed that is so already, `quantized_cache` gives one that was converted with `kv_cache` its cache,
+and `python -m fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put
 adapters on converted models.
 """
 

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {"fmt": "nvfp4", "method": "sse", "weight_only": Tru
 
 
 class Fp4PassConfig(QuantizationConfigMixin):
-    """The options of `from_pretrained(..., quantization_config=...)`.
+    """The options of `from_pretrained(..., quantization_config=...)` of transformers and diffusers.
 
     Args:
         fmt: a scheme, "nvfp4a16" by default. The name of a format leaves inputs in floating point
