@@ -73,7 +73,10 @@ hook = pipe.transformer.register_forward_pre_hook(keep, with_kwargs=True)
 for seed in (1, 2):
     paint(pipe, seed)
 hook.remove()
-print(f"{len(batches)} batches:", ", ".join(sorted(batches[0])))
+print(f"{len(batches)} batches, the first:")
+for name, value in batches[0].items():
+    if isinstance(value, torch.Tensor):
+        print(f"  {name}: {list(value.shape)}")
 # --8<-- [end:collect]
 
 # --8<-- [start:convert]

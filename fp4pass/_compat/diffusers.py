@@ -1,4 +1,4 @@
-"""Private APIs of diffusers (0.42), imported when needed: configs of models, and registries."""
+"""Private APIs of diffusers (0.40, 0.42), imported when needed: configs and registries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeQuantizer = Callable[..., Any]
 
 def require_diffusers() -> None:
     """Raise VersionError unless the installed diffusers is one of those that were tested."""
-    require_version("diffusers", ">=0.42,<0.43", extra="diffusers")
+    require_version("diffusers", ">=0.40,<0.43", extra="diffusers")
 
 
 def is_diffusers(model: object) -> bool:

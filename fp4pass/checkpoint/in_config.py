@@ -13,7 +13,15 @@ from .._compat.diffusers import declare
 from .._version import __version__
 from ..config import LinearConfig
 from ..core.fingerprint import dtype_name
-from ..errors import CheckpointError, Fp4PassError, OptionError, StateError, expected, some
+from ..errors import (
+    CheckpointError,
+    Fp4PassError,
+    OptionError,
+    StateError,
+    expected,
+    require_type,
+    some,
+)
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..quantization.replace import store_packed
 from ..rows import Row
@@ -72,6 +80,8 @@ class DescribedLayers:
         self._model, self._declared = model, declared
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         try:
+            for key in ("skipped", "recipe"):
+                require_type(key, "a mapping", declared.get(key, {}), Mapping)
             self._layers = dict(self._described(is_float32))
             if not self._layers:
                 raise ValueError("schemes: expected at least one packed layer, got none")
@@ -149,7 +159,7 @@ class DescribedLayers:
     def finish(self) -> tuple[Mapping[str, Any], list[Row]]:
         """Return the recipe and the rows of the model once all is loaded. Raises CheckpointError.
 
-        Layers of one module with equal scales of inputs share them, as `convert` has it.
+        Layers of one module share equal scales of inputs, as after `convert`.
         """
         empty = [
             name

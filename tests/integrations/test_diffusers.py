@@ -107,6 +107,21 @@ def test_save_and_load_by_its_own_methods(name: str, tmp_path: Path) -> None:
         assert [row.skip_reason for row in one.skipped] == [row.skip_reason for row in two.skipped]
 
 
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        ({}, {"device_map": "auto"}),
+        ({"variant": "fp4"}, {"variant": "fp4"}),
+        ({"safe_serialization": False}, {"use_safetensors": False}),
+    ],
+    ids=str,
+)
+def test_options_of_its_methods(save: dict[str, Any], load: dict[str, Any], tmp_path: Path) -> None:
+    model = packed("sd3")
+    model.save_pretrained(tmp_path, **save)
+    assert_same(type(model).from_pretrained(tmp_path, **load), model)
+
+
 @pytest.mark.parametrize(("fmt", "dtype", "calibrated"), SCHEMES)
 def test_every_scheme_comes_back(
     fmt: str, dtype: torch.dtype, calibrated: bool, tmp_path: Path
@@ -371,7 +386,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
     edited(tmp_path, lambda declared: declared["schemes"][0]["layers"].append("pos_embed"))
     with pytest.raises(CheckpointError, match=r"pos_embed: expected a linear layer.*PatchEmbed"):
         kind.from_pretrained(tmp_path)
-    edited(tmp_path, lambda declared: declared.pop("schemes"))
+    edited(tmp_path, lambda declared: declared.update(recipe=[]))
+    with pytest.raises(CheckpointError, match=r"recipe: expected a mapping, got list"):
+        kind.from_pretrained(tmp_path)
+    edited(tmp_path, lambda declared: declared.pop("schemes") and declared.pop("recipe"))
     with pytest.raises(CheckpointError, match=r"KeyError\('schemes'\)\. Copy the folder again"):
         kind.from_pretrained(tmp_path)
 
