@@ -1,4 +1,4 @@
-"""Scale and codes of a block together in Triton, one block a thread, in one launch.
+"""Choose scale and codes of a block together in Triton, one block a thread, in one launch.
 
 The choice is that of joint_reference.py; losses come from the factor of H, as sums of squares. A
 thread holds a block in its registers and tries its scales in turn: threads that share a block would
