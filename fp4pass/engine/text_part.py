@@ -15,7 +15,7 @@ from .recording import recording_of
 
 
 def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:
-    """Return rules, and their globs, that skip layers outside the text part that text did not reach.
+    """Return rules that skip layers outside the text part that text did not reach, and globs.
 
     Such layers are a vision tower, for example, in a model with a text config inside its own.
 
