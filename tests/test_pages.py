@@ -90,7 +90,7 @@ def wrong_options(words: list[str]) -> str | None:
     return f"fp4pass {words[0]} takes fewer arguments" if places < 0 else None
 
 
-@pytest.mark.parametrize("page", [*ALL, "docs/development/kernel-notes.md"])
+@pytest.mark.parametrize("page", [*ALL, "docs/development/notes.md"])
 def test_what_a_page_names_of_eval_is_there(page: str) -> None:
     """Modules that its commands run, scripts and results."""
     text = (ROOT / page).read_text("utf-8")

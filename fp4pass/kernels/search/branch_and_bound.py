@@ -1,4 +1,4 @@
-"""The best scale and codes of a block, proved by branch and bound over the closest vectors.
+"""Find and prove the best scale and codes of a block, by branch and bound over the closest vectors.
 
 For a block x with the metric H = G G^T, G upper triangular, and residuals r = x - q,
 
