@@ -16,5 +16,5 @@ Bits are the same on every run. Kernel and reference agree to the bit for "naive
 joint and gptq except where a target is nearly a tie, with a total loss within 0.1 %.
 
 branch_and_bound.py proves scale and codes of blocks optimal, in plain torch on any device. Proofs
-are in docs/search.md and docs/quality.md.
+are in docs/search.md and docs/codes.md.
 """

@@ -4,7 +4,7 @@ The Hessian H of all inputs is M D M^T, M upper triangular in blocks with ones o
 D block diagonal. The loss of a row, (w - q) H (w - q)^T, is then the sum over blocks of r^T D_b r
 with r = t - q_b and t = w_b + sum_{a < b} (w_a - q_a) M_ab: t is the target of block b given the
 errors of the blocks before it, and D_b weighs its own error, given that the blocks after it will
-compensate for it. That is exact OBS in blocks (docs/quality.md). A sweep visits all blocks again,
+compensate for it. That is exact OBS in blocks (docs/codes.md). A sweep visits all blocks again,
 each with all others fixed.
 
 Everything is transposed: [K, N], so that a block of columns is contiguous.
