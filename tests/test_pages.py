@@ -23,6 +23,7 @@ import torch
 from pages import ROOT, Block
 
 import fp4pass
+from fp4pass import errors
 from fp4pass.core.formats import FORMATS
 from fp4pass.methods import METHODS
 
@@ -149,6 +150,19 @@ def test_every_first_word_of_the_command_line_page_is_described() -> None:
     assert named == subcommands().keys()
     described = set(re.findall(r"^## (\w+)", page, re.MULTILINE))
     assert described == named - {"doctor"}
+
+
+def test_the_troubleshooting_page_has_every_error() -> None:
+    """Each public class of errors, once, in its table."""
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    classes = {
+        name
+        for name, each in vars(errors).items()
+        if inspect.isclass(each) and issubclass(each, (fp4pass.Fp4PassError, Warning))
+    }
+    assert sorted(listed) == sorted(classes - {"Fp4PassError"})
+    assert "`fp4pass.Fp4PassError`" in page
 
 
 def missing_names(code: str) -> Iterator[str]:

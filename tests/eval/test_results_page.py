@@ -185,25 +185,6 @@ def test_verdicts(page: Any, counting: Any) -> None:
             assert row in verdicts
 
 
-def test_readme_agrees(page: Any) -> None:
-    """The few numbers in the README are those of the larger model on its own kind of text."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d.]+) % \| (.+) \|$", readme, re.M)
-    found = page.load(RESULTS)["doclm-qwen3-17m"]
-    by_key = {(r["format"], r["block"], r["weight_only"], r["method"]): r for r in found["rows"]}
-    blocks = {"nvfp4": 16, "mxfp4": 32}
-    assert len(rows) == 2 * len({row["method"] for row in found["rows"]})
-    for fmt, method, error, cells in rows:
-        kept, both = (by_key[fmt, blocks[fmt], only, method] for only in (True, False))
-        expected = [f"{100 * kept['output_error']:.2f}"]
-        for row in (kept, both):
-            here = row["texts"]["eval"]
-            expected += [f"{here['perplexity']['value']:.3f}", f"{here['kl']['value']:.4f}"]
-        assert [error, *cells.split(" | ")] == expected, (fmt, method)
-    original = found["original"]["eval"]["perplexity"]["value"]
-    assert f"perplexity of the original {original:.3f}" in " ".join(readme.split())
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
