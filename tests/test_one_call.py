@@ -92,6 +92,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quality", list(QUALITIES))
 def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
@@ -206,6 +207,7 @@ def test_nobody_calibrates_by_surprise() -> None:
         fp4pass.convert(mlp())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("quality", "error"), [("good", KeyboardInterrupt), ("best", RuntimeError)]
 )
@@ -319,6 +321,7 @@ def test_experts_get_what_fits_them() -> None:
     assert formats == ["mxfp4", "nvfp4"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("quality", ["good", "best"])
 def test_a_tower_that_text_does_not_reach_is_skipped(
     quality: str, caplog: pytest.LogCaptureFixture

@@ -303,6 +303,7 @@ def test_linears_of_one_input_rotate_it_once(
     assert {kind: names[kind] for kind in wanted} == wanted
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("weight_only", "fmt"),
     cases(

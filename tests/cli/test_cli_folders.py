@@ -185,6 +185,7 @@ def other_norm(model: Any) -> str:
     return "model.layers.3.input_layernorm.weight"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mixed", "inputs"])
 @pytest.mark.parametrize("change", [other_code, other_scale, other_global, other_norm])
 def test_verify_names_what_is_wrong(made: Path, tmp_path: Path, name: str, change: Any) -> None:
@@ -338,6 +339,7 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
         assert layer["difference"] == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.filterwarnings("ignore:.*has no place for stacks of experts")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", *UNDECORATED])

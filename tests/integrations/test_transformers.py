@@ -118,6 +118,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "settings"), EQUAL)
 def test_it_equals_load_then_convert(
     folder_of: Callable[[str], Path], name: str, settings: str
@@ -250,6 +251,7 @@ def test_what_has_no_layout_refuses_to_be_saved_by_transformers(
         assert_same_bits(fp4pass.load(tmp_path / name), model)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_dequantize_gives_a_dense_model(
