@@ -239,9 +239,7 @@ _FP4, _FP8 = ("nvfp4", "mxfp4"), ("fp8", "fp8_block", "fp8_tensor")
 # By the program, in the version that was tested, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.23 with compressed-tensors 0.20": {
-        "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"), "dequantized; exceptions below"
-        ),
+        "compressed-tensors": Reads((*_FP4, *_FP8, "mxfp8"), "dequantized; exceptions below"),
         "modelopt": _NO_LAYOUT,
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation: outputs are wrong"),
         "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "dequantized without a GPU"),
