@@ -67,8 +67,8 @@ END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
 
 # tests/checkpoint/test_stock.py has a test of each; of engines the source was read.
 WHY = (
-    "**Dense by `dequantize`.** While it loads, transformers runs `_init_weights` of these classes, "
-    "which reads the `weight` of a linear layer, and a packed layer has none. `save` and "
+    "**Dense by `dequantize`.** While it loads, transformers runs `_init_weights` of these "
+    "classes, which reads the `weight` of a linear layer, and a packed layer has none. `save` and "
     '`save_pretrained` declare `"dequantize": true` for them, if all inputs are float and all '
     "layers have one scheme. vLLM and SGLang ignore this entry.",
     "**Experts in nvfp4.** `CompressedTensorsDequantize` of transformers reads no global scale of "

@@ -152,7 +152,7 @@ def test_verify_of_what_is_right(made: Path) -> None:
     assert found["outputs"]["text"] == str(EVAL) and found["outputs"]["tokens"] == 4 * 127
     printed = run("verify", made / "mixed", "--ref", TINY).stdout
     assert "22 layers quantized again, every bit compared" in printed
-    assert f"{made / 'mixed'} is what its reference says" in printed
+    assert f"{made / 'mixed'} matches its reference" in printed
 
 
 def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_verify_in_words(made: Path) -> None:
     """Of random tokens there is no perplexity to speak of, and a reference may differ."""
     measured = (512, 0.01, 0.001, 1369801.1847, 1234.5678, False)
     assert "perplexity 1.3698e+06 and 1,234.6" in str(Outputs("a text", *measured))
-    assert str(Outputs("random tokens", *measured)).endswith("logits 0.01 apart, KL 0.001")
+    assert str(Outputs("random tokens", *measured)).endswith("logits differ by 0.01, KL 0.001")
     stored = open_checkpoint(made / "inputs")
     reference = language_model()
     reference.model.layers[0].mlp.up_proj = torch.nn.Identity()
@@ -387,7 +387,7 @@ def test_compare_measures_every_layer(made: Path) -> None:
     result = run("inspect", TINY, made / "mixed", "--fail-above", 0.1, code=1)
     assert result.stderr.count("down_proj") == 4 and "up_proj" not in result.stderr
     run("inspect", TINY, made / "mixed", "--fail-above", 0.2)
-    assert "other tensors: 24 equal, 0 not" in run("inspect", TINY, made / "mixed").stdout
+    assert "other tensors: 24 equal, 0 different" in run("inspect", TINY, made / "mixed").stdout
     both = run_json("inspect", made / "inputs", made / "mixed")
     assert len(both["layers"]) == 28 and not both["only_in_first"]
 
