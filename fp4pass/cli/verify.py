@@ -151,7 +151,7 @@ def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
         screen.note(f"fp4pass: {repair} was not written: {mended.refused}")
         raise Exit(screen.MISMATCH)
     if left:
-        screen.note(f"fp4pass: {repair} was written; it has {len(left)} mismatches left")
+        screen.note(f"fp4pass: {repair} was written; {len(left)} mismatches are left in it")
         raise Exit(screen.MISMATCH)
     if not as_json:
         print(f"{repair}: no faults found")

@@ -224,7 +224,8 @@ def test_the_command_line(good: Good, tmp_path: Path) -> None:
     result = run("verify", good("ours_modelopt"))
     assert "28 packed layers in modelopt" in result.stdout and "no faults found" in result.stdout
     assert (
-        "nothing to mend" in run("verify", good("ours_modelopt"), "--repair", tmp_path / "x").stderr
+        "nothing to repair"
+        in run("verify", good("ours_modelopt"), "--repair", tmp_path / "x").stderr
     )
     assert not (tmp_path / "x").exists()
     folder = damaged(good, tmp_path, "a packed layer that is ignored", "ours_modelopt")

@@ -235,7 +235,7 @@ def test_verify_in_words(made: Path) -> None:
 
 def test_the_structure_of_a_folder_is_checked_without_its_model(made: Path, tmp_path: Path) -> None:
     for name in ("mixed", "inputs"):
-        assert "with their checksums" in run("verify", made / name).stdout
+        assert "with checksums" in run("verify", made / name).stdout
         assert run_json("inspect", made / name)["mismatches"] == {}
     folder = tmp_path / "q"
     shutil.copytree(made / "inputs", folder)
@@ -315,7 +315,7 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     assert (found["outputs"] is None) == (name == "t5")
     if name == "t5":
         printed = run("verify", tmp_path / "q", "--ref", tmp_path / "m").stdout
-        assert "outputs not compared: the model is no causal language model" in printed
+        assert "outputs not compared: the model is not a causal language model" in printed
         result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
         assert "m has no tokenizer, which text needs" in result.stderr
     compared = run_json("inspect", tmp_path / "m", tmp_path / "q")
