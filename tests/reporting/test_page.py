@@ -117,7 +117,7 @@ def test_numbers_as_the_page_writes_them(value: float | None, style: str, text: 
 
 def test_what_is_not_known_is_said(folders: Path, undrawn: None) -> None:
     text = render(gather(folders / "theirs"))
-    for said in ("The recipe is not known.", "The errors are not known.", "Not measured."):
+    for said in ("The recipe is unknown.", "The errors are unknown.", "Not measured."):
         assert said in text
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
     text = render(gather(fp4pass.convert(model, method="sse", weight_only=True)))
