@@ -277,7 +277,7 @@ def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) 
 def test_the_time_is_said_before_anything_is_done(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass.one_call")
     in_one()
-    line = 'quality "good": a few seconds (2 layers, 144 tokens; by a trial of the first layer)'
+    line = 'quality "good": a few seconds (2 layers, 144 tokens; estimated on the first layer)'
     assert caplog.messages[0] == line
 
 

@@ -223,55 +223,53 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 class Reads(NamedTuple):
     """The formats that a program reads in one layout, and a remark for the page.
 
-    untried: formats with which it was not tried.
+    untested: formats with which it was not tested.
     """
 
     formats: tuple[str, ...]
     remark: str = ""
-    untried: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
 
 
-_NO_LAYOUT = Reads((), "it knows no such layout")
-_NOT_TRIED = Reads((), "not tried")
+_NO_LAYOUT = Reads((), "it does not support this layout")
+_NOT_TESTED = Reads((), "not tested")
 
 _FP4, _FP8 = ("nvfp4", "mxfp4"), ("fp8", "fp8_block", "fp8_tensor")
 
-# By the program, in the version that was tried, and the name of a layout.
+# By the program, in the version that was tested, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.23 with compressed-tensors 0.20": {
-        "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"), "not the classes below; it dequantizes"
-        ),
+        "compressed-tensors": Reads((*_FP4, *_FP8, "mxfp8"), "dequantized; exceptions below"),
         "modelopt": _NO_LAYOUT,
-        "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
-        "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "without a GPU it dequantizes"),
-        "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
-        "quark": Reads((), "not without amd-quark"),
-        "deepseek-v4": Reads(("mxfp4", "fp8_block"), "without a GPU it dequantizes"),
+        "compressed-tensors-hadamard": Reads((), "it ignores the rotation: outputs are wrong"),
+        "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "dequantized without a GPU"),
+        "gpt-oss": Reads(("mxfp4",), "dequantized without a GPU"),
+        "quark": Reads((), "it needs amd-quark"),
+        "deepseek-v4": Reads(("mxfp4", "fp8_block"), "dequantized without a GPU"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
             _FP4,
-            "it decides by itself whether inputs of mxfp4 are quantized; 8 bits were not tried",
+            "it chooses whether to quantize inputs of mxfp4; 8 bits not tested",
             (*_FP8, "mxfp8"),
         ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
+        "modelopt": Reads(("nvfp4",), "8 bits not tested", (*_FP8, "mxfp8")),
         "compressed-tensors-hadamard": Reads(_FP4, "without tensor parallelism"),
-        "finegrained-fp8": _NOT_TRIED,
-        "gpt-oss": _NOT_TRIED,
-        "quark": _NOT_TRIED,
-        "deepseek-v4": _NOT_TRIED,
+        "finegrained-fp8": _NOT_TESTED,
+        "gpt-oss": _NOT_TESTED,
+        "quark": _NOT_TESTED,
+        "deepseek-v4": _NOT_TESTED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(
-            ("nvfp4",), "it refuses dense mxfp4; 8 bits were not tried", (*_FP8, "mxfp8")
+            ("nvfp4",), "it refuses dense mxfp4; 8 bits not tested", (*_FP8, "mxfp8")
         ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": _NOT_TRIED,
-        "finegrained-fp8": _NOT_TRIED,
-        "gpt-oss": _NOT_TRIED,
-        "quark": _NOT_TRIED,
-        "deepseek-v4": _NOT_TRIED,
+        "modelopt": Reads(("nvfp4",), "8 bits not tested", (*_FP8, "mxfp8")),
+        "compressed-tensors-hadamard": _NOT_TESTED,
+        "finegrained-fp8": _NOT_TESTED,
+        "gpt-oss": _NOT_TESTED,
+        "quark": _NOT_TESTED,
+        "deepseek-v4": _NOT_TESTED,
     },
 }
 
@@ -306,8 +304,8 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, stock: s
         if reads.formats:
             of_model = stock if name == "transformers" else has_class
             why = f"it reads no dense {lacking}" if lacking else of_model
-            if lacking and set(formats) - set(reads.formats) <= set(reads.untried):
-                why = f"not tried with {lacking}"
+            if lacking and set(formats) - set(reads.formats) <= set(reads.untested):
+                why = f"not tested with {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:

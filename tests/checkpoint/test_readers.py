@@ -103,7 +103,7 @@ def test_layers_that_engines_fuse_have_one_scheme(
             "no weight",
             "vLLM; not by transformers (no weight), SGLang (it reads no dense mxfp4)",
         ),
-        ("modelopt", "nvfp4", "ACausalLM", "", "vLLM, SGLang; not by transformers (it knows no"),
+        ("modelopt", "nvfp4", "ACausalLM", "", "vLLM, SGLang; not by transformers (it does not"),
         (
             "compressed-tensors",
             "nvfp4",
@@ -139,15 +139,16 @@ END = "<!-- End of what tests/checkpoint/test_readers.py wrote. -->\n"
 
 def table_of_readers() -> str:
     layouts = [name for name, layout in LAYOUTS.items() if layout.engines]
-    rows = [["reader", *(f"`{each}`" for each in layouts)], ["---"] * (1 + len(layouts))]
-    for program, each in READERS.items():
+    rows = [["layout", *READERS], ["---"] * (1 + len(READERS))]
+    for layout in layouts:
         cells = []
-        for layout in layouts:
+        for each in READERS.values():
             reads = each[layout]
             whole = set(reads.formats) == set(LAYOUTS[layout].formats)
-            words = "yes" if whole else ", ".join(reads.formats) or "no"
+            no = "" if reads.remark == "not tested" else "no"
+            words = "yes" if whole else ", ".join(reads.formats) or no
             cells.append("; ".join(filter(None, (words, reads.remark))))
-        rows.append([program, *cells])
+        rows.append([f"`{layout}`", *cells])
     lines = ("|".join(("", *row, "")) if "---" in row else f"| {' | '.join(row)} |" for row in rows)
     return "".join(f"{line}\n" for line in lines)
 

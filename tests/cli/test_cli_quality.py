@@ -43,7 +43,7 @@ def test_a_quality_is_printed_recorded_and_shown(tmp_path: Path, rules: Path) ->
     out = tmp_path / "q"
     options = ("--quality", "good", "--rules", rules, *CALIBRATED)
     result = run("quantize", TINY, "-o", out, *options)
-    assert 'quality "good": a few seconds (4 layers, 256 tokens; by a trial' in result.stderr
+    assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
