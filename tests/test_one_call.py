@@ -207,7 +207,7 @@ def test_nobody_calibrates_by_surprise() -> None:
         fp4pass.convert(mlp())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quality", "error"), [("good", KeyboardInterrupt), ("best", RuntimeError)]
 )

@@ -370,6 +370,7 @@ def test_a_skeleton_and_a_copy_rotate_as_well(tmp_path: Path) -> None:
         assert_same_bits(other, model)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "q"
     options = ("--scheme", "mxfp4", "--method", "hessian", "--rotation", 64)

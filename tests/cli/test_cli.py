@@ -141,6 +141,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found["falls_back"]) == 1 and found["gpus"][0]["fp4"]
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
     """As head does: no check failed, and there is no traceback."""
     command = [sys.executable, "-m", "fp4pass", "inspect", str(made / "mixed")]

@@ -518,6 +518,7 @@ def test_a_model_of_another_transformers_is_refused_before_the_work(
     fp4pass.convert(torch.nn.Linear(32, 32), method="sse")
 
 
+@pytest.mark.slow
 def test_integrations_are_imported_when_a_name_is_used() -> None:
     script = """
 import sys

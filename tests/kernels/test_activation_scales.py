@@ -149,7 +149,7 @@ def test_the_kernel_has_the_best_of_its_candidates(
     assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fmt", cases([(VARIANTS[0],), (VARIANTS[2],)], ((fmt,) for fmt in VARIANTS))
 )

@@ -287,6 +287,7 @@ def test_tiles_fit() -> None:
         assert needed <= shared, tiles
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5, database=None)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:

@@ -243,6 +243,7 @@ document.title = JSON.stringify(rows.map(row => (row.right - main.left) / main.w
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["inputs", "one"])
 def test_charts_fill_a_wide_page(name: str, folders: Path, tmp_path: Path) -> None:
     """Those of a model with one format and one known error, too."""
