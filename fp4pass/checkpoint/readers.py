@@ -6,6 +6,7 @@ it, and a test writes docs/readers.md from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..experts import QuantizedExpertStack
 from ..observers.attention import CalledAttention
-from .layouts import LAYOUTS, CompressedTensors, PackedLayer
+from .layouts import FUSED, LAYOUTS, CompressedTensors, PackedLayer, join
 
 # The classes of models that serving engines have.
 SERVED = ("ForCausalLM", "ForConditionalGeneration")
@@ -36,7 +37,7 @@ class Facts:
     Attributes:
         root: the model.
         layers: what is packed in it.
-        declared: the quantization_config.
+        declared: the quantization_config, from which the layout is known.
         stacks: the stacks of experts that the folder has a layer for each expert of.
         merged: those of the stacks that transformers makes of these layers again.
         ignore: names and patterns of what stays dense.
@@ -176,6 +177,60 @@ STOCK = (
     ),
 )
 
+# An expert of a mixture, by its name in a folder.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+# The schemes of experts that vLLM has no method for, by the quant_method.
+_NO_EXPERTS: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("fp8a16", "fp8_blocka16", "fp8_tensora16", "fp8_tensor"),
+    "modelopt": ("fp8", "fp8_blocka16"),
+}
+
+
+def _experts_without_method(facts: Facts) -> str:
+    """Return the scheme of experts that vLLM has no method for, or ""."""
+    known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
+    found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
+    return next((scheme for scheme in found if scheme in known), "")
+
+
+def _cut_rows(facts: Facts) -> str:
+    """Return a layer that engines put before another, though its rows end within a block."""
+    for name, layer in facts.layers.items():
+        parent, _, last = name.rpartition(".")
+        for members in FUSED:
+            there = [each for each in members if join(parent, each) in facts.layers]
+            if layer.fmt.rows > 1 and last in there[:-1] and layer.shape[0] % layer.fmt.rows:
+                return name
+    return ""
+
+
+def _cut_columns(facts: Facts) -> str:
+    """Return a layer whose columns end within a block of rows and columns, or ""."""
+    blocks = {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
+    return next((n for n, each in blocks.items() if each.shape[1] % each.fmt.block), "")
+
+
+# Of vLLM 0.33 on one GPU, by the layers as they lie in the folder (eval/engines/vllm_loading.py).
+VLLM = (
+    Because(_experts_without_method, "it has no method for experts in {found} of this layout"),
+    Because(
+        lambda facts: (
+            facts.declared["quant_method"] == CompressedTensors.name
+            and any(each.scheme == "fp8_blocka16" for each in facts.layers.values())
+        ),
+        "an assertion of its loader fails for weights only in fp8_block; "
+        "layout='modelopt' holds them",
+    ),
+    Because(
+        _cut_rows, "it joins {found} with the next layer, and its rows do not fill blocks of 128"
+    ),
+    Because(
+        lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
+        "the columns of {found} do not fill blocks of 128",
+    ),
+)
+
 # Of `save_pretrained` of transformers, which writes the tensors of a model under their names.
 SAVE_PRETRAINED = (
     Because(
@@ -251,13 +306,12 @@ READERS: dict[str, dict[str, Reads]] = {
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            _FP4,
-            "it decides by itself whether inputs of mxfp4 are quantized; 8 bits were not tried",
-            (*_FP8, "mxfp8"),
+            (*_FP4, *_FP8, "mxfp8"),
+            "it decides by itself whether inputs of mxfp4 and mxfp8 are quantized",
         ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": Reads(_FP4, "without tensor parallelism"),
-        "finegrained-fp8": _NOT_TRIED,
+        "modelopt": Reads(("nvfp4", *_FP8, "mxfp8"), "it quantizes the inputs of fp8_blocka16"),
+        "compressed-tensors-hadamard": Reads((*_FP4, "fp8"), "without tensor parallelism"),
+        "finegrained-fp8": Reads(("fp8_block",), "of fp8_tensor it looks for other names"),
         "gpt-oss": _NOT_TRIED,
         "quark": _NOT_TRIED,
         "deepseek-v4": _NOT_TRIED,
@@ -289,11 +343,13 @@ class Readers(NamedTuple):
         return f"read by {', '.join(self.names)}{others}"
 
 
-def who_reads(layout: str, formats: Collection[str], architecture: str, stock: str) -> Readers:
+def who_reads(
+    layout: str, formats: Collection[str], architecture: str, problems: Mapping[str, str]
+) -> Readers:
     """Return the programs that read a folder; as a string, words that say so.
 
-    `architecture` is "" for a model that is not of transformers; `stock` is why stock transformers
-    cannot load this one, or "".
+    `architecture` is "" for a model that is not of transformers; `problems` say why a program
+    cannot load this one, by its name.
     """
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,))
@@ -301,13 +357,13 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, stock: s
     for program, layouts in READERS.items():
         name, reads = program.split()[0], layouts.get(layout, _NO_LAYOUT)
         lacking = ", ".join(sorted(set(formats) - set(reads.formats)))
-        has_class = "" if architecture.endswith(SERVED) else f"it may not have {architecture}"
+        has_class = name == "transformers" or architecture.endswith(SERVED)
         why = reads.remark
         if reads.formats:
-            of_model = stock if name == "transformers" else has_class
-            why = f"it reads no dense {lacking}" if lacking else of_model
-            if lacking and set(formats) - set(reads.formats) <= set(reads.untried):
-                why = f"not tried with {lacking}"
+            why = problems.get(name, "") if has_class else f"it may not have {architecture}"
+            if lacking:
+                is_untried = set(formats) - set(reads.formats) <= set(reads.untried)
+                why = f"not tried with {lacking}" if is_untried else f"it reads no dense {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:

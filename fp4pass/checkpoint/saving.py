@@ -54,7 +54,7 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .readers import Facts, of_stock, who_reads
+from .readers import VLLM, Facts, of_stock, problem, who_reads
 from .skeleton import require_made_by_config
 from .split_stacks import split_layers
 from .writer import CheckpointWriter, bytes_of
@@ -194,7 +194,7 @@ def _save(
     pieces |= {name: stack.pieces for name, stack in split.items()}
     files = files_to_take(modules, state, chosen, packed, {*split, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
-    problem, ignored, declared = "", list[str](), dict[str, Any]()
+    problems, ignored, declared = dict[str, str](), list[str](), dict[str, Any]()
     if of_transformers:
         # transformers looks for its own names, engines for those on disk.
         ignored = ignored_names(root, state)
@@ -206,11 +206,15 @@ def _save(
         declared = chosen.config({**written, **own}, ignored) | cache
         if is_stock:
             merged = [name for name in split if name not in whole]
-            problem, entries = of_stock(Facts(root, layers, declared, [*split], merged))
+            stock = Facts(root, layers, declared, [*split], merged)
+            problems["transformers"], entries = of_stock(stock)
             declared |= entries
-    if problem:
+        if chosen.engines:
+            problems["vLLM"] = problem(VLLM, Facts(root, written, declared))
+    if problems.get("transformers"):
         warnings.warn(
-            f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
+            f"transformers cannot load this folder by itself: {problems['transformers']}. "
+            "fp4pass.load reads it.",
             stacklevel=3,
         )
     if left_whole and not chosen.engines and of_transformers:
@@ -223,7 +227,7 @@ def _save(
         )
     architecture = model_class(root).__name__ if of_transformers else ""
     formats = {layer.fmt.key for layer in layers.values()}
-    readers = who_reads(chosen.name, formats, architecture, problem)
+    readers = who_reads(chosen.name, formats, architecture, problems)
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
         beside.copy(folder, {MANIFEST, "config.json", *side_files()})

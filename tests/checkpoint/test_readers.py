@@ -117,10 +117,11 @@ def test_who_reads_a_folder(
     layout: str, formats: str, architecture: str, problem: str, wanted: str
 ) -> None:
     architecture = architecture.replace("ACausal", "AForCausal")
-    words = str(who_reads(layout, formats.split(), architecture, problem))
+    problems = {"transformers": problem}
+    words = str(who_reads(layout, formats.split(), architecture, problems))
     assert words.startswith(f"read by fp4pass, {wanted}")
-    assert str(who_reads("fp4pass", ["nvfp4:32"], architecture, "")) == "read by fp4pass alone"
-    assert str(who_reads(layout, formats.split(), "", "")) == "read by fp4pass alone"
+    assert str(who_reads("fp4pass", ["nvfp4:32"], architecture, {})) == "read by fp4pass alone"
+    assert str(who_reads(layout, formats.split(), "", {})) == "read by fp4pass alone"
 
 
 def test_save_logs_who_reads_the_folder(
