@@ -2,11 +2,19 @@
 
     python -m eval.engines.vllm_loading --json eval/results/vllm-loading.json
 
-Needs vllm (its CUDA wheel will do, without its dependencies for GPUs) beside fp4pass. vLLM reads
-the config, chooses the method of each layer, makes its model and loads the folder by `load_weights`;
-then every parameter of it is compared to the bit with the tensors of the folder, those of q, k and
-v and of gate and up as it joins them. `process_weights_after_loading` runs with kernels that do
-nothing, to see what vLLM changes before a kernel gets the weights. No kernel runs.
+Needs vllm beside fp4pass; its wheel for CUDA will do, without the dependencies for GPUs. vLLM reads
+the config, chooses the method of each layer, makes its model and loads the folder. Then each of its
+parameters is compared to the bit with the tensors of the folder, those of q, k and v and of gate
+and up as it joins them. `process_weights_after_loading` of FP8 runs with kernels that do nothing,
+to see what vLLM changes before a kernel gets the weights. No kernel runs.
+
+Models are small, with random weights, in one process. The results have a row for each folder:
+
+    methods             what vLLM computes layers by, with the inputs that it quantizes
+    outcome             equal, differs, or refused with the first line of the error
+    not in the folder   parameters of vLLM that the folder has no tensor for
+    codes changed       of the codes in FP8, before a kernel gets them
+    weights changed     |W - W'| / |W| of the linear layers whose codes change
 """
 
 from __future__ import annotations
@@ -49,6 +57,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
     # q, k and v have 192 and 96 rows, gate and up 448: no whole blocks of 128.
     "llama, cut rows": ("Llama", {**_SIZES, "intermediate_size": 448, "head_dim": 48}),
+    # q, k and v have 576 and 192 rows.
+    "sizes of SmolLM2-135M": (
+        "Llama",
+        {
+            **_SIZES,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    # k and v have 64 rows.
+    "llama, cut keys": ("Llama", {**_SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "llama, cut columns": ("Llama", {**_SIZES, "hidden_size": 192}),
     "qwen3_moe": ("Qwen3Moe", {**_SIZES, **_MIXTURE}),
 }
@@ -108,7 +129,11 @@ CASES = (
     Case(_MO, "nvfp4a16"),
     Case(_MO, "nvfp4", calibrated=True),
     # In 8 bits.
-    *(Case(_CT, f"{fmt}{a16}") for fmt in ("fp8", "fp8_block", "fp8_tensor") for a16 in ("", "a16")),
+    *(
+        Case(_CT, f"{fmt}{a16}")
+        for fmt in ("fp8", "fp8_block", "fp8_tensor")
+        for a16 in ("", "a16")
+    ),
     Case(_CT, "fp8_tensor", calibrated=True),
     Case(_CT, "mxfp8"),
     Case(_CT, "mxfp8a16"),
@@ -118,6 +143,9 @@ CASES = (
     Case(_MO, "mxfp8"),
     Case(_FINE, "fp8_block"),
     Case(_FINE, "fp8_tensor"),
+    Case("quark", "mxfp4a16"),
+    Case("quark", "mxfp4"),
+    Case("quark", "mxfp4", model="qwen3_moe"),
     Case(_FINE, "fp8_tensor", calibrated=True),
     # Mixed.
     Case(_CT, "nvfp4", "fp8", calibrated=True),
@@ -136,14 +164,14 @@ CASES = (
     Case(_CT, "fp8", cache="fp8", calibrated=True),
     Case(_CT, "fp8", cache="fp8_tensor", calibrated=True),
     Case(_MO, "fp8", cache="fp8_tensor", calibrated=True),
-    # Another class, and layers that do not fill whole tiles.
+    # Another class, and layers that do not fill whole blocks.
     Case(_CT, "fp8", model="llama"),
     Case(_MO, "fp8", model="llama"),
     Case(_FINE, "fp8_block", model="llama"),
     Case(_CT, "fp8", model="llama, cut rows"),
     *(
         Case(layout, scheme, model=f"llama, cut {part}")
-        for part in ("rows", "columns")
+        for part in ("rows", "keys", "columns")
         for layout, scheme in (
             (_CT, "fp8_block"),
             (_CT, "fp8_blocka16"),
@@ -151,10 +179,15 @@ CASES = (
             (_FINE, "fp8_block"),
         )
     ),
+    Case(_CT, "fp8_block", model="sizes of SmolLM2-135M"),
+    Case(_FINE, "fp8_block", model="sizes of SmolLM2-135M"),
     # Rotated weights.
     Case(_ROTATED, "nvfp4a16", rotation=64),
     Case(_ROTATED, "mxfp4", rotation=32),
-    Case(_ROTATED, "fp8", rotation=64),
+    *(
+        Case(_ROTATED, scheme, rotation=64)
+        for scheme in ("fp8", "fp8_block", "fp8_tensor", "mxfp8")
+    ),
     # Experts.
     *(
         Case(_CT, scheme, model="qwen3_moe")
@@ -212,14 +245,15 @@ def row(case: Case, folder: Path) -> dict[str, Any]:
     try:
         return found | loaded(folder, tensors)
     except Exception as error:
-        return {**found, "outcome": "refused", "error": words_of(error).replace(str(folder), "FOLDER")}
+        return found | {"outcome": "refused", "error": words_of(error)}
 
 
 def words_of(error: Exception) -> str:
     """Return the first line of an error, or the line of vLLM that raised one without words."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    words = str(error).strip().splitlines() or [f"{Path(last.filename).name}: {last.line}"]
-    return f"{type(error).__name__}: {words[0]}"
+    words = str(error).partition(" The available")[0].strip()
+    words = words or f"{Path(last.filename).name}: {last.line}"
+    return f"{type(error).__name__}: {words.splitlines()[0]}"
 
 
 def write(case: Case, folder: Path) -> None:
@@ -256,9 +290,8 @@ def scheme(name: str) -> dict[str, Any]:
 
 def start_engine() -> None:
     """Import vLLM, and make its groups of one process."""
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.config import VllmConfig, set_current_vllm_config
-    import vllm.model_executor.models.registry  # noqa: F401
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     with tempfile.NamedTemporaryFile() as file, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{file.name}.group", 0, "gloo")
@@ -293,8 +326,21 @@ def methods(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            found[type(getattr(module, "scheme", None) or method).__name__] += 1
+            scheme = getattr(module, "scheme", None) or method
+            found[f"{type(scheme).__name__}{inputs_of(scheme)}"] += 1
     return dict(found)
+
+
+def inputs_of(scheme: Any) -> str:
+    """Return the inputs that a method of vLLM quantizes, as far as it says."""
+    name = type(scheme).__name__
+    if getattr(scheme, "use_a16", False) or "A16" in name:
+        return ": float inputs"
+    spec = getattr(scheme, "spec", None)
+    key = spec.activation if spec else getattr(scheme, "activation_quant_key", None)
+    if spec and key is None:
+        return ": float inputs"
+    return f": {key}" if key else ""
 
 
 def compared(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -309,13 +355,14 @@ def compared(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[
             wrong.append(f"{target}: vLLM has no such parameter")
         elif not is_equal(held[target], parts):
             wrong.append(f"{target}: it differs")
-    unfilled = {re.sub(r"\.\d+\.", ".*.", name) for name in held if name not in wanted}
+    # Scales of a cache, which have defaults.
+    others = (name for name in held if name not in wanted and ".attn." not in name)
+    unfilled = {re.sub(r"\.\d+\.", ".*.", name) for name in others}
     return {
         "outcome": "differs" if wrong else "equal",
         "tensors": len(tensors),
         "parameters": len(wanted),
         **({"wrong": sorted({re.sub(r"\.\d+\.", ".*.", each) for each in wrong})} if wrong else {}),
-        # Scales of the key-value cache, and those that vLLM drops.
         "not in the folder": sorted(unfilled),
     }
 
@@ -349,7 +396,9 @@ def is_equal(held: Tensor, parts: Mapping[tuple[int, int], Tensor]) -> bool:
     if same and torch.equal(bits(held), first):
         return True
     # vLLM has the scale of a cache in bfloat16; ours, a power of two, is the same number there.
-    return held.numel() == 1 and all(torch.equal(held.float().reshape(1), t) for t in parts.values())
+    return held.numel() == 1 and all(
+        torch.equal(held.float().reshape(1), t) for t in parts.values()
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -360,8 +409,8 @@ def bits(tensor: Tensor) -> Tensor:
 def processed(model: nn.Module, held: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what vLLM changes in FP8 before it gives the weights to a kernel."""
     changed = codes = 0
+    error = norm = 0.0
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
         before = {
             part: held[f"{name}.{part}"]
             for part in ("weight", "w13_weight", "w2_weight")
@@ -369,13 +418,21 @@ def processed(model: nn.Module, held: Mapping[str, Tensor]) -> dict[str, Any]:
         }
         if not any(each.dtype == torch.float8_e4m3fn for each in before.values()):
             continue
-        method.process_weights_after_loading(module)
+        module.quant_method.process_weights_after_loading(module)
         for part, old in before.items():
             new = getattr(module, part)
-            new = new if new.shape == old.shape and new.is_contiguous() else new.mT
-            changed += int((new.reshape(-1).view(torch.uint8) != bits(old)).sum())
-            codes += old.numel()
-    return {"codes": codes, "codes changed": changed} if codes else {}
+            new = new if new.is_contiguous() else new.mT
+            count = int((bits(new) != bits(old)).sum())
+            changed, codes = changed + count, codes + old.numel()
+            if count and part == "weight":
+                # One scale for each of the layers that are joined, and one for all.
+                rows = torch.tensor(module.logical_widths)
+                scale = held[f"{name}.weight_scale"].repeat_interleave(rows)[:, None]
+                dense = old.float() * scale
+                error += float((new.float() * module.weight_scale - dense).square().sum())
+                norm += float(dense.square().sum())
+    found: dict[str, Any] = {"codes": codes, "codes changed": changed} if codes else {}
+    return found | ({"weights changed": (error / norm) ** 0.5} if norm else {})
 
 
 class Kernel:

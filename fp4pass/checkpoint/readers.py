@@ -231,6 +231,16 @@ VLLM = (
     ),
 )
 
+# Of vLLM 0.33, where it may read wrong scales without an error.
+SILENT = (
+    Because(
+        lambda facts: facts.declared["quant_method"] == "fp8" and _cut_rows(facts),
+        "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
+        "may read wrong scales without an error. Choose layout='compressed-tensors', which it "
+        "refuses, or another format; transformers and fp4pass read this folder",
+    ),
+)
+
 # Of `save_pretrained` of transformers, which writes the tensors of a model under their names.
 SAVE_PRETRAINED = (
     Because(
@@ -310,10 +320,10 @@ READERS: dict[str, dict[str, Reads]] = {
             "it decides by itself whether inputs of mxfp4 and mxfp8 are quantized",
         ),
         "modelopt": Reads(("nvfp4", *_FP8, "mxfp8"), "it quantizes the inputs of fp8_blocka16"),
-        "compressed-tensors-hadamard": Reads((*_FP4, "fp8"), "without tensor parallelism"),
+        "compressed-tensors-hadamard": Reads((*_FP4, *_FP8, "mxfp8"), "without tensor parallelism"),
         "finegrained-fp8": Reads(("fp8_block",), "of fp8_tensor it looks for other names"),
         "gpt-oss": _NOT_TRIED,
-        "quark": _NOT_TRIED,
+        "quark": Reads(("mxfp4",)),
         "deepseek-v4": _NOT_TRIED,
     },
     "SGLang 0.5.23": {

@@ -54,7 +54,7 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .readers import VLLM, Facts, of_stock, problem, who_reads
+from .readers import SILENT, VLLM, Facts, of_stock, problem, who_reads
 from .skeleton import require_made_by_config
 from .split_stacks import split_layers
 from .writer import CheckpointWriter, bytes_of
@@ -210,7 +210,10 @@ def _save(
             problems["transformers"], entries = of_stock(stock)
             declared |= entries
         if chosen.engines:
-            problems["vLLM"] = problem(VLLM, Facts(root, written, declared))
+            on_disk = Facts(root, written, declared)
+            problems["vLLM"] = problem(VLLM, on_disk)
+            if silent := problem(SILENT, on_disk):
+                warnings.warn(f"{silent}.", stacklevel=3)
     if problems.get("transformers"):
         warnings.warn(
             f"transformers cannot load this folder by itself: {problems['transformers']}. "
