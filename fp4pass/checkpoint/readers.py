@@ -6,7 +6,6 @@ it, and a test writes docs/readers.md from it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..experts import QuantizedExpertStack
 from ..observers.attention import CalledAttention
-from .layouts import FUSED, LAYOUTS, CompressedTensors, PackedLayer, join
+from .layouts import LAYOUTS, CompressedTensors, PackedLayer
 
 # The classes of models that serving engines have.
 SERVED = ("ForCausalLM", "ForConditionalGeneration")
@@ -174,70 +173,6 @@ STOCK = (
         ),
         f"{_CANNOT}; with quantization_config=CompressedTensorsConfig(dequantize=True) it does, "
         "and leaves inputs in floating point",
-    ),
-)
-
-# An expert of a mixture, by its name in a folder.
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-# The schemes of experts that vLLM has no method for, by the quant_method.
-_NO_EXPERTS: dict[str, tuple[str, ...]] = {
-    "compressed-tensors": ("fp8a16", "fp8_blocka16", "fp8_tensora16", "fp8_tensor"),
-    "modelopt": ("fp8", "fp8_blocka16"),
-}
-
-
-def _experts_without_method(facts: Facts) -> str:
-    """Return the scheme of experts that vLLM has no method for, or ""."""
-    known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
-    found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
-    return next((scheme for scheme in found if scheme in known), "")
-
-
-def _cut_rows(facts: Facts) -> str:
-    """Return a layer that engines put before another, though its rows end within a block."""
-    for name, layer in facts.layers.items():
-        parent, _, last = name.rpartition(".")
-        for members in FUSED:
-            there = [each for each in members if join(parent, each) in facts.layers]
-            if layer.fmt.rows > 1 and last in there[:-1] and layer.shape[0] % layer.fmt.rows:
-                return name
-    return ""
-
-
-def _cut_columns(facts: Facts) -> str:
-    """Return a layer whose columns end within a block of rows and columns, or ""."""
-    blocks = {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
-    return next((n for n, each in blocks.items() if each.shape[1] % each.fmt.block), "")
-
-
-# Of vLLM 0.33 on one GPU, by the layers as they lie in the folder (eval/engines/vllm_loading.py).
-VLLM = (
-    Because(_experts_without_method, "it has no method for experts in {found} of this layout"),
-    Because(
-        lambda facts: (
-            facts.declared["quant_method"] == CompressedTensors.name
-            and any(each.scheme == "fp8_blocka16" for each in facts.layers.values())
-        ),
-        "an assertion of its loader fails for weights only in fp8_block; "
-        "layout='modelopt' holds them",
-    ),
-    Because(
-        _cut_rows, "it joins {found} with the next layer, and its rows do not fill blocks of 128"
-    ),
-    Because(
-        lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
-        "the columns of {found} do not fill blocks of 128",
-    ),
-)
-
-# Of vLLM 0.33, where it may read wrong scales without an error.
-SILENT = (
-    Because(
-        lambda facts: facts.declared["quant_method"] == "fp8" and _cut_rows(facts),
-        "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
-        "may read wrong scales without an error. Choose layout='compressed-tensors', which it "
-        "refuses, or another format; transformers and fp4pass read this folder",
     ),
 )
 

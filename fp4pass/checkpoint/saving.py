@@ -32,6 +32,7 @@ from ..sources.beside import Beside, read_carried
 from ..sources.files import MANIFEST
 from ..sources.unread import require_writable
 from ..state import get_state, has_adapters, unwrap
+from .engines import of_vllm
 from .layer_files import ConvertedState, files_to_take
 from .layouts import (
     BUFFERS,
@@ -54,7 +55,7 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .readers import SILENT, VLLM, Facts, of_stock, problem, who_reads
+from .readers import Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
 from .split_stacks import split_layers
 from .writer import CheckpointWriter, bytes_of
@@ -206,18 +207,13 @@ def _save(
         declared = chosen.config({**written, **own}, ignored) | cache
         if is_stock:
             merged = [name for name in split if name not in whole]
-            stock = Facts(root, layers, declared, [*split], merged)
-            problems["transformers"], entries = of_stock(stock)
-            declared |= entries
+            why, entries = of_stock(Facts(root, layers, declared, [*split], merged))
+            problems["transformers"], declared = why, declared | entries
         if chosen.engines:
-            on_disk = Facts(root, written, declared)
-            problems["vLLM"] = problem(VLLM, on_disk)
-            if silent := problem(SILENT, on_disk):
-                warnings.warn(f"{silent}.", stacklevel=3)
-    if problems.get("transformers"):
+            problems["vLLM"] = of_vllm(Facts(root, written, declared))
+    if unread := problems.get("transformers"):
         warnings.warn(
-            f"transformers cannot load this folder by itself: {problems['transformers']}. "
-            "fp4pass.load reads it.",
+            f"transformers cannot load this folder by itself: {unread}. fp4pass.load reads it.",
             stacklevel=3,
         )
     if left_whole and not chosen.engines and of_transformers:
