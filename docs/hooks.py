@@ -8,6 +8,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,13 @@ LINK = re.compile(
     r"([^)\s#]+)(#[^)\s]*)?\)"
 )
 
+
+# Code of one word: an option, a name. A browser would break --scheme at a hyphen.
+WORD = re.compile(r"<code>([^<\s]{1,24})</code>")
+
+# A block of code. Wider lines than this are commands and messages, which may wrap; tables are not.
+CODE = re.compile(r'<div class="highlight"><pre>.*?</pre>', re.DOTALL)
+WIDEST = 110
 
 # What links call a page whose name is their text: its title in the navigation.
 TITLES: dict[str, str] = {}
@@ -102,6 +110,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         part if part.startswith("```") else LINK.sub(moved, part)
         for part in re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the code that wraps otherwise than the theme has it; site.css does the rest."""
+    html = WORD.sub(r'<code class="word">\1</code>', html)
+    return CODE.sub(lambda block: wrapped(block[0]), html)
+
+
+def wrapped(block: str) -> str:
+    """Return a block of code, marked if a line is wider than any page, as commands are."""
+    lines = unescape(re.sub(r"<[^>]*>", "", block)).splitlines()
+    if max(map(len, lines), default=0) <= WIDEST:
+        return block
+    return block.replace('class="highlight"', 'class="highlight wraps"', 1)
 
 
 def version() -> str:

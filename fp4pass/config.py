@@ -75,19 +75,21 @@ class LinearConfig:
 
     fmt: str = _option(
         "nvfp4",
-        "A format, for weights and inputs, or with a16 behind it, for weights only.",
+        "A format for weights and inputs, or with the suffix a16 for weights only.",
         schemes(),
     )
-    method: Any = _option("hessian", "How the block scales are chosen.", METHODS)  # noqa: RUF009
+    method: Any = _option("hessian", "How block scales are chosen.", METHODS)  # noqa: RUF009
     weight_only: bool | None = _option(None, "Leave inputs in floating point.")
     block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
     activation_scales: str = _option(
         "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
     )
-    rotation: int = _option(0, "Columns rotated together, which helps mxfp4.", ROTATIONS)
-    unreached: str = _option("error", "What to do with layers that no batch reached.", UNREACHED)
-    expert_prior: float | None = _option(None, "Average tokens added to those of each expert.")
-    compute: str = _option("input", "What products of many rows are computed in.", COMPUTES)
+    rotation: int = _option(0, "Number of columns rotated together; helps mxfp4.", ROTATIONS)
+    unreached: str = _option(
+        "error", "Layers that no batch reached: raise an error, skip them, or use sse.", UNREACHED
+    )
+    expert_prior: float | None = _option(None, "Average tokens to add to those of each expert.")
+    compute: str = _option("input", "Compute dtype of products of many rows.", COMPUTES)
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)

@@ -227,13 +227,13 @@ class OneCall:
                 self.root, self.plan, batch, sequential=self.sequential, device=device
             )
         if trial is None:
-            return f"{self.label}: {', '.join(facts)}; no layer could be tried for the time"
+            return f"{self.label}: {', '.join(facts)}; no estimate of the time"
         seconds = trial.seconds(size)
         if batches is None:
             writing = sampling_seconds(self.root, tokenizer, self.tokens, _WINDOW)
             seconds += writing or 0.0
             facts[-1] += ", whose writing is not counted" if writing is None else ""
-        facts[-1] += "; by a trial of the first layer"
+        facts[-1] += "; estimated on the first layer"
         return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
 
     def rules_beside_text(self, what: str = "text") -> list[Rule]:

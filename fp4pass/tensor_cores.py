@@ -36,10 +36,10 @@ def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machi
         return ""
     names = ", ".join(scheme_name(key, weight_only=False) for key in keys)
     others = ", ".join(scheme_name(key, weight_only=True) for key in keys)
-    schemes, verb = ("scheme", "is") if len(keys) == 1 else ("schemes", "are")
+    schemes, s, verb = ("scheme", "s", "is") if len(keys) == 1 else ("schemes", "", "are")
     return (
-        f"Inputs are quantized too ({schemes} {names}), for FP4 tensor cores, which {machine} does "
-        f"not have: without them {schemes} {others} {verb} faster and more accurate."
+        f"{schemes.capitalize()} {names} also quantize{s} inputs, for FP4 tensor cores, which "
+        f"{machine} lacks. Without them, {schemes} {others} {verb} faster and more accurate."
     )
 
 

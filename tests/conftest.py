@@ -34,6 +34,23 @@ torch.set_num_threads(1)
 gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test with `quick(count)` as slow but so many, spread evenly."""
+    cases: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.parent, item.name.split("[")[0]), []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("quick")
+        assert marker is not None
+        count = marker.args[0]
+        kept = {index * len(each) // count for index in range(count)}
+        for index, item in enumerate(each):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def no_limit_for_slow_tests(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("slow"):

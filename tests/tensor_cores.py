@@ -7,8 +7,8 @@ import pytest
 from fp4pass.tensor_cores import say_once
 
 NOTE = (
-    "Inputs are quantized too (scheme nvfp4), for FP4 tensor cores, which this machine does not "
-    "have: without them scheme nvfp4a16 is faster and more accurate."
+    "Scheme nvfp4 also quantizes inputs, for FP4 tensor cores, which this machine lacks. "
+    "Without them, scheme nvfp4a16 is faster and more accurate."
 )
 
 

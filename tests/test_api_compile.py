@@ -342,6 +342,7 @@ class Both(nn.Module):
         return self.left(x), self.right(x)
 
 
+@pytest.mark.slow
 def test_generated_code_adds_to_the_statistics() -> None:
     eager, model = (fp4pass.prepare(Both()) for _ in range(2))
     code = compiled(model, "inductor")

@@ -93,6 +93,7 @@ def generate(model: nn.Module, shape: tuple[int, int], **options: object) -> Ten
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "setting"),
     [

@@ -177,6 +177,7 @@ def block_sums(x: Tensor) -> Tensor:
     return torch.einsum("tbi,tbj->bij", blocks, blocks)
 
 
+@pytest.mark.quick(2)
 @every_model
 @torch.no_grad()
 def test_statistics_are_those_of_a_loop(name: str) -> None:
@@ -363,6 +364,7 @@ def test_cross_is_refused_by_name() -> None:
         fp4pass.prepare(build("qwen3_moe"), fp4pass.Gptq(target="cross"), sequential=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["hessian", "gptq"])
 def test_layer_by_layer(method: str) -> None:
     options = {"weight_only": True, "rules": ONLY_EXPERTS}

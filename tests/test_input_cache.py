@@ -412,6 +412,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("make", MODULES)
 def test_layers_compute_the_same_bits(make: type[nn.Module]) -> None:
     for name, options in OPTIONS.items():

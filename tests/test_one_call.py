@@ -92,6 +92,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quality", list(QUALITIES))
 def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
@@ -206,6 +207,7 @@ def test_nobody_calibrates_by_surprise() -> None:
         fp4pass.convert(mlp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quality", "error"), [("good", KeyboardInterrupt), ("best", RuntimeError)]
 )
@@ -275,7 +277,7 @@ def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) 
 def test_the_time_is_said_before_anything_is_done(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass.one_call")
     in_one()
-    line = 'quality "good": a few seconds (2 layers, 144 tokens; by a trial of the first layer)'
+    line = 'quality "good": a few seconds (2 layers, 144 tokens; estimated on the first layer)'
     assert caplog.messages[0] == line
 
 
@@ -319,6 +321,7 @@ def test_experts_get_what_fits_them() -> None:
     assert formats == ["mxfp4", "nvfp4"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("quality", ["good", "best"])
 def test_a_tower_that_text_does_not_reach_is_skipped(
     quality: str, caplog: pytest.LogCaptureFixture

@@ -23,6 +23,7 @@ import torch
 from pages import ROOT, Block
 
 import fp4pass
+from fp4pass import errors
 from fp4pass.core.formats import FORMATS
 from fp4pass.methods import METHODS
 
@@ -90,7 +91,7 @@ def wrong_options(words: list[str]) -> str | None:
     return f"fp4pass {words[0]} takes fewer arguments" if places < 0 else None
 
 
-@pytest.mark.parametrize("page", [*ALL, "docs/development/kernel-notes.md"])
+@pytest.mark.parametrize("page", [*ALL, "docs/development/notes.md"])
 def test_what_a_page_names_of_eval_is_there(page: str) -> None:
     """Modules that its commands run, scripts and results."""
     text = (ROOT / page).read_text("utf-8")
@@ -149,6 +150,19 @@ def test_every_first_word_of_the_command_line_page_is_described() -> None:
     assert named == subcommands().keys()
     described = set(re.findall(r"^## (\w+)", page, re.MULTILINE))
     assert described == named - {"doctor"}
+
+
+def test_the_troubleshooting_page_has_every_error() -> None:
+    """Each public class of errors, once, in its table."""
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    classes = {
+        name
+        for name, each in vars(errors).items()
+        if inspect.isclass(each) and issubclass(each, (fp4pass.Fp4PassError, Warning))
+    }
+    assert sorted(listed) == sorted(classes - {"Fp4PassError"})
+    assert "`fp4pass.Fp4PassError`" in page
 
 
 def missing_names(code: str) -> Iterator[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+from browser import browse
 from pages import ROOT, Block, blocks
 
 markdown = pytest.importorskip("markdown")
@@ -25,6 +29,8 @@ ALL = sorted(
 
 # A box of the site, and its contents.
 BOX = re.compile(r"^(?:\?\?\?|!!!|===)\+? .*\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
+
+EXPLORER = ROOT / "docs" / "assets" / "explorer.js"
 
 # Printed text is as wide as it is.
 CODE = {"python", "sh", "yaml", "json", "toml"}
@@ -80,3 +86,53 @@ def test_code_fits_the_column(page: str) -> None:
 
 def wider(block: Block) -> list[str]:
     return [f"{block}: {line}" for line in block.code.splitlines() if len(line) > COLUMNS]
+
+
+# ---- the table of results ----------------------------------------------------------------------
+
+CHOOSE = """
+const shown = () => [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent);
+const before = shown(), select = document.querySelector("select[aria-label=method]");
+select.value = "sse";
+select.dispatchEvent(new Event("change"));
+[...document.querySelectorAll("th button")].find(each => each.textContent.startsWith("KL")).click();
+document.title = JSON.stringify([before, shown(), location.search]);
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "before", "after", "url"),
+    [
+        ("", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
+        ("?sort=-kl", "a:16 a:16 b:16", "b:16 a:16", "?sort=kl&method=sse"),
+        (
+            "?inputs=&format=a:16",
+            "a:16 a:16 a:16",
+            "a:16",
+            "?inputs=&format=a:16&method=sse&sort=kl",
+        ),
+        ("?model=n&text=u", "c:16", "c:16", "?model=n&text=u&method=sse&sort=kl"),
+        ("?model=gone&format=gone&sort=gone", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
+    ],
+)
+def test_filters_of_results_are_in_the_url(
+    query: str, before: str, after: str, url: str, tmp_path: Path
+) -> None:
+    """A link shows what its sender chose; the URL follows each choice."""
+    names = ("model", "text", "inputs", "format", "block", "method", "kl")
+    values = [
+        ("m", "t", "float", "a", 16, "naive", [3.0, None, None]),
+        ("m", "t", "float", "a", 16, "sse", [2.0, None, None]),
+        ("m", "t", "float", "b", 16, "sse", [1.0, None, None]),
+        ("m", "t", "4 bits", "a", 16, "naive", [4.0, None, None]),
+        ("n", "t", "float", "c", 16, "sse", [1.0, None, None]),
+        ("n", "u", "float", "c", 16, "sse", [1.0, None, None]),
+    ]
+    rows = [dict(zip(names, each, strict=True)) for each in values]
+    results = json.dumps({"models": [{"model": "m"}, {"model": "n"}], "rows": rows})
+    scripts = (f"window.RESULTS = {results}", EXPLORER.read_text("utf-8"), CHOOSE)
+    body = "".join(f"<script>{each}</script>" for each in scripts)
+    text = f'<title></title><div id="results"></div>{body}'
+    found = browse(text, tmp_path, query=query).stdout
+    title = unescape(found.partition("<title>")[2].partition("</title>")[0])
+    assert json.loads(title) == [before.split(), after.split(), url.replace(":", "%3A")]

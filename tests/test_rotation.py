@@ -303,6 +303,7 @@ def test_linears_of_one_input_rotate_it_once(
     assert {kind: names[kind] for kind in wanted} == wanted
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("weight_only", "fmt"),
     cases(
@@ -369,6 +370,7 @@ def test_a_skeleton_and_a_copy_rotate_as_well(tmp_path: Path) -> None:
         assert_same_bits(other, model)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "q"
     options = ("--scheme", "mxfp4", "--method", "hessian", "--rotation", 64)

@@ -32,6 +32,7 @@ def stacks(model: Any) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedExpertStack)}
 
 
+@pytest.mark.quick(2)
 @every_model
 def test_it_generates_copies_and_computes_gradients(name: str) -> None:
     model = converted(name)
@@ -76,6 +77,7 @@ def test_it_compiles_whole(name: str, weight_only: bool) -> None:
             torch.testing.assert_close(run(x), logits(model, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick(2)
 @every_model
 @torch.no_grad()
 def test_it_exports(name: str) -> None:
@@ -90,6 +92,7 @@ def test_it_exports(name: str) -> None:
     assert len(called) == len(packed_stacks(owner))
 
 
+@pytest.mark.quick(1)
 @every_model
 def test_layer_by_layer(name: str) -> None:
     found = []
@@ -111,6 +114,7 @@ def test_layer_by_layer(name: str) -> None:
     assert not torch.equal(*map(logits, found))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
 @every_model
 def test_it_is_quantized_while_it_is_read_and_made_dense_again(name: str, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_preparing_again_adds_nothing(case: Case) -> None:
         assert statistics(holder).tokens == expected.count
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("mxfp4", False)])
 @every_case
@@ -146,6 +147,7 @@ def test_converted_models_equal_a_module_swap(case: Case, fmt: str, weight_only:
     check_converted(case, fmt, weight_only)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("case", params_of(ALL, ALL))
 def test_every_converted_model_equals_a_module_swap(case: Case) -> None:
@@ -164,6 +166,7 @@ def check_converted(case: Case, fmt: str, weight_only: bool) -> None:
     assert converted == names
 
 
+@pytest.mark.quick(2)
 @every_case
 def test_calibration_gives_static_activation_scales(case: Case) -> None:
     model = case.build()
@@ -204,6 +207,7 @@ def test_what_is_skipped_is_a_row_with_its_reason(case: Case) -> None:
         assert any(fnmatch.fnmatchcase(name, p) for p in case.skipped), (name, reason)
 
 
+@pytest.mark.quick(2)
 @every_exported
 def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
     assert case.example

@@ -1,4 +1,5 @@
-// The table of the results page: window.RESULTS, filtered by what the reader chooses.
+// The table of the results page: window.RESULTS, filtered by what the reader chooses. The URL has
+// the choices, so that a view can be linked: results.html?format=nvfp4:16&sort=-kl
 (() => {
   const place = document.getElementById("results");
   if (!place || !window.RESULTS) return;
@@ -25,7 +26,31 @@
 
   // What is chosen: all of one model and text, and any formats and methods.
   const chosen = { model: models[0].model, text: "", inputs: "float", format: "", method: "" };
+  const defaults = { ...chosen };
   let sorting = { key: "", down: false };
+
+  function readURL() {
+    const params = new URLSearchParams(location.search);
+    for (const key of Object.keys(chosen)) if (params.has(key)) chosen[key] = params.get(key);
+    if (!models.some((each) => each.model === chosen.model)) chosen.model = defaults.model;
+    const key = (params.get("sort") || "").replace(/^-/, "");
+    if (COLUMNS.some((column) => column[0] === key)) {
+      sorting = { key, down: params.get("sort").startsWith("-") };
+    }
+  }
+
+  // Only choices that are not those of the page alone.
+  function writeURL() {
+    const url = new URL(location.href);
+    const first = rows.find((row) => row.model === chosen.model).text;
+    const sort = (sorting.down ? "-" : "") + sorting.key;
+    const now = { ...chosen, text: chosen.text === first ? "" : chosen.text, sort };
+    for (const [key, value] of Object.entries(now)) {
+      if (value === (defaults[key] ?? "")) url.searchParams.delete(key);
+      else url.searchParams.set(key, value);
+    }
+    history.replaceState(null, "", url);
+  }
 
   const unique = (key, within) => [...new Set(within.map((row) => row[key]))];
   const named = (row) => `${row.format}:${row.block}`;
@@ -51,6 +76,7 @@
     select.addEventListener("change", () => {
       chosen[key] = select.value;
       draw();
+      writeURL();
     });
     return element("label", {}, element("span", {}, key), select);
   }
@@ -94,6 +120,7 @@
       button.addEventListener("click", () => {
         sorting = { key, down: sorting.key === key && !sorting.down };
         draw();
+        writeURL();
       });
       const order = arrow ? (sorting.down ? "descending" : "ascending") : "none";
       return element("th", { class: show ? "number" : "", "aria-sort": order }, button);
@@ -105,5 +132,6 @@
     place.replaceChildren(filters, count, element("div", { class: "scroll", tabindex: "0" }, table));
   }
 
+  readURL();
   draw();
 })();

@@ -308,15 +308,15 @@ def page(result: Row) -> str:
         rate = f"{row[RATE]:.0f} ({row[RATE] / base[RATE]:.2f})"
         cells.append([row["model"], by, rate, prefill, *sizes])
     header = ["model", "weights", "decode, tokens/s", "prefill, ms", "weights, GB", "linears, GB"]
-    lines = [
-        *origin(result),
+    what = (
         f"Decode: {tokens['in']} tokens in, {tokens['out']} out, batch 1, one CUDA graph a step. "
-        f"Prefill: {tokens['prefill'][0]} x {tokens['prefill'][1]} tokens. In brackets: times as "
-        "fast as bf16, or the share of its bytes.",
-        "",
-        table(header, cells, left=2),
-    ]
-    return "\n".join(lines)
+    )
+    if any("prefill_seconds" in row for row in result["rows"]):
+        what += f"Prefill: {tokens['prefill'][0]} x {tokens['prefill'][1]} tokens. "
+    else:
+        header, *cells = ([*each[:3], *each[4:]] for each in (header, *cells))
+    what += "In brackets: times as fast as bf16, or the share of its bytes."
+    return "\n".join([*origin(result), what, "", table(header, cells, left=2)])
 
 
 def plain_row(rows: list[Row], model: str) -> Row:

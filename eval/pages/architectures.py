@@ -125,7 +125,7 @@ def line(row: Row) -> str:
 def left_out(others: list[Row]) -> Iterator[str]:
     """Yield the types that were not counted, by the reason."""
     reasons = {
-        "-": "Not tried, because the test could not make a small model of it",
+        "-": "Not tested, because no small model of it can be made",
         "no linear layer": "Without a linear layer that can be packed",
     }
     for outcome, words in reasons.items():
@@ -183,14 +183,14 @@ def page(row: Row, found: Mapping[str, Any]) -> str:
 def command(row: Row) -> Iterator[str]:
     """Yield the command, or why there is none."""
     if row["command"]:
-        yield from (f"The command line does not do it ({row['command']}). In Python:", "")
+        yield from (f"The command line does not support it ({row['command']}). In Python:", "")
         return
     yield from (
         "```sh",
         "fp4pass quantize MODEL -o out --scheme nvfp4a16 --quality fast",
         "```",
         "",
-        "MODEL is a folder or an id of the hub. The same in Python:",
+        "MODEL is a folder or a hub id. The same in Python:",
         "",
     )
 
@@ -206,7 +206,7 @@ def wrapped(name: str) -> list[str]:
 def skipped(row: Row) -> list[str]:
     """Return the table of what stays in floating point."""
     if not row["skipped"]:
-        return ["Every linear layer is packed. Embeddings, norms and convolutions stay.", ""]
+        return ["Every linear layer is packed. Embeddings, norms and convolutions stay dense.", ""]
     return [
         f"## What is skipped, and why {UNSEARCHED}",
         "",
@@ -214,8 +214,8 @@ def skipped(row: Row) -> list[str]:
         "|---|---:|---|",
         *(f"| `{name}` | {n} | {escaped(why)} |" for name, n, why in row["skipped"]),
         "",
-        "Embeddings, norms and convolutions stay, too. A rule packs what the reason says a rule "
-        "can take: [mixed precision](../recipes/mixed_precision.md).",
+        "Embeddings, norms and convolutions also stay dense. Where the reason says so, a rule "
+        "packs the layer: [mixed precision](../recipes/mixed_precision.md).",
         "",
     ]
 
@@ -247,9 +247,9 @@ def readers(row: Row) -> Iterator[str]:
         yield from ("", f"Experts in mxfp4: `convert(..., {RULE})`.")
     yield from (
         "",
-        "What transformers does was tried on this type. Of engines, their loaders were run on "
-        f"folders of other models, not on this one; whether an engine has `{row['class']}` is in "
-        "its own list of models. [Who reads what](../readers.md)",
+        "transformers was tested on this type. The loaders of engines were tested on folders of "
+        f"other models; see an engine's list of models for `{row['class']}`. "
+        "[Who reads what](../readers.md)",
     )
 
 

@@ -70,7 +70,7 @@ def dots(
 
 def draw_peers(found: Found, path: Path) -> None:
     """Draw KL against seconds: a series for each library, a panel for each format and text."""
-    panels = []
+    panels: list[Panel | None] = []
     finished = [row for row in found["rows"] if "failed" not in row]
     libraries = unique(finished, "library")
     for fmt in unique(finished, "format"):
@@ -85,4 +85,7 @@ def draw_peers(found: Found, path: Path) -> None:
             x, y = Scale("CPU seconds", log=True, grid=True), Scale("KL", low=0, grid=True)
             title = f"{fmt}, {INPUTS[True]}, {about['file']}"
             panels.append(Panel(series, title=title, x=x, y=y, width=5, height=4))
-    write_png([panels], path, title=f"{found['model']}: KL to the original, nats per token")
+    # Two in a row, which are read in the column of a page.
+    panels += [None] * (len(panels) % 2)
+    grid = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+    write_png(grid, path, title=f"{found['model']}: KL to the original, nats per token")

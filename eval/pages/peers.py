@@ -1,4 +1,4 @@
-"""Write docs/peers.md and its pictures from what eval/quality/peers.py left behind.
+"""Write docs/peers.md and its pictures from results of eval/quality/peers.py.
 
     python -m eval.pages.peers [--results DIR] [--docs DIR]
 
@@ -44,15 +44,20 @@ def main() -> None:
 
 
 def load(folder: Path) -> dict[str, Found]:
-    """All results by the stem of their file. Raises SystemExit without any."""
+    """Return all results by the stem of their file, the largest model first.
+
+    Raises:
+        SystemExit: there are none.
+    """
     files = sorted(folder.glob("*.json"))
     if not files:
         raise SystemExit(f"{folder}: there are no results.")
-    return {path.stem: json.loads(path.read_text("utf-8")) for path in files}
+    found = {path.stem: json.loads(path.read_text("utf-8")) for path in files}
+    return dict(sorted(found.items(), key=lambda item: -item[1]["parameters"]))
 
 
 def page(results: Mapping[str, Found]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [INTRODUCTION.read_text("utf-8").strip(), ""]
     for stem, found in results.items():
         lines += section(stem, found)
@@ -60,7 +65,7 @@ def page(results: Mapping[str, Found]) -> str:
 
 
 def section(stem: str, found: Found) -> Iterator[str]:
-    """What was measured of one model."""
+    """Return the lines of one model."""
     yield f"## {found['model']}"
     yield ""
     calibration = found["calibration"]
@@ -72,7 +77,7 @@ def section(stem: str, found: Found) -> Iterator[str]:
     yield ""
     yield from origin(found)
     if "parts" in found:
-        yield "in parts; `--there` measures weights that `eval/quality/peer_runs.py` had left:"
+        yield "in parts; `--there` measures weights that `eval/quality/peer_runs.py` wrote before:"
         yield ""
         yield from (f"    {each}" for each in found["parts"])
         yield ""
@@ -95,7 +100,7 @@ def of_file(name: str) -> str:
 
 
 def of_format(rows: list[Row], fmt: str, file: str, text: str, base: str = BASE) -> Iterator[str]:
-    """The table of a format on one text, the least KL first."""
+    """Return the table of a format on one text, the least KL first."""
     yield f"`{fmt}`, `{file}`:"
     yield ""
     kinds = [kind for kind in KINDS if all(kind in row for row in rows)]
@@ -119,14 +124,14 @@ def of_format(rows: list[Row], fmt: str, file: str, text: str, base: str = BASE)
 
 
 def cost(row: Row) -> str:
-    """Seconds of the processor, or of a machine that is not the one of the file."""
+    """Return seconds of the processor, or of a machine other than that of the file."""
     if "machine" in row:
         return f"{row['seconds']:,.0f} on {row['machine']}"
     return f"{row['cpu_seconds']:,.0f}"
 
 
 def better(rows: list[Row], fmt: str, base: str = BASE) -> Iterator[str]:
-    """Where a peer has less KL than the base, a row of fp4pass."""
+    """Return where a peer has less KL than the base, a row of fp4pass."""
     found = [
         f"{row['library']}, {row['name']}: {text}, {KINDS[kind]}"
         for row in rows
@@ -135,8 +140,8 @@ def better(rows: list[Row], fmt: str, base: str = BASE) -> Iterator[str]:
         for text, measured in row.get(kind, {}).items()
         if "change" in measured and measured["change"]["kl"]["value"] < 0
     ]
-    title = f"Peers with less KL than `{base}` in {fmt}:"
-    yield from listed(title, found, f"No peer that ran has less KL than `{base}` in {fmt}.")
+    title = f"Less KL than `{base}` in {fmt}:"
+    yield from listed(title, found, f"No other library has less KL than `{base}` in {fmt}.")
     yield ""
 
 
@@ -153,12 +158,12 @@ def not_run(found: Found) -> Iterator[str]:
     """Return the runs that this model lacks, of the formats that it has."""
     there = {(row["library"], row["run"]) for row in found["rows"]}
     formats = unique(found["rows"], "format")
-    left = [
-        f"{library}, {name} ({fmt})"
-        for library, run, fmt, name in PEERS
-        if fmt in formats and (library, run) not in there
-    ]
-    yield from listed("Not run on this model:", left, "All were run.")
+    left: dict[tuple[str, str], list[str]] = {}
+    for library, run, fmt, name in PEERS:
+        if fmt in formats and (library, run) not in there:
+            left.setdefault((library, fmt), []).append(name)
+    lines = [f"{library} in {fmt}: {'; '.join(names)}" for (library, fmt), names in left.items()]
+    yield from listed("Not run on this model:", lines, "All were run.")
     yield ""
 
 

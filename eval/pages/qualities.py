@@ -1,4 +1,4 @@
-"""The table of recipes by name in docs/quality.md, from what eval/quality/real_model.py measured.
+"""Write the table of recipes by name in docs/quality.md from results of eval/quality/real_model.py.
 
 python -m eval.pages.qualities --table docs/quality.md
 """
@@ -37,9 +37,9 @@ def text() -> str:
             rows.append([f"`{run.options['quality']}`", f"`{run.scheme}`", *kls, *seconds])
     return (
         f"{table([*header, 'H100, s', 'CPU, s'], rows, left=2)}\n"
-        f"SmolLM2-135M-Instruct; KL in nats a token, of the model that the GPU made. `good` and "
-        f"`best` calibrate on 32,768 tokens\nthat the model wrote before, which is not in the "
-        f"seconds. The CPU is one thread of {cpu['machine'].partition(' of ')[2]}.\n"
+        f"SmolLM2-135M-Instruct, KL in nats per token of the model that the GPU converted. `good` "
+        f"and `best` calibrate on 32,768\ntokens that the model wrote before; the seconds "
+        f"exclude it. CPU: one thread of {cpu['machine'].partition(' of ')[2]}.\n"
         f"[All recipes](real-model.md); JSON: [GPU](../eval/results/real-model/smollm2.json), "
         f"[CPU](../eval/results/real-model/smollm2-cpu.json).\n"
     )

@@ -1,6 +1,6 @@
-"""The table of other libraries in README: quality and speed, each number from eval/results.
+"""The table and the chart of other libraries in README, each number from eval/results.
 
-python -m eval.pages.readme --table README.md
+python -m eval.pages.readme --table README.md --docs docs
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from eval.pages.tables import ROOT, table, write_between
+from eval.pages.tables import ROOT, table, unique, write_between
+from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 RESULTS = ROOT / "eval" / "results"
 QUALITY, SPEED = "peers-quality/smollm2.json", "generate-peers-h200.json"
@@ -41,10 +42,14 @@ PACKAGES = {"llm-compressor": "llmcompressor", "ModelOpt": "nvidia-modelopt"}
 
 
 def main() -> None:
-    """Write the table into a page."""
+    """Write the table into a page, and the chart into a folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--table", type=Path, required=True)
-    write_between(parser.parse_args().table, "eval/pages/readme.py", text())
+    parser.add_argument("--docs", type=Path)
+    args = parser.parse_args()
+    write_between(args.table, "eval/pages/readme.py", text())
+    if args.docs:
+        draw(args.docs / "comparison.png")
 
 
 def text() -> str:
@@ -83,6 +88,39 @@ def text() -> str:
 def fast(name: str | None, tokens: dict[tuple[str, str], float]) -> list[str]:
     """Return tokens a second for each shape."""
     return [f"{tokens[name, shape]:.0f}" if name else "-" for shape in SHAPES]
+
+
+def draw(path: Path) -> None:
+    """Draw KL on the first text by seconds of every run, a series for each library."""
+    found = json.loads((RESULTS / QUALITY).read_text("utf-8"))
+    first = next(iter(found["texts"]))
+    finished = [row for row in found["rows"] if "failed" not in row]
+    names = {package: name for name, package in PACKAGES.items()}
+    series = []
+    for which, library in enumerate(unique(finished, "library")):
+        rows = sorted(
+            (row for row in finished if row["library"] == library),
+            key=lambda row: row["cpu_seconds"],
+        )
+        series.append(
+            Points(
+                [row["cpu_seconds"] for row in rows],
+                [row["W4A16"][first]["kl"]["value"] for row in rows],
+                label=names.get(library, library),
+                color=which,
+                marker=MARKERS[which],
+                line="-" if library == "fp4pass" else "",
+            )
+        )
+    panel = Panel(
+        series,
+        title=f"SmolLM2-135M-Instruct, weights in 4 bits: KL to the original, {first}",
+        x=Scale("CPU seconds to quantize", log=True, grid=True),
+        y=Scale("KL, nats per token", low=0, grid=True),
+        width=7,
+        height=3.4,
+    )
+    write_png([[panel]], path, columns=3)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def page(results: Mapping[str, Found]) -> str:
         parts.append(f"## {found['model']}\n\n{made(stem, found)}")
         parts += texts(found)
         parts.append(f"![KL by format and method](results-{stem}.png)\n")
-        parts.append(f"### {found['model']}: what is different\n\n{verdicts(found)}")
+        parts.append(f"### {found['model']}: methods compared\n\n{verdicts(found)}")
     return "\n".join(parts)
 
 
@@ -63,10 +63,10 @@ def texts(found: Found) -> Iterator[str]:
         left=1,
     )
     yield (
-        f"Perplexity and bits per byte are the original's. Windows have {found['window']} tokens, "
-        f"are spread evenly over a text and\ndo not overlap. Intervals hold with "
-        f"{found['confidence']:.0%} confidence. Output errors: on "
-        f"{found['output_error_tokens']:,} tokens of the first text.\n"
+        f"Perplexity and bits per byte of the original, with {found['confidence']:.0%} confidence "
+        f"intervals. Windows have {found['window']} tokens, are spread evenly\nover a text and do "
+        f"not overlap. Output errors are those on {found['output_error_tokens']:,} tokens of the "
+        f"first text.\n"
     )
 
 
@@ -79,7 +79,7 @@ def made(stem: str, found: Found) -> str:
             f"{found['parameters']:,} parameters, in {found['dtype']}. Calibrated on "
             f"{calibration['windows']:,} windows ({calibration['tokens']:,} tokens) of "
             f"`{calibration['file']}`.",
-            f"Formats that were measured: {', '.join(formats)}.",
+            f"Formats: {', '.join(formats)}.",
             f"All numbers are in [{stem}.json](../eval/results/{stem}.json).",
             "",
             *origin(found),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eval.pages.tables import format_of, inputs, unique
+from eval.pages.tables import format_of, inputs, table, unique
 
 Found = Mapping[str, Any]
 
@@ -13,36 +13,32 @@ Found = Mapping[str, Any]
 COMPARED = {"kl": "KL", "perplexity_ratio": "perplexity"}
 
 OUTCOMES = ("better", "worse", "undecided")
+WORDS = ("lower", "higher", "undecided")
 
 
 def verdicts(found: Found) -> str:
-    """Return a list in Markdown: of each two methods, how often one is better than the other."""
-    lines = []
+    """Return a table in Markdown: in how many cases a method is better than another."""
+    rows = []
     for (method, other, measure), outcomes in cases(found).items():
-        name = COMPARED[measure]
-        count = [list(outcomes.values()).count(each) for each in OUTCOMES]
-        worse: dict[str, list[str]] = {}
-        for (name_of_format, where), outcome in outcomes.items():
-            if outcome == "worse":
-                worse.setdefault(where, []).append(name_of_format)
-        exceptions = "; ".join(f"{', '.join(names)} ({where})" for where, names in worse.items())
-        text = (
-            f"- `{method}` against `{other}`: {name} is lower in {count[0]} of "
-            f"{len(outcomes)}, higher in {count[1]}, undecided in {count[2]}."
-        )
-        lines.append(f"{text} Higher: {exceptions}." if worse else text)
-    chance = 1 - found["confidence"]
-    return "\n".join(
-        [
-            "Over all formats, blocks, inputs and texts, and only where the interval of the "
-            "difference says so:",
-            "",
-            *lines,
-            "",
-            f"Of comparisons of what does the same, about {chance:.0%} would look decided.",
-            "",
-        ]
+        here = list(outcomes.values())
+        counts = [str(here.count(each)) for each in OUTCOMES]
+        rows.append([f"`{method}`", f"`{other}`", COMPARED[measure], *counts, worse_in(outcomes)])
+    header = ["method", "against", "measure", *WORDS, "higher in"]
+    return (
+        "Numbers of cases: a format, block, inputs and text. A case is undecided if the interval "
+        "of the difference includes no change.\nWith equal methods, about "
+        f"{1 - found['confidence']:.0%} of the cases would look decided.\n\n"
+        f"{table(header, rows, left=len(header))}"
     )
+
+
+def worse_in(outcomes: Mapping[tuple[str, str], str]) -> str:
+    """Return the formats that are worse, by inputs and text."""
+    worse: dict[str, list[str]] = {}
+    for (name, where), outcome in outcomes.items():
+        if outcome == "worse":
+            worse.setdefault(where, []).append(name)
+    return "<br>".join(f"{where}: {', '.join(names)}" for where, names in worse.items())
 
 
 def cases(found: Found) -> dict[tuple[str, str, str], dict[tuple[str, str], str]]:

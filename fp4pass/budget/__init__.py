@@ -1,4 +1,4 @@
-"""Choose a precision for each layer under a budget, by measuring what each costs.
+"""Choose a precision for each layer under a budget, by measuring the cost of each.
 
 `allocate` returns an `Allocation`: rules for `convert`, predicted and measured KL, and the curve.
 """

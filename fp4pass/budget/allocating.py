@@ -130,7 +130,7 @@ def measured(
     recipe: Mapping[str, Any],
     bits: float | None = None,
 ) -> Iterator[Trials]:
-    """Measure all groups of a model, for budgets that are chosen within the body.
+    """Measure all groups of a model, for budgets chosen in the body of `with`.
 
     Args:
         model: as for `allocate`.

@@ -16,12 +16,12 @@ _POINTS = 24
 
 
 def best_within(costs: Sequence[Costs], limit: float) -> Schemes | None:
-    """Return the schemes with the least sum of KL in so many bytes, None if none is as small."""
+    """Return the schemes of least total KL within a number of bytes, or None if all are larger."""
     return _solved(costs, limit, by_bytes=True)
 
 
 def smallest_within(costs: Sequence[Costs], kl: float) -> Schemes | None:
-    """Return the schemes with the fewest bytes whose sum of KL is no more, None without any."""
+    """Return the schemes of fewest bytes within a total KL, or None if there are none."""
     return _solved(costs, kl, by_bytes=False)
 
 
@@ -42,7 +42,7 @@ def curve(costs: Sequence[Costs]) -> list[Cost]:
 
 
 def uniform(costs: Sequence[Costs], schemes: Sequence[str], limit: float) -> dict[str, Schemes]:
-    """Return uniform choices of at most so many bytes, by what they are called.
+    """Return uniform choices within a number of bytes, by name.
 
     They have one scheme; or the largest that fits, and the next larger one for the first groups,
     as many as fit. A group that cannot have the scheme has the smallest that it can.

@@ -1,4 +1,4 @@
-"""Run a float model again from any of its layers on, and compare what it predicts.
+"""Run a float model again from any of its layers on, and compare its predictions.
 
 The first run keeps what each layer of a stack returned, and the logits. Later runs have the layers
 in front of a group return that again, so that only the rest is computed.
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
 
-# The shares of a GPU's free memory for what layers returned, and for weights in float32.
+# The shares of a GPU's free memory for the results of layers, and for float32 weights.
 _STATES, _WEIGHTS = 1 / 8, 1 / 2
 
 # A KL above this, in nats, is no rounding of the same computation.
@@ -153,7 +153,7 @@ class Forwards:
 
     @contextmanager
     def _passing(self, i: int, passed: Sequence[nn.Module]) -> Iterator[None]:
-        """Have layers return what they returned, and not run."""
+        """Replay the recorded results of layers instead of running them."""
 
         def again(layer: nn.Module) -> Any:
             device = device_of(layer)

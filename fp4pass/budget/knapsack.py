@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Of a choice: its weight, of which the sum is limited, and its value, of which it is to be least.
+# A choice: its weight, with a limit on the sum, and its value, with the least sum wanted.
 Choice = tuple[float, float]
 Array = np.ndarray[Any, Any]
 

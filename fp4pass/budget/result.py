@@ -1,4 +1,4 @@
-"""Hold what `allocate` found: the scheme of each group, what was measured, and the curve."""
+"""Hold the result of `allocate`: the scheme of each group, the measurements, and the curve."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def measure(
     forwards: Forwards,
     schemes: Sequence[str],
 ) -> list[Costs]:
-    """Return the costs of each group in its schemes, of which FLOAT costs nothing but bytes.
+    """Return the costs of each group in its schemes; FLOAT costs only bytes.
 
     A scheme whose KL is not finite is left out.
     """

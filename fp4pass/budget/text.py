@@ -74,7 +74,7 @@ def read_texts(
 
 
 def _rows(batch: Any) -> Sequence[Any]:
-    """Return the windows of a batch of token ids; what else a batch holds stays together."""
+    """Return the windows of a batch of token ids; other contents of a batch stay together."""
     return batch.split(1) if isinstance(batch, Tensor) and batch.ndim > 1 else [batch]
 
 

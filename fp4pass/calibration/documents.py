@@ -210,7 +210,7 @@ def _is_turn(value: object) -> bool:
 
 
 def _decoded(value: object) -> object:
-    """Return a value, or a list of values, of which those in JSON are read; else as it is."""
+    """Return a value, or a list of values, parsed where a value is JSON."""
     try:
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             return json.loads(value)

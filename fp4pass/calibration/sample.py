@@ -232,7 +232,7 @@ def _as_before(root: Any) -> Iterator[None]:
         stack.enter_context(unobserved(root))
         try:
             root.eval()
-            # generate takes from them what it is not told.
+            # generate takes its defaults from them.
             root.generation_config = GenerationConfig()
             yield
         finally:
@@ -278,7 +278,7 @@ def _write(
 
 
 def _interleaved(found: list[Tensor], counts: list[int]) -> Tensor:
-    """Return windows in an order in which the first of them have all kinds."""
+    """Return windows in an order that mixes all kinds from the start."""
     windows = torch.cat(found)
     places = [((i + 0.5) / count, kind) for kind, count in enumerate(counts) for i in range(count)]
     order = sorted(range(len(places)), key=lambda i: places[i])

@@ -163,7 +163,7 @@ def _read(spec: str) -> str:
 
 def _json_lines(spec: str) -> Rows:
     rows: dict[int, Any] = {}
-    # Not splitlines: what else Unicode calls the end of a line may stand in a string.
+    # Not splitlines: a string may hold the other line ends of Unicode.
     for number, line in enumerate(_read(spec).split("\n"), start=1):
         if not line.strip():
             continue
@@ -192,7 +192,7 @@ def _dataset_rows(data: Any, name: str = "data") -> Rows | None:
 
 
 def _saved(spec: str, folder: Path, split: str) -> Rows:
-    """Return the rows of a split, or of all, of what `save_to_disk` wrote."""
+    """Return the rows of a split, or of all, of a folder by `save_to_disk`."""
     datasets = _datasets(spec)
     with reading(spec, "the dataset"):
         found = datasets.load_from_disk(folder)

@@ -48,7 +48,7 @@ class Windows(Sequence[Window]):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the tokens, of which are scored, and of their units: 16 hex digits."""
+        """SHA-256 of the tokens, of the scored positions, and of their units: 16 hex digits."""
         found = hashlib.sha256()
         for window in self.windows:
             found.update(f"{len(window.ids)} {window.first} ".encode())

@@ -1,4 +1,4 @@
-"""Name what can be wrong with a folder: what each kind means for a user, and what mends it."""
+"""Name what can be wrong with a folder: what each kind means for a user, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Kind:
 
     Attributes:
         name: of the kind, which does not change.
-        meaning: what comes of it for a user of the folder.
-        remedy: the command that mends it, or what else does.
+        meaning: the consequence for a user of the folder.
+        remedy: the command that repairs it, or what else does.
 
     Example:
         >>> fp4pass.checking.KINDS["scale-nan"].meaning
@@ -34,7 +34,7 @@ _TABLE = (
     # Files.
     Kind(
         "file-missing",
-        "The weights are incomplete; readers stop, or make up the rest.",
+        "The weights are incomplete; readers stop, or fill in random numbers.",
         f"{COPY}; {REPAIR} writes an index without it, if other files hold its tensors",
     ),
     Kind("file-damaged", "The file was cut off or changed; readers stop at it.", COPY),
@@ -45,7 +45,7 @@ _TABLE = (
         "Readers look for tensors in the wrong file, or do not look for them at all.",
         f"{REPAIR} writes the index that the files make",
     ),
-    Kind("tensor-missing", "Readers stop, or give the model random numbers there.", COPY),
+    Kind("tensor-missing", "Readers stop, or leave random numbers there.", COPY),
     Kind(
         "duplicate",
         "Which of two tensors of one name is read depends on the reader.",
@@ -54,7 +54,7 @@ _TABLE = (
     # Parts of a packed layer.
     Kind(
         "companion-missing",
-        "Codes mean nothing without their scales; some engines take whatever is in memory.",
+        "Codes mean nothing without their scales; some engines use uninitialized memory.",
         f"{COPY}, or: {QUANTIZE}",
     ),
     Kind(
@@ -64,7 +64,7 @@ _TABLE = (
     ),
     Kind(
         "twice",
-        "The layer is there packed and dense; which one is read depends on the reader.",
+        "The layer is both packed and dense; which one is read depends on the reader.",
         f"{REPAIR} keeps what the config declares",
     ),
     Kind("shape", "Codes and scales do not fit each other; readers stop.", f"{COPY}; {QUANTIZE}"),
@@ -75,12 +75,12 @@ _TABLE = (
     ),
     Kind(
         "dtype",
-        "Readers cast the numbers to what they expect, and read others.",
+        "Readers cast the numbers to the dtype that they expect, and change them.",
         f"{REPAIR} stores them in the dtype of the layout, where each of them has one",
     ),
     Kind(
         "names",
-        "A wrapper's prefix on every name: readers find no tensor of the model.",
+        "Every name has a wrapper's prefix: readers find no tensor of the model.",
         f"{REPAIR} takes the prefix off",
     ),
     # Numbers.
@@ -94,9 +94,9 @@ _TABLE = (
         "It multiplies where the layout divides, or the reverse; outputs are NaN or noise.",
         f"{REPAIR} stores the reciprocal",
     ),
-    Kind("weights-size", "Weights of such a size are none of a trained model.", QUANTIZE),
-    Kind("codes-zero", "Rows of weights are lost: a download with a hole looks like this.", COPY),
-    Kind("dead", "A layer or an expert of zeros gives nothing to any token.", QUANTIZE),
+    Kind("weights-size", "No trained model has weights of this size.", QUANTIZE),
+    Kind("codes-zero", "Rows of weights are lost, as by an incomplete download.", COPY),
+    Kind("dead", "A layer or an expert of zeros adds nothing to any token.", QUANTIZE),
     Kind("dense-bad", "Outputs are NaN.", f"{COPY}; {QUANTIZE}"),
     Kind(
         "input-bad",
@@ -106,14 +106,14 @@ _TABLE = (
     ),
     Kind(
         "input-missing",
-        "Engines that quantize inputs refuse the folder, or take a number of their own. An expert "
-        "that calibration never reached looks like this.",
+        "Engines that quantize inputs refuse the folder, or choose a scale. An expert that "
+        "calibration never reached looks like this.",
         f"{REPAIR} gives experts the largest scale of the others of their layer; else calibrate "
         "again",
     ),
     Kind(
         "input-uncalibrated",
-        "Scales of inputs are what they were before calibration: inputs are clipped or lost.",
+        "Input scales were never calibrated: inputs are clipped or lost.",
         "Calibrate and quantize the float model again, or keep inputs in floating point",
     ),
     Kind(
@@ -126,33 +126,33 @@ _TABLE = (
     # Order.
     Kind(
         "codes-order",
-        "Codes lie in another order than the layout's (nibbles swapped, or halves of a block "
-        "interleaved): the model talks nonsense.",
+        "Codes are in another order than the layout's (nibbles swapped, or halves of a block "
+        "interleaved): outputs are nonsense.",
         "Export the folder again with the order of its layout",
     ),
     Kind(
         "rows-order",
-        "Rows of this layer do not meet the columns that read them.",
+        "Rows of this layer are not in the order of the columns that read them.",
         "Export the folder again with rows in the model's order",
     ),
     Kind(
         "scale-order",
-        "Scales lie as a kernel wants them (tiles of 128 x 4), not row by row.",
+        "Scales are stored in the tiles of a kernel (128 x 4), not row by row.",
         "Export the folder again with scales row by row",
     ),
     # Layers in engines, and what the configs declare.
     Kind(
         "fused-scales",
-        "Engines multiply by these layers as by one matrix and keep the larger global scale for "
-        "all, so that the others are read at the wrong size.",
+        "Engines fuse these layers into one matrix and keep the larger global scale for all, so "
+        "the others are read at the wrong size.",
         f"{REPAIR} quantizes them to the larger one",
     ),
     Kind(
         "fused-schemes",
-        "Engines multiply by these layers as by one matrix, which has one scheme.",
+        "Engines fuse these layers into one matrix, which has one scheme.",
         "Quantize them alike, by a rule for all of them",
     ),
-    Kind("expert-missing", "The router sends tokens to an expert that is not there.", COPY),
+    Kind("expert-missing", "The router sends tokens to a missing expert.", COPY),
     Kind(
         "ignore-packed",
         "Readers make a dense layer there, find no weight, and leave random numbers.",
@@ -166,16 +166,16 @@ _TABLE = (
     Kind(
         "config-absent",
         "Readers take the codes for a float model.",
-        f"{REPAIR} writes the quantization_config that the tensors make",
+        f"{REPAIR} writes the quantization_config of the tensors",
     ),
     Kind(
         "config-layout",
         "Readers look for tensors of other names.",
-        f"{REPAIR} writes the quantization_config that the tensors make",
+        f"{REPAIR} writes the quantization_config of the tensors",
     ),
     Kind(
         "config-disagrees",
-        "Which of the two a reader believes depends on the reader.",
+        "Readers follow one or the other.",
         f"{REPAIR} writes what the tensors say into both",
     ),
     Kind(
@@ -185,7 +185,7 @@ _TABLE = (
     ),
     Kind(
         "config-model",
-        "The config makes another model than the one whose tensors these are.",
+        "The config describes another model than these tensors.",
         f"{COPY}, with the config.json of this model",
     ),
     Kind(
@@ -195,7 +195,7 @@ _TABLE = (
     ),
     Kind(
         "mtp-absent",
-        "Engines that predict several tokens look for layers that are not there.",
+        "Engines that predict several tokens look for missing layers.",
         f"{REPAIR} declares that there are none",
     ),
     Kind(
@@ -205,7 +205,7 @@ _TABLE = (
     ),
     Kind(
         "chat-template-missing",
-        "Engines refuse chats, or make them up in another form.",
+        "Engines refuse chats, or format them in another way.",
         "Copy chat_template.jinja from the float model",
     ),
 )
@@ -225,7 +225,7 @@ class Finding:
 
     Example:
         >>> fp4pass.checking.Finding("dead", "a.weight", "model.safetensors", "got zeros").meaning
-        'A layer or an expert of zeros gives nothing to any token.'
+        'A layer or an expert of zeros adds nothing to any token.'
     """
 
     kind: str
@@ -240,7 +240,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """The command that mends it, or what else does."""
+        """The command that repairs it, or what else does."""
         return KINDS[self.kind].remedy
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class Facts:
     Attributes:
         root: the model.
         layers: what is packed in it.
-        declared: the quantization_config.
+        declared: the quantization_config, from which the layout is known.
         stacks: the stacks of experts that the folder has a layer for each expert of.
         merged: those of the stacks that transformers makes of these layers again.
         ignore: names and patterns of what stays dense.
@@ -223,55 +223,52 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 class Reads(NamedTuple):
     """The formats that a program reads in one layout, and a remark for the page.
 
-    untried: formats with which it was not tried.
+    untested: formats with which it was not tested.
     """
 
     formats: tuple[str, ...]
     remark: str = ""
-    untried: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
 
 
-_NO_LAYOUT = Reads((), "it knows no such layout")
-_NOT_TRIED = Reads((), "not tried")
+_NO_LAYOUT = Reads((), "it does not support this layout")
+_NOT_TESTED = Reads((), "not tested")
 
 _FP4, _FP8 = ("nvfp4", "mxfp4"), ("fp8", "fp8_block", "fp8_tensor")
 
-# By the program, in the version that was tried, and the name of a layout.
+# By the program, in the version that was tested, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.23 with compressed-tensors 0.20": {
-        "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"), "not the classes below; it dequantizes"
-        ),
+        "compressed-tensors": Reads((*_FP4, *_FP8, "mxfp8"), "dequantized; exceptions below"),
         "modelopt": _NO_LAYOUT,
-        "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
-        "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "without a GPU it dequantizes"),
-        "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
-        "quark": Reads((), "not without amd-quark"),
-        "deepseek-v4": Reads(("mxfp4", "fp8_block"), "without a GPU it dequantizes"),
+        "compressed-tensors-hadamard": Reads((), "it ignores the rotation: outputs are wrong"),
+        "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "dequantized without a GPU"),
+        "gpt-oss": Reads(("mxfp4",), "dequantized without a GPU"),
+        "quark": Reads((), "it needs amd-quark"),
+        "deepseek-v4": Reads(("mxfp4", "fp8_block"), "dequantized without a GPU"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            _FP4,
-            "it decides by itself whether inputs of mxfp4 are quantized; 8 bits were not tried",
-            (*_FP8, "mxfp8"),
+            (*_FP4, *_FP8, "mxfp8"),
+            "it chooses whether to quantize inputs of mxfp4 and mxfp8",
         ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": Reads(_FP4, "without tensor parallelism"),
-        "finegrained-fp8": _NOT_TRIED,
-        "gpt-oss": _NOT_TRIED,
-        "quark": _NOT_TRIED,
-        "deepseek-v4": _NOT_TRIED,
+        "modelopt": Reads(("nvfp4", *_FP8, "mxfp8"), "it quantizes the inputs of fp8_blocka16"),
+        "compressed-tensors-hadamard": Reads((*_FP4, *_FP8, "mxfp8"), "without tensor parallelism"),
+        "finegrained-fp8": Reads(("fp8_block",), "of fp8_tensor it looks for other names"),
+        "gpt-oss": _NOT_TESTED,
+        "quark": Reads(("mxfp4",)),
+        "deepseek-v4": _NOT_TESTED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(
-            ("nvfp4",), "it refuses dense mxfp4; 8 bits were not tried", (*_FP8, "mxfp8")
+            ("nvfp4",), "it refuses dense mxfp4; 8 bits not tested", (*_FP8, "mxfp8")
         ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": _NOT_TRIED,
-        "finegrained-fp8": _NOT_TRIED,
-        "gpt-oss": _NOT_TRIED,
-        "quark": _NOT_TRIED,
-        "deepseek-v4": _NOT_TRIED,
+        "modelopt": Reads(("nvfp4",), "8 bits not tested", (*_FP8, "mxfp8")),
+        "compressed-tensors-hadamard": _NOT_TESTED,
+        "finegrained-fp8": _NOT_TESTED,
+        "gpt-oss": _NOT_TESTED,
+        "quark": _NOT_TESTED,
+        "deepseek-v4": _NOT_TESTED,
     },
 }
 
@@ -289,11 +286,13 @@ class Readers(NamedTuple):
         return f"read by {', '.join(self.names)}{others}"
 
 
-def who_reads(layout: str, formats: Collection[str], architecture: str, stock: str) -> Readers:
+def who_reads(
+    layout: str, formats: Collection[str], architecture: str, problems: Mapping[str, str]
+) -> Readers:
     """Return the programs that read a folder; as a string, words that say so.
 
-    `architecture` is "" for a model that is not of transformers; `stock` is why stock transformers
-    cannot load this one, or "".
+    `architecture` is "" for a model that is not of transformers; `problems` say why a program
+    cannot load this one, by its name.
     """
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,))
@@ -301,13 +300,13 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, stock: s
     for program, layouts in READERS.items():
         name, reads = program.split()[0], layouts.get(layout, _NO_LAYOUT)
         lacking = ", ".join(sorted(set(formats) - set(reads.formats)))
-        has_class = "" if architecture.endswith(SERVED) else f"it may not have {architecture}"
+        has_class = name == "transformers" or architecture.endswith(SERVED)
         why = reads.remark
         if reads.formats:
-            of_model = stock if name == "transformers" else has_class
-            why = f"it reads no dense {lacking}" if lacking else of_model
-            if lacking and set(formats) - set(reads.formats) <= set(reads.untried):
-                why = f"not tried with {lacking}"
+            why = problems.get(name, "") if has_class else f"it may not have {architecture}"
+            if lacking:
+                is_untested = set(formats) - set(reads.formats) <= set(reads.untested)
+                why = f"{'not tested with' if is_untested else 'it reads no dense'} {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:

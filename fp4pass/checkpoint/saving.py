@@ -32,6 +32,7 @@ from ..sources.beside import Beside, read_carried
 from ..sources.files import MANIFEST
 from ..sources.unread import require_writable
 from ..state import get_state, has_adapters, unwrap
+from .engines import of_vllm
 from .layer_files import ConvertedState, files_to_take
 from .layouts import (
     BUFFERS,
@@ -191,7 +192,7 @@ def _save(
     pieces |= {name: stack.pieces for name, stack in split.items()}
     files = files_to_take(modules, state, chosen, packed, {*split, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
-    problem, ignored, declared = "", list[str](), dict[str, Any]()
+    problems, ignored, declared = dict[str, str](), list[str](), dict[str, Any]()
     if of_transformers:
         # transformers looks for its own names, engines for those on disk.
         ignored = ignored_names(root, state)
@@ -203,11 +204,13 @@ def _save(
         declared = chosen.config({**written, **own}, ignored) | cache
         if is_stock:
             merged = [name for name in split if name not in whole]
-            problem, entries = of_stock(Facts(root, layers, declared, [*split], merged))
-            declared |= entries
-    if problem:
+            why, entries = of_stock(Facts(root, layers, declared, [*split], merged))
+            problems["transformers"], declared = why, declared | entries
+        if chosen.engines:
+            problems["vLLM"] = of_vllm(Facts(root, written, declared))
+    if unread := problems.get("transformers"):
         warnings.warn(
-            f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
+            f"transformers cannot load this folder by itself: {unread}. fp4pass.load reads it.",
             stacklevel=3,
         )
     if left_whole and not chosen.engines and of_transformers:
@@ -220,7 +223,7 @@ def _save(
         )
     architecture = model_class(root).__name__ if of_transformers else ""
     formats = {layer.fmt.key for layer in layers.values()}
-    readers = who_reads(chosen.name, formats, architecture, problem)
+    readers = who_reads(chosen.name, formats, architecture, problems)
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
         beside.copy(folder, {MANIFEST, "config.json", *side_files()})

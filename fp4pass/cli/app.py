@@ -92,7 +92,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted, "
-    "141 the reader of the output closed it.",
+    "141 output closed by its reader.",
 )
 
 
@@ -111,7 +111,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """PyTorch models in 4-bit floating point: quantize, measure, look into, check, export."""
+    """Quantize PyTorch models to 4-bit floating point; measure, inspect, check and export them."""
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {

@@ -22,9 +22,9 @@ Budget = Annotated[
     str | None,
     Option(
         "--budget",
-        help="Choose the scheme of each layer by measuring: 5.0bits for the best model of so many "
-        "bits a weight, 0.02kl for the smallest one within that KL. The method is sse then, unless "
-        "another is given.",
+        help="Choose the scheme of each layer by measuring: 5.0bits for the best model with that "
+        "many bits per weight, 0.02kl for the smallest model within that KL. --method is then sse "
+        "by default.",
         metavar="NUMBERbits|NUMBERkl",
         show_default=False,
     ),
@@ -33,7 +33,7 @@ Schemes = Annotated[
     str | None,
     Option(
         "--schemes",
-        help="Schemes for --budget, with commas between; bf16 leaves layers as they are.",
+        help="Schemes for --budget, separated by commas; bf16 leaves layers unchanged.",
         metavar="NAMES",
         show_default=",".join(SCHEMES),
     ),

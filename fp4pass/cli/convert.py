@@ -24,7 +24,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another layout; codes and block scales keep their bits.
 
-    bf16 makes dense weights, which need no library of ours.
+    bf16 writes dense weights, which any program reads.
     """
     transcode(folder, output, to, max_shard_size=max_shard_size, overwrite=overwrite)
     before, after = weights_size(folder), weights_size(output)

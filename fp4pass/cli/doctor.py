@@ -28,15 +28,15 @@ FP8 = (8, 9)
 
 # The variable that names a compiler, its usual programs, and its uses.
 COMPILERS = {
-    "C++": ("CXX", ("g++", "clang++"), "products on the CPU, and torch.compile there"),
-    "C": ("CC", ("gcc", "clang"), "Triton, which compiles what launches its kernels"),
+    "C++": ("CXX", ("g++", "clang++"), "products and torch.compile on the CPU"),
+    "C": ("CC", ("gcc", "clang"), "the launchers of Triton's kernels"),
 }
 
 
 def doctor(as_json: screen.Json = False) -> None:
-    """Say what runs packed weights on this machine, what falls back to slower code, and why.
+    """Show what runs packed weights on this machine, and why some formats run slower code.
 
-    The C++ of the CPU is compiled now, if no earlier process did.
+    Compiles the C++ kernels of the CPU, if no earlier process did.
     """
     _, reason = load()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -74,7 +74,8 @@ def doctor(as_json: screen.Json = False) -> None:
     for name, compiler in found["compilers"].items():
         print(f"{name} compiler: {compiler or 'none'}, for {COMPILERS[name][2]}")
     cpu = found["cpu"]
-    print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, {cpu['threads']} threads)")
+    threads = "1 thread" if cpu["threads"] == 1 else f"{cpu['threads']} threads"
+    print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, {threads})")
     for gpu in gpus:
         print(
             f"GPU: {gpu['name']}, {gpu['memory_gb']:.0f} GB, {gpu['capability']}: {gpu['kernels']}"
@@ -107,7 +108,7 @@ def _fallbacks(found: dict[str, Any]) -> list[str]:
     plain = [name for name in formats if not serves(torch.float32, FORMATS[name])]
     plain = [name for name in plain if formats[name]["gpu"] != "Triton"]
     if plain:
-        lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel knows them.")
+        lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel supports them.")
     return lines
 
 

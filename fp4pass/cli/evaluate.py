@@ -27,12 +27,12 @@ def evaluate(
         str | None, Option(help="The original: a folder or a hub id.", metavar="MODEL")
     ] = None,
     windows: EachWindows = None,
-    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    length: Annotated[int, Option(help="Tokens per window.")] = 512,
     stride: Annotated[
-        int | None, Option(help="New tokens of each window.", show_default="the length")
+        int | None, Option(help="New tokens in each window.", show_default="the length")
     ] = None,
     tasks: Annotated[
-        list[str] | None, Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]")
+        list[str] | None, Option(help="Tasks of lm-eval, instead of a text.", metavar="NAME[,NAME]")
     ] = None,
     include_path: Annotated[
         Path | None, Option(help="A folder with your own tasks.", metavar="PATH")
@@ -51,9 +51,9 @@ def evaluate(
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
 
-    Windows do not overlap, and each is scored on all but its first token; with --stride they do,
-    and each is scored on its new tokens. Intervals are of the bootstrap over documents. With
-    --tasks, run tasks of lm-eval in place of a text.
+    Windows do not overlap, and each is scored on all but its first token. With --stride they
+    overlap, and each is scored on its new tokens. Intervals come from a bootstrap over documents.
+    With --tasks, run tasks of lm-eval instead of a text.
     """
     trust = trust_remote_code
     if tasks:

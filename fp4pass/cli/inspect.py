@@ -31,18 +31,18 @@ def inspect(
     fail_above: Annotated[
         float | None,
         Option(
-            help="With OTHER: exit with 1 if a relative difference is larger, or a tensor is in "
-            "one of them only."
+            help="With OTHER: exit with 1 if a relative difference is larger, or if only one of "
+            "them has a tensor."
         ),
     ] = None,
     as_json: screen.Json = False,
 ) -> None:
     """Show the layers, sizes, block scales and recipe of a checkpoint.
 
-    The folder may be of any layout that fp4pass reads, whoever wrote it. Scales, dense tensors and
-    names are checked, and the exit code is 1 if one is wrong; checksums are for verify. The JSON
-    is a recipe, too: quantize --rules reads it. With OTHER, compare the weights of both,
-    each packed or float: |A - B| / |A| of every layer, formats and sizes.
+    Reads every layout that fp4pass reads, of any library. Checks scales, dense tensors and names,
+    and exits with 1 if one is wrong; verify also checks checksums. quantize --rules reads the JSON
+    as a recipe. With OTHER, compare the weights of both folders, packed or float: |A - B| / |A| of
+    every layer, formats and sizes.
     """
     if other is not None:
         _compare(folder, other, fail_above, as_json)
@@ -98,7 +98,7 @@ def _print(found: Mapping[str, Any]) -> None:
 
 def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> None:
     if recipe is None:
-        print("not quantized by fp4pass, so its recipe and errors are not known")
+        print("not quantized by fp4pass: recipe and errors are unknown")
         return
     given = {key: value for key, value in recipe.items() if value is not None and value != []}
     print("recipe:")
@@ -119,7 +119,7 @@ def _print_histogram(scales: Mapping[str, Any]) -> None:
     print(
         f"\n{scales['blocks']:,} block scales of {scales['format']} in {scales['scale']}, "
         f"{scales['distinct']} different, from {scales['min'] or 0:g} to {scales['max'] or 0:g}"
-        + (f"; {scales['invalid']} of them are no scale" if scales["invalid"] else "")
+        + (f"; {scales['invalid']} of them invalid" if scales["invalid"] else "")
     )
     for binade, count in binades.items():
         bar = "#" * math.ceil(_BAR * count / max(binades.values()))
@@ -154,7 +154,7 @@ def _print_differences(found: Mapping[str, Any]) -> None:
     if lines:
         screen.print_table(("layer ", "A ", "B ", "difference"), lines)
     equal = found["other_tensors"] - len(found["other"])
-    print(f"\nother tensors: {equal} equal, {len(found['other'])} not")
+    print(f"\nother tensors: {equal} equal, {len(found['other'])} different")
     for each in found["other"]:
         print(f"  {each['name']}: {shown(each['difference'])}")
     for key, letter in (("only_in_first", "A"), ("only_in_second", "B")):

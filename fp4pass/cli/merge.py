@@ -36,7 +36,7 @@ def merge(
     method: Annotated[
         str | None,
         Option(
-            help=f"How the merged weights are quantized. One of {', '.join(METHODS)}.",
+            help=f"Method for the merged weights. One of {', '.join(METHODS)}.",
             metavar="NAME",
             show_default="gptq",
         ),
@@ -44,16 +44,16 @@ def merge(
     calib: Annotated[
         str | None,
         Option(
-            help="Data to collect statistics on, as for quantize; an eighth of it is held out for "
-            "the loss.",
+            help="Calibration data, as for quantize; an eighth of it is held out to measure the "
+            "cost.",
             metavar="FILE|DATASET",
-            show_default="base + adapter writes its own",
+            show_default="text that base + adapter writes",
         ),
     ] = None,
     held_out: Annotated[
         str | None,
         Option(
-            help="Other data, for the loss alone.",
+            help="Other data to measure the cost on.",
             metavar="FILE|DATASET",
             show_default="a part of --calib",
         ),
@@ -77,7 +77,7 @@ def merge(
     card: Card = True,
     as_json: screen.Json = False,
 ) -> None:
-    """Merge a LoRA adapter into the packed weights of a checkpoint, and say what it costs.
+    """Merge a LoRA adapter into the packed weights of a checkpoint, and measure the cost.
 
     Each layer that the adapter changes is quantized again in its own scheme; all others keep their
     bytes.

@@ -23,13 +23,13 @@ Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
 ]
 TrustCode = Annotated[
-    bool, Option("--trust-remote-code", help="Run the code that a model brings along.")
+    bool, Option("--trust-remote-code", help="Run code from the folder of a model.")
 ]
 QualityName = Annotated[
     str | None,
     Option(
         "--quality",
-        help=f"A recipe by its name, in place of --method: {', '.join(QUALITIES)}.",
+        help=f"A named recipe, in place of --method: {', '.join(QUALITIES)}.",
         metavar="NAME",
         show_default=False,
     ),
@@ -37,7 +37,7 @@ QualityName = Annotated[
 Texts = Annotated[
     list[str] | None,
     Option(
-        help="Text to measure on, as --calib of quantize; can be repeated.", metavar="FILE|DATASET"
+        help="Text to measure on, as for quantize --calib; can be repeated.", metavar="FILE|DATASET"
     ),
 ]
 EachWindows = Annotated[
@@ -45,17 +45,17 @@ EachWindows = Annotated[
 ]
 
 SeqLen = Annotated[
-    int | None, Option(help="Tokens of a window.", show_default="512, or the context")
+    int | None, Option(help="Tokens per window.", show_default="512, or the context")
 ]
 BatchSize = Annotated[int, Option(help="Windows that run at once.")]
 Seed = Annotated[
-    int | None, Option(help="Draw the windows at random; else they are spread evenly.")
+    int | None, Option(help="Draw windows at random; by default they are spread evenly.")
 ]
-ShardSize = Annotated[str, Option(help="Of one file of weights.")]
+ShardSize = Annotated[str, Option(help="Largest size of a file of weights.")]
 Overwrite = Annotated[bool, Option(help="Replace the checkpoint in the folder.")]
 Card = Annotated[
     bool,
-    Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
+    Option("--card/--no-card", help="Replace the model's README.md with a model card."),
 ]
 
 # Fields whose option has another name: its values are names of schemes.

@@ -58,7 +58,7 @@ def quantize(
     model: Annotated[str, Argument(help="A folder or a hub id.", show_default=False)],
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     rules: Annotated[
-        Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
+        Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options override it.")
     ] = None,
     quality: QualityName = None,
     budget: Budget = None,
@@ -66,19 +66,19 @@ def quantize(
     calib: Annotated[
         str | None,
         Option(
-            help="Data to calibrate on: a text; .jsonl, .csv, .json or .parquet with texts or "
-            "chats; a folder of datasets, or name[:config][:split] of one.",
+            help="Calibration data: a text file; .jsonl, .csv, .json or .parquet with texts or "
+            "chats; a folder of datasets; or name[:config][:split] of a hub dataset.",
             metavar="FILE|DATASET",
-            show_default="the model writes its own where it needs text",
+            show_default="text that the model writes, if the method needs any",
         ),
     ] = None,
-    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    samples: Annotated[int, Option(help="Calibration windows.")] = 128,
     seq_len: SeqLen = None,
     batch_size: BatchSize = 8,
     kv_cache: Annotated[
         str | None,
         Option(
-            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}.",
+            help=f"Format of the key-value cache of generate: {', '.join(CACHE_FORMATS)}.",
             metavar="NAME",
             show_default="in float",
         ),
@@ -86,15 +86,15 @@ def quantize(
     sequential: Annotated[
         bool,
         Option(
-            help="Bring one layer at a time to the device, and calibrate it on the outputs of "
-            "those quantized before it; for models larger than the device."
+            help="Move one layer at a time to the device, and calibrate it on the outputs of the "
+            "quantized layers before it; for models larger than the device."
         ),
     ] = False,
     stream: Annotated[
         bool,
         Option(
-            help="Also write each layer to the disk as soon as it is packed, and read the next one "
-            "meanwhile; for models larger than memory. Text is not needed for it."
+            help="Also write each layer to disk once it is packed, and read the next one "
+            "meanwhile; for models larger than memory. Needs text only if the method does."
         ),
     ] = False,
     seed: Seed = None,
@@ -106,7 +106,7 @@ def quantize(
         ),
     ] = "compressed-tensors",
     dtype: Annotated[
-        str, Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
+        str, Option(help="Dtype of dense weights: auto, bfloat16, float16 or float32.")
     ] = "auto",
     device: Device = None,
     trust_remote_code: TrustCode = False,
@@ -115,7 +115,9 @@ def quantize(
     card: Card = True,
     push_to_hub: Annotated[
         str | None,
-        Option(help="Upload the folder to a repository of Hugging Face.", metavar="USER/NAME"),
+        Option(
+            help="Upload the folder to a repository on the Hugging Face hub.", metavar="USER/NAME"
+        ),
     ] = None,
     as_json: screen.Json = False,
     *,
@@ -123,8 +125,8 @@ def quantize(
 ) -> None:
     """Quantize a model and write a checkpoint that serving engines load.
 
-    torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. An
-    interrupted command goes on where it was when it runs again.
+    torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. Run an
+    interrupted command again to resume it.
     """
     group = sources.join_processes()
     recipe = read_recipe(rules, quality, config_options)
@@ -189,7 +191,7 @@ def quantize(
     finished = finished_layers(output)
     what = "layers" if stream else "weights"
     if found := _count(finished):
-        screen.note(f"resumes: {found} finished {what} are in {finished}")
+        screen.note(f"resumes: {found} finished {what} in {finished}")
     written: dict[str, Any] = {"layout": export, "overwrite": overwrite}
     written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
     try:
@@ -234,7 +236,7 @@ def quantize(
             save(loaded, output, source=float_models.files_beside(model), **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:
-        hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
+        hint = "Run the same command again to resume." if finished.exists() else ""
         raise KeyboardInterrupt(hint) from stop
     if group.rank:
         return

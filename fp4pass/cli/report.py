@@ -49,47 +49,43 @@ def report(
     reference: Annotated[
         str | None,
         Option(
-            help="The original, for scales against naive, sizes and KL.",
+            help="The original, to compare scales, sizes and outputs with.",
             metavar="MODEL",
             show_default="MODEL itself",
         ),
     ] = None,
     text: Texts = None,
     windows: EachWindows = None,
-    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    length: Annotated[int, Option(help="Tokens per window.")] = 512,
     evaluation: Annotated[
         Path | None,
-        Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
+        Option(help="Output of fp4pass eval --json, instead of --text.", metavar="FILE"),
     ] = None,
     rules: Annotated[
         Path | None,
-        Option(help="Of a float model: a recipe or a list of rules; options go before it."),
+        Option(help="For a float model: a recipe or a list of rules; options override it."),
     ] = None,
     quality: QualityName = None,
-    calib: Annotated[
-        str | None, Option(help="Data to calibrate on.", metavar="FILE|DATASET")
-    ] = None,
-    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    calib: Annotated[str | None, Option(help="Calibration data.", metavar="FILE|DATASET")] = None,
+    samples: Annotated[int, Option(help="Calibration windows.")] = 128,
     batch_size: BatchSize = 8,
     device: Device = None,
     trust_remote_code: TrustCode = False,
-    png: Annotated[bool, Option(help="Charts as PNG files beside, too.")] = True,
-    overwrite: Annotated[bool, Option(help="Replace the page and what is beside.")] = False,
+    png: Annotated[bool, Option(help="Also write the charts as PNG files.")] = True,
+    overwrite: Annotated[bool, Option(help="Replace the page and the files beside it.")] = False,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
 ) -> None:
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
-    It needs no network. Its numbers lie beside it as JSON, its charts as PNG. The options from
-    --scheme to --rotation, --rules, --quality and --calib are for a float model.
+    The page needs no network. Its numbers are written beside it as JSON, its charts as PNG. The
+    options from --scheme to --compute, --rules, --quality and --calib are for a float model.
     """
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if text and evaluation:
-        raise OptionError(
-            "Give --text, which measures, or --evaluation, which was measured, not both."
-        )
+        raise OptionError("Give --text or --evaluation, not both.")
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
     chosen, packed = sources.choose_device(device), is_packed(source)
@@ -165,9 +161,9 @@ def _convert(
     for config in recipe.configs():
         if calib is None and config.needs:
             raise OptionError(
-                f"{source} is a float model, and method {config.method_name!r} needs text to "
-                "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
-                f"quantize {source} -o DIR has made."
+                f"{source} is a float model, and method {config.method_name!r} needs calibration "
+                "text. Give --calib FILE, choose --method sse, or report on the folder that "
+                f"fp4pass quantize {source} -o DIR writes."
             )
     read = None
     if calib is not None:
@@ -188,7 +184,7 @@ def _print(data: Mapping[str, Any], files: list[Path]) -> None:
     page = next(path for path in files if path.suffix != ".json")
     summary = data["summary"]
     print(
-        f"{page}: {summary['layers']} layers in {summary['bits_per_weight']:.2f} bits, "
+        f"{page}: {summary['layers']} layers at {summary['bits_per_weight']:.2f} bits, "
         f"{size(summary['bytes'])}, {summary['share']:.0%} of "
         f"{size(summary['bytes_before'])} before"
     )

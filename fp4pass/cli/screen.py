@@ -30,7 +30,7 @@ _PIPE_WIDTH = 200
 # That a name has in any terminal.
 _NAME = 20
 
-Json = Annotated[bool, Option("--json", help="Print JSON on stdout, and all else on stderr.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON on stdout.")]
 
 
 def note(text: str) -> None:

@@ -13,21 +13,23 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 def serve(
     context: Context,
     folder: Annotated[str, Argument(help="A folder with packed weights.", metavar="DIR")],
-    host: Annotated[str, Option(help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen at; 0: any that is free.")] = 8000,
-    device: Annotated[str, Option(help="cpu, cuda, cuda:1, ...; auto: the GPU, if any.")] = "auto",
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 is any free one.")] = 8000,
+    device: Annotated[
+        str, Option(help="cpu, cuda, cuda:1, ..., or auto for the GPU, if any.")
+    ] = "auto",
     continuous_batching: Annotated[
-        bool, Option(help="Run requests together; they sample with the options of the first.")
+        bool, Option(help="Run requests together; all sample with the options of the first.")
     ] = False,
     log_level: Annotated[
         str, Option(help="debug, info, warning, error or critical; info logs requests.")
     ] = "error",
 ) -> None:
-    """Serve a folder over HTTP as OpenAI's API does, with its weights kept packed.
+    """Serve a folder with an OpenAI-compatible API and packed weights.
 
-    Chat completions, completions and responses, streamed or not, and the list of models, until it
-    is interrupted. All other options of `transformers serve` work, too: --compile, --enable-cors,
-    --chat-template-kwargs, --cb-max-memory-percent, ... (transformers serve --help).
+    Serves chat completions, completions and responses, streamed or not, and the list of models,
+    until it is interrupted. All other options of `transformers serve` also work: --compile,
+    --enable-cors, --chat-template-kwargs, --cb-max-memory-percent, ... (transformers serve --help).
     """
     # Importing transformers takes a second.
     from ..integrations.serving import serve as run

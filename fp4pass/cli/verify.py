@@ -34,29 +34,30 @@ def verify(
     text: Annotated[
         str | None,
         Option(
-            help="Text for the outputs, as --calib of quantize; random tokens without.",
+            help="Text for the outputs, as for quantize --calib; by default random tokens.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    windows: Annotated[int, Option(help="Of the text.")] = 4,
-    length: Annotated[int, Option(help="Tokens of a window.")] = 128,
+    windows: Annotated[int, Option(help="Windows of the text.")] = 4,
+    length: Annotated[int, Option(help="Tokens per window.")] = 128,
     max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
     repair: Annotated[
         Path | None,
-        Option(help="Write a folder with what can be mended without the model.", metavar="OUT"),
+        Option(
+            help="Write a repaired folder, as far as is possible without the model.", metavar="OUT"
+        ),
     ] = None,
     device: Device = None,
     trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
-    """Check a checkpoint, with --ref against the float model it was made of; exit with 1 if wrong.
+    """Check a checkpoint, with --ref against its float model; exit with 1 on a mismatch.
 
-    Alone: files and index, the parts of each layer, checksums and numbers of all tensors, the order
-    of codes, and what the configs declare and engines make of it; each finding with what it means
-    and what mends it. Against its model: layers whose method needs no calibration are quantized
-    again, and every bit is compared. Others are compared by their weight error. All other tensors
-    are compared to the bit, and the outputs with those of a float model that has the dequantized
-    weights.
+    Without --ref: check files, index, shapes, checksums and numbers of all tensors, the order of
+    codes, and the configs. Each finding is printed with its meaning and its remedy. With --ref:
+    quantize layers again whose method needs no calibration and compare every bit; compare other
+    layers by their weight error, other tensors bit for bit, and outputs with those of a float
+    model that has the dequantized weights.
     """
     sources.require_windows(length=length, windows=windows)
     if ref is None and text is not None:
@@ -65,7 +66,7 @@ def verify(
         _verify_alone(folder, repair, as_json)
         return
     if repair is not None:
-        raise OptionError("--repair: expected no --ref, with which nothing is mended, got both.")
+        raise OptionError("--repair: expected no --ref, with which nothing is repaired, got both.")
     stored, chosen = opened(folder, alone=False), sources.choose_device(device)
     tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
     wrong, found, outputs = dict(problems(stored, tensors, sums=True)), None, None
@@ -88,7 +89,7 @@ def verify(
                 read = read_text(text, windows * length, tokenizer)
                 ids = token_windows(tokenizer, read, window=length, windows=windows)
                 if len(ids) < windows:
-                    screen.note(f"{text} has {len(ids)} windows, {windows} were asked for.")
+                    screen.note(f"{text} has {len(ids)} windows; --windows is {windows}.")
             if ids is not None:
                 sources.note_dtype("compares outputs", model, reference)
                 outputs = compare_outputs(model, reference, ids, text or RANDOM)
@@ -118,46 +119,46 @@ def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
     """Check a folder without its model, and with `repair` write what can be mended."""
     found = check_folder(folder)
     if not found.sums and (folder / MANIFEST).is_file():
-        screen.note(f"{folder / MANIFEST} is of another version, so its checksums are not read")
+        screen.note(f"{folder / MANIFEST} is of another version: its checksums are not read")
     mended = None if repair is None or not found.findings else repair_folder(folder, repair)
     if as_json:
         facts = found.to_dict()
         screen.print_json(facts if mended is None else facts | {"repair": mended.to_dict()})
     else:
-        sums = "with their checksums" if found.sums else "without checksums"
+        sums = "with checksums" if found.sums else "without checksums"
         print(
-            f"{found.layers} packed layers in {found.layout}, {found.tensors} tensors "
-            f"({size(found.bytes)}) read, {sums}"
+            f"checked {found.layers} packed layers in {found.layout}, {found.tensors} tensors "
+            f"({size(found.bytes)}), {sums}"
         )
         for each in found.not_judged:
-            print(f"not judged: {each}")
+            print(f"not checked: {each}")
         if not found.findings:
-            print(f"{folder} is in order; --ref MODEL compares it with the model it was made of")
+            print(f"{folder}: no faults found; --ref MODEL compares it with its float model")
     _print_findings(found)
     if repair is not None and not found.findings:
-        screen.note(f"fp4pass: nothing to mend, so {repair} was not written")
+        screen.note(f"fp4pass: nothing to repair, so {repair} was not written")
     if mended is None:
         if found.findings:
             screen.note(f"fp4pass: {folder}: {len(found.findings)} mismatches")
             raise Exit(screen.MISMATCH)
         return
     for line in mended.mended:
-        screen.note(f"mended: {line}")
+        screen.note(f"repaired: {line}")
     left = mended.after.findings if mended.after is not None else found.findings
     for finding in left:
-        screen.note(f"not mended: {finding}")
+        screen.note(f"not repaired: {finding}")
     if mended.after is None:
         screen.note(f"fp4pass: {repair} was not written: {mended.refused}")
         raise Exit(screen.MISMATCH)
     if left:
-        screen.note(f"fp4pass: {repair} was written, {len(left)} mismatches are left in it")
+        screen.note(f"fp4pass: {repair} was written; {len(left)} mismatches are left in it")
         raise Exit(screen.MISMATCH)
     if not as_json:
-        print(f"{repair} is in order")
+        print(f"{repair}: no faults found")
 
 
 def _print_findings(found: FolderCheck) -> None:
-    """Print each finding on stderr, and once for a kind what it means and what mends it."""
+    """Print each finding on stderr, and the meaning and remedy once for each kind."""
     kinds: dict[str, list[Any]] = {}
     for each in found.findings:
         kinds.setdefault(each.kind, []).append(each)
@@ -179,13 +180,13 @@ def _print(folder: Path, found: Comparison, outputs: Outputs | None, right: bool
             f"{len(found.measured)} layers compared by their weight error, at most "
             f"{screen.percent(found.measured[largest])} ({largest})"
         )
-    print(f"{found.tensors} other tensors compared to the bit")
+    print(f"{found.tensors} other tensors compared bit for bit")
     if outputs is not None:
         print(outputs)
     elif right:
-        print("outputs not compared: the model is no causal language model")
+        print("outputs not compared: the model is not a causal language model")
     if right:
-        print(f"{folder} is what its reference says")
+        print(f"{folder} matches its reference")
 
 
 def opened(folder: Path, alone: bool) -> CheckpointReader:
@@ -203,5 +204,5 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
         screen.note(f"mismatch: {error}")
         raise Exit(screen.MISMATCH) from error
     if stored.own is None and (folder / MANIFEST).is_file():
-        screen.note(f"{folder / MANIFEST} is of another version, so its checksums are not read")
+        screen.note(f"{folder / MANIFEST} is of another version: its checksums are not read")
     return stored

@@ -40,17 +40,17 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Conversion:
-    """Hold all that a call of `convert` decides; every check has passed.
+    """Hold the checked decisions of a call of `convert`.
 
     Attributes:
         root: the model.
         config: of layers that no rule matches.
         rules: those given, then those of `prepare`.
         kv_cache: the format of the cache, as `convert` takes it.
-        before: what `prepare` left.
-        plan: what is to be quantized.
+        before: the state that `prepare` left.
+        plan: the layers and their configs.
         stacks: the layers that go one after the other.
-        device: where these are worked on.
+        device: where these are quantized.
         searches: finished ones, of `resume=`.
         layers: finished ones, of `stream=`.
         own_tokens: those that other calls than those of `calibrate` ran.

@@ -28,8 +28,8 @@ from .schedule import Work, outside, run_costs, run_kinds, schedule
 class Engine:
     """Carry out a conversion: all layers outside of stacks at once, then one after the other.
 
-    Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run
-    again, each on the outputs of those before it. With a store, finished layers go to it and
+    A model that is quantized at once has no stacks. After `prepare(sequential=True)` each layer
+    runs again, on the outputs of the layers before it. With a store, finished layers go to it and
     come from it, and the next ones are read ahead. Ranks do the same steps together.
     """
 

@@ -140,8 +140,8 @@ def signature(value: Any) -> object:
 def offload_hidden_state(state: Tensor, copy: bool = False) -> Tensor:
     """Return a hidden state on the CPU, in memory of its own if `copy`.
 
-    Where less than a quarter of the memory would be left, it is in a file in the folder for
-    temporary files, which goes with it. Raises CalibrationError if there is no room either.
+    Where less than a quarter of the memory would be left, it goes to a temporary file, deleted with
+    it. Raises CalibrationError if there is no room for that either.
     """
     if not state.numel() or _fits(state.nbytes):
         return state.detach().to("cpu", copy=copy)

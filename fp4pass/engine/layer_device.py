@@ -1,4 +1,4 @@
-"""Bring layers to the device where they are worked on: each once, the next one ahead."""
+"""Bring layers to their device, each once, and the next one ahead."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class LayerDevice:
 
     @contextmanager
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
-        """Bring a layer to the device that is yielded, and back: once for all that is done there.
+        """Bring a layer to the yielded device, and back at the end.
 
-        Tensors that accelerate's hooks bring stay there until the end.
+        Tensors of accelerate's hooks stay there until the end.
         """
         place, is_hooked = self._place_of(layer), _is_hooked(layer)
         if is_hooked and self.device is not None and place != self.device:

@@ -1,4 +1,4 @@
-"""Calibrate one layer at a time, on the outputs of those that are quantized already."""
+"""Calibrate one layer at a time, on the outputs of the quantized layers before it."""
 
 from __future__ import annotations
 

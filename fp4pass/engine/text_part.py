@@ -1,4 +1,4 @@
-"""Find the layers beside the text part of a model, which text does not reach."""
+"""Find the layers outside the text part of a model, which text does not reach."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .recording import recording_of
 
 
 def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:
-    """Return rules that skip layers beside the text part that text did not reach, and their globs.
+    """Return rules that skip layers outside the text part that text did not reach, and globs.
 
-    That is the vision tower or the like of a model whose config has one for text inside.
+    Such layers are a vision tower, for example, in a model with a text config inside its own.
 
     Args:
         root: calibrated.
-        plan: what is to be quantized.
+        plan: the layers and their configs.
         needs: whether the method of most layers needs data.
     """
     model: Any = root

@@ -1,4 +1,4 @@
-"""Foretell the time of a conversion, by a trial of a first layer on a copy."""
+"""Predict the time of a conversion by a trial on a copy of a layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trial:
 
     Attributes:
         search: of all weights.
-        batch: of all that is run for the batch of the trial.
+        batch: of the forwards for the batch of the trial.
         size: of that batch, as `size_of` has it.
     """
 
@@ -73,11 +73,11 @@ def try_layer(
     """Time a conversion by a copy of one layer: the first one of the model's largest stack.
 
     Args:
-        root: the model in floating point, which stays as it is.
-        plan: what is to be quantized.
-        batch: one of those that it is calibrated on; None where no data is read.
+        root: the float model; it is not changed.
+        plan: the layers and their configs.
+        batch: a calibration batch; None without data.
         sequential: whether layers are calibrated one after the other.
-        device: where that is done; by default where they are.
+        device: of the work; by default that of the layers.
 
     Returns:
         None for a model that cannot be tried: no batch reaches its largest layer.

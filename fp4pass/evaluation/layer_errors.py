@@ -130,7 +130,7 @@ def _no_original(name: str) -> StateError:
 def _call_stacks(
     measures: Mapping[str, Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Call what measures each stack of float experts with it, its inputs and their experts."""
+    """Call a function with each stack of float experts, its inputs and their experts."""
     hidden, ids, _ = require_adapter(owner).routed(owner, args, kwargs)
     visible = rows_of_experts(owner, hidden).visible
     if visible is not None:

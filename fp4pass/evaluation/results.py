@@ -35,7 +35,7 @@ class Evaluation:
         units: units with scored tokens.
         confidence: of the intervals.
         intervals: lower and upper end by the name of the measure; empty for fewer than two units.
-        digest: SHA-256 of the tokens and of which are scored.
+        digest: SHA-256 of the tokens and of the scored positions.
         sums: [units, SUMS] float64, sums over the tokens of each unit.
 
     Example:

@@ -1,4 +1,4 @@
-"""The graph of a whole model in one call."""
+"""Trace a whole model in one call."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def trace(
             no tensor is fixed.
         cache_length: The tokens that the cache holds, prompt included; 0 for no cache.
             By default what the model's config allows, up to 2048.
-        plain: Write packed layers of a converted model as ATen operators alone, which compute the
-            weights from the packed ones at each call. For what knows no operators of fp4pass, as
-            ONNX, TensorRT and ExecuTorch.
+        plain: Write packed layers of a converted model as ATen operators alone, which decode the
+            weights at each call. For ONNX, TensorRT and ExecuTorch, which lack fp4pass's operators.
 
     Returns:
         A graph module of ATen operators, in evaluation mode if the model is.

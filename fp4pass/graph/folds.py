@@ -97,7 +97,7 @@ def fold_scales(
             continue
         with torch.no_grad():
             for each, change in changes:
-                # Channels that keep scale 1 have no change by now.
+                # Channels that keep scale 1 have no change here.
                 change = torch.where(exponents == 0, 0, change)
                 each.tensor.mul_(_factors(change, each.tensor))
         done.append((fold, exponents))

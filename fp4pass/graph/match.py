@@ -68,10 +68,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is no more than x W^T + b with its own `weight` and `bias`.
+    """Return whether a module computes just x W^T + b with its own `weight` and `bias`.
 
-    A subclass of nn.Linear may have a constructor of its own, and a forward that computes just
-    that. With other methods it is not: they might be called, and would be gone with its class.
+    A subclass of nn.Linear may have its own constructor, and a forward that computes just that.
+    Other methods disqualify it: a caller might need them, and they would be lost with its class.
     """
     if not isinstance(module, nn.Linear):
         return is_conv1d(module)

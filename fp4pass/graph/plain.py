@@ -1,7 +1,7 @@
-"""A graph in ATen operators alone, with weights that stay packed: for what knows none of ours.
+"""Write a graph in ATen operators alone, with packed weights.
 
-For ONNX, TensorRT and ExecuTorch: the values of both codes of a byte, and of the scales, come from
-tables; then there are products of these, and a linear layer.
+For ONNX, TensorRT and ExecuTorch. Tables give the values of both codes of a byte and of the scales;
+their products are the weights of a linear layer.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ _WRITTEN: dict[Any, _Emit] = {
 
 
 def write_plain(root: fx.GraphModule) -> int:
-    """Write the operators of fp4pass in a graph as ATen operators; return how many there were.
+    """Replace the operators of fp4pass in a graph by ATen operators, and return their number.
 
     Raises:
-        TraceError: one that has no such form, as quantized inputs.
+        TraceError: an operator has no such form, such as quantized inputs.
     """
     count = 0
     for node in list(root.graph.nodes):

@@ -1,4 +1,4 @@
-"""Passes that put observers before linear layers, replace layers, and share what they repeat."""
+"""Passes that put observers before linear layers, replace layers, and remove repeated work."""
 
 from __future__ import annotations
 

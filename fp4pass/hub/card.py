@@ -159,9 +159,9 @@ class Card:
             title = f"{whole.rpartition('/')[2]} in {' and '.join(contents.formats)}"
         yield f"# {title}\n"
         counts = f"{len(rows)} of {len(rows) + len(skipped)} weights"
-        yield f"{made_of} in 4-bit floating point: {counts} are packed, by fp4pass."
+        yield f"{made_of} in 4-bit floating point. fp4pass packed {counts}."
         if any(names):
-            yield "\nThe card of the base model says what it is for, and its limits."
+            yield "\nSee the card of the base model for its uses and limits."
         yield "\n## How it was made\n"
         yield from _table(("", ""), _facts(state, contents.layout))
         yield "\n## Measured\n"

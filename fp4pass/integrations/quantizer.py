@@ -1,4 +1,4 @@
-"""What transformers asks of both quantizers: of that which packs a model, and keeps one packed."""
+"""The base of the two quantizers for transformers: one packs a model, one keeps it packed."""
 
 from __future__ import annotations
 

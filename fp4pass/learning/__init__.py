@@ -1,7 +1,7 @@
 """Learn what a converted model stores: codes, block scales, norms and biases.
 
 `refine` has one layer after the other learn to give what it gives in the float model, `distill`
-trains a whole model until it says what the original says. For a loop of one's own, `trainable`
+trains a whole model to predict what the original predicts. For a loop of one's own, `trainable`
 gives the quantized layers of a converted model latent weights to learn, `parameter_groups` a rate
 to each parameter, `kl_loss` is the loss, and `freeze` makes the student a converted model again.
 """

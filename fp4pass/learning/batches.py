@@ -1,4 +1,4 @@
-"""The batches of a distillation: what each step reads, and what the models make of it."""
+"""The batches of a distillation, and the divergence of the models on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..observers.batches import call_arguments, device_of
 from ..state import unwrap
 from .loss import kl_loss
 
-# One window or batch of so many is held out.
+# One window or batch in this many is held out.
 _HELD_OUT = 12
 
 
@@ -76,7 +76,7 @@ class Batches:
         return dataclasses.replace(self, items=self.items.to(device))
 
     def at(self, step: int, seed: int) -> Any:
-        """Return what this process reads in a step; each epoch has an order of its own."""
+        """Return the batch of this process in a step; each epoch has its own order."""
         epoch, place = divmod(step, self.steps)
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(len(self), generator=generator)
@@ -108,10 +108,10 @@ def batches_of(given: Any, size: int, ranks: tuple[int, int], name: str) -> Batc
 
 
 def hold_out(batches: Batches) -> tuple[Batches, Batches]:
-    """Return what is trained on and what is held out, spread evenly."""
+    """Return the training and the held-out batches, spread evenly."""
     if len(batches) < 2:
         raise CalibrationError(
-            "batches: expected at least 2 windows or batches, of which one is held out, got 1. "
+            "batches: expected at least 2 windows or batches, one of them to hold out, got 1. "
             "Give more, or held_out=."
         )
     own = {i for i in range(len(batches)) if i % _HELD_OUT == _HELD_OUT // 2} or {1}
@@ -131,7 +131,7 @@ def divergence(student: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Tens
 
 
 def visible_logits(model: nn.Module, batch: Any) -> Tensor:
-    """Return the logits of a batch: [n, vocabulary] of what a 2-d attention_mask shows, if any."""
+    """Return the logits [n, vocabulary] of the tokens that an attention_mask shows, or of all."""
     args, kwargs = call_arguments(batch, device_of(model))
     mask = kwargs.get("attention_mask")
     found = _logits(model, args, kwargs)

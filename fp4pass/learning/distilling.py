@@ -1,4 +1,4 @@
-"""distill: train the codes of a quantized model until it says what the original says."""
+"""distill: train the codes of a quantized model to predict what the original predicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .student import changed_codes, freeze, is_trainable, require_share, trainab
 # Evaluations of a whole run.
 _EVALUATIONS = 8
 
-# The original writes so many tokens, for a window to be held out beside those that are read.
+# Tokens that the original writes, with a window to hold out beside the training windows.
 _SAMPLED = 1 << 19
 
 
@@ -189,7 +189,7 @@ def _train(
         bar.step(("steps",), 1, {"steps": 1})
         if run.step not in marks:
             continue
-        # The mean over processes is that over their tokens, of which they have as many.
+        # The mean over processes is that over their tokens: all have the same number.
         each = group.gather(torch.stack(losses).mean().item())
         loss = sum(each) / len(each)
         losses.clear()

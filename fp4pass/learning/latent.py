@@ -55,7 +55,7 @@ def to_cells(quotient: Tensor, element: Element) -> Tensor:
 
 
 def from_cells(latent: Tensor, element: Element) -> Tensor:
-    """Return what latents stand for in units of the block's step: the inverse of `to_cells`."""
+    """Return the values of latents in units of the block's step: the inverse of `to_cells`."""
     values = _magnitudes(element, latent.device)
     magnitude = latent.abs()
     below = magnitude.int().clamp_(max=len(values) - 2)
@@ -185,7 +185,7 @@ def unrounded(latent: Tensor, steps: Tensor, fmt: Format) -> Tensor:
 def search_again(
     latent: Tensor, stored: StoredWeight, fmt: Format, block_hessian: Tensor | None = None
 ) -> Tensor:
-    """Search the block scales again for what latents stand for: exactly, over all of the format.
+    """Search the block scales again for the values of latents, exactly, over all of the format.
 
     Args:
         latent: [N, K], or [E, N, K] of a stack; it is expressed in the new steps, in place.

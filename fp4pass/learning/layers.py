@@ -40,7 +40,7 @@ _SIZES = ("in_features", "out_features")
 
 
 class _RoundInput(torch.autograd.Function):
-    """Return what an input was rounded to; its gradient counts as that of the input."""
+    """Return the rounded input; its gradient counts as that of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Trainable(PackedBlocks):
         return codes_of(self.latent.detach(), self.config.format.element)
 
     def search_scales(self, block_hessian: Tensor | None = None) -> None:
-        """Search the block scales again for what the latents stand for (`search_again`).
+        """Search the block scales again for the values of the latents (`search_again`).
 
         Layers that share the latents need `share_scales` then.
         """
@@ -127,7 +127,7 @@ class TrainableLinear(_Trainable):
 
     @torch.no_grad()
     def _rounded(self, x: Tensor) -> Tensor:
-        """Return what a checked input is rounded to, after the rotation."""
+        """Return a checked input, rotated and rounded."""
         codes, scale, number = quantize_input(x, self.stored_scales, self.config)
         return ops.dequantize(codes, scale, number, self.config.format.key, x.dtype)
 
@@ -171,7 +171,7 @@ class TrainableExperts(_Trainable):
 
     @torch.no_grad()
     def _rounded(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return what inputs are rounded to: [T, k, K] where each expert has a global scale."""
+        """Return rounded inputs: [T, k, K] where each expert has a global scale."""
         key = self.config.format.key
         codes, scale, number = quantize_pairs(x, ids, self.stored_scales, self.config)
         if number is None or len(number) == 1:

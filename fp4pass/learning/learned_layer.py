@@ -21,12 +21,12 @@ from .layers import TRAINABLE, Codes, Latents, TrainableExperts, freeze, make_tr
 # Buffers and parameters by the module that has them and their names.
 Values = dict[tuple[nn.Module, str], Tensor]
 
-# Of a packed weight, what may change.
+# The fields of a packed weight that may change.
 _LEARNED = (PACKED, SCALE)
 
 
 def values_of(modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter]) -> Values:
-    """Return what learning may change: the buffers of quantized layers, and copies of parameters.
+    """Return what may change: the buffers of quantized layers, and copies of parameters.
 
     parameters: by their names below the first of the modules, which has them all.
     """
@@ -106,7 +106,7 @@ class LearnedLayer:
     def search_scales(
         self, hessians: Mapping[nn.Parameter, Tensor], error: Callable[[], float]
     ) -> None:
-        """Search block scales again for what the latents stand for, where that lowers an error.
+        """Search block scales again for the values of the latents, where that lowers an error.
 
         Those of layers whose names differ by numbers alone, as experts, are tried together.
         """
@@ -149,7 +149,7 @@ class LearnedLayer:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the layer what it was."""
+        """Restore the layer."""
         self.freeze()
         put(self._start)
 

@@ -111,7 +111,7 @@ class Optimizer:
             each.clamp_(-last, last)
 
     def state(self) -> list[dict[str, Tensor]]:
-        """Return what `load` takes: of each parameter, what this process has of it."""
+        """Return the state for `load`: the part of each parameter that this process has."""
         return [
             {"float32": local(each.detach())}
             | {name: local(tensor) for name, tensor in self.adam.state[each].items()}
@@ -133,6 +133,6 @@ class Optimizer:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return what this process has of a tensor that may be sharded."""
+    """Return the part of a tensor, sharded or whole, that this process has."""
     found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return found

@@ -12,7 +12,7 @@ TOKEN_WEIGHTS = ("inverse", "none")
 
 @dataclass(frozen=True)
 class Refine:
-    """Options of `refine`; docs/quality.md says what they are worth.
+    """Options of `refine`; docs/learning.md describes them.
 
     Attributes:
         steps: of each layer, one batch each.

@@ -1,4 +1,4 @@
-"""One layer of a stack learns to give what it gives in the float model."""
+"""Train one layer of a stack to return what it returns in the float model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..rows import RefinedLayer
 from .learned_layer import Hessians, LearnedLayer, Values, put, values_of
 from .options import Refine
 
-# Of what Adam remembers, for first and second moments.
+# Decay rates of Adam's first and second moments.
 _BETAS = (0.9, 0.99)
 
 # So many batches say whether other block scales are better.
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Learning:
-    """A layer, and what it learns from.
+    """A layer and the data it learns from.
 
     Attributes:
         pair: the stacks that it is in.
@@ -72,7 +72,7 @@ class Learning:
         return self.pair.stack.layers[self.index]
 
     def run(self, device: LayerDevice) -> RefinedLayer:
-        """Refine the layer on a device, and have the next one see what it gives then."""
+        """Refine the layer on a device, and pass its output to the next layer."""
         stack, twin = self.pair.stack, self.pair.twin
         with device.placed(twin.layers[self.index], self.name) as place:
             states_on = place_of_states(stack, place, paired=True)
@@ -114,7 +114,7 @@ class Learning:
         return before, after
 
     def _output(self, stack: Stack, call: Call, place: torch.device) -> Tensor:
-        """Return what a layer hands to the next for the hidden state of a call."""
+        """Return the hidden state of a call that a layer passes to the next."""
         args, kwargs = stack.arguments(call, self.index, call.hidden, place)
         with nullcontext() if call.tokens is None else call.tokens.again(args, kwargs):
             return hidden_state(stack.layers[self.index](*args, **kwargs), self.name)
@@ -132,7 +132,7 @@ class _Work:
         self._judging = [i for i in reached if i >= pair.taught]
 
     def learn(self, layer: LearnedLayer) -> None:
-        """Take the steps, and leave in the layer what they lead to."""
+        """Take the steps, and leave their result in the layer."""
         options = self._learning.options
         if not self._taught:
             return
@@ -167,7 +167,7 @@ class _Work:
         layer.show()
 
     def error(self) -> float:
-        """Return the root of the mean error of what the layer as it is gives held-out batches."""
+        """Return the root of the mean error of the layer's present output on held-out batches."""
         return self._error(self._judging)
 
     def _error(self, calls: Sequence[int]) -> float:
@@ -193,7 +193,7 @@ class _Work:
         is_seen = 1.0 if visible is None else visible.to(squares.device).float()
         if self._learning.options.token_weights == "none":
             return squares.new_ones(()) / (squares * is_seen).mean().clamp(min=_TINY) * is_seen
-        # Zero targets say nothing of how far is far.
+        # Zero targets give no scale for an error.
         return torch.where(squares > 0, 1 / squares.clamp(min=_TINY), 0.0) * is_seen
 
     def _size(self, i: int, weights: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class _Work:
 
 
 def _groups(layer: LearnedLayer, options: Refine) -> list[dict[str, Any]]:
-    """Return what is learned, and how far it moves in all steps."""
+    """Return the parameters that learn, and how far each moves in all steps."""
     groups: list[dict[str, Any]] = [{"params": list(layer.latents), "lr": options.travel}]
     sizes = [each.square().mean().sqrt() for each in layer.masters]
     numbers = torch.stack(sizes).tolist() if sizes else []

@@ -33,7 +33,7 @@ from .learned_layer import put, values_of
 from .options import Refine
 from .refine_layer import Learning, Pair
 
-# One of so many batches judges where none are given for that.
+# One batch in this many is held out if none are given.
 _HELD_OUT = 8
 
 
@@ -189,7 +189,7 @@ def _stacks(root: nn.Module, first: nn.Module) -> list[tuple[Stack, Stack]]:
 
 
 def _outline(layer: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the common facts of a layer and of what it was converted from."""
+    """Return the common facts of a layer and of its original."""
     return sorted(
         (name, tuple(each.shape)) for name, each in layer.named_parameters() if each.ndim == 1
     )
@@ -221,7 +221,7 @@ def _record(
     taught: Sequence[Any],
     judging: Sequence[Any],
 ) -> list[Pair]:
-    """Record what the stacks of both models are called with."""
+    """Record the calls of the stacks of both models."""
     recordings = [Recording(side, whole=False) for side in zip(*stacks, strict=True)]
     counts: list[int] = []
     with ExitStack() as ends:

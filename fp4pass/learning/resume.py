@@ -146,7 +146,7 @@ def trained_state(student: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill(student: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a student what `trained_state` returned."""
+    """Load the result of `trained_state` into a student."""
     reshard(student)
     named = student.named_parameters()
     own = {name: local(each.detach()) for name, each in named}

@@ -45,7 +45,7 @@ class Gptq:
         sweeps: how often all blocks are visited again.
         target: approximate the weight ("plain"), or its product with the inputs of the float model
             ("cross"), which needs prepare(sequential=True).
-        target_damping: what pulls the target of "cross" to the weight, as damping.
+        target_damping: as damping, for the target of "cross"; more keeps it nearer to the weight.
 
     Raises:
         OptionError: a value is out of range.

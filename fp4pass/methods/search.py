@@ -108,7 +108,7 @@ class Sse:
 def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
     """Choose the scale of each block that minimizes sum(r^2), over all scales of the format.
 
-    Of float32 scales over those of an octave below amax / element.max, 2^(1/32) apart.
+    For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
     """
     return _search(weight, fmt, global_scale, "sse")
 
@@ -120,8 +120,8 @@ class Hessian:
     Attributes:
         codes: "rtn" rounds to nearest, so that the scales are proved optimal; "joint" chooses codes
             with the scale, which makes no block worse and many better.
-        exact: search on until scale and codes are proved optimal, or the budget is spent; the
-            report says how far that came. It takes minutes for a million weights.
+        exact: search until scale and codes are proved optimal, or the budget is spent; the
+            report has the proved share and the gap. It takes minutes for a million weights.
         node_budget: nodes to look at for each block.
 
     Raises:
@@ -173,7 +173,7 @@ def certify(
     require_type("node_budget", "1, 2, ...", node_budget, int)
     if tuple(weight.shape) != state.shape:
         raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
-    # Late, for few programs prove anything.
+    # Imported late: few programs prove anything.
     from ..kernels.search.branch_and_bound import prove
 
     arguments = (block_hessian, state.global_scale, state.format, node_budget)

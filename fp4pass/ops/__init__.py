@@ -4,7 +4,7 @@
 A format crosses an operator as its key and a block scale as its uint8 bits. `global_scale` is the
 stored number, float32 [1] or None for 1, and `Format.multiplies` of the format tells whether it
 multiplies or divides. All operators are functional but those that observe. NVIDIA GPUs
-run the Triton kernels, everything else the references; what the arguments mean is said there.
+run the Triton kernels, everything else the references, which document the arguments.
 """
 
 from .activations import (

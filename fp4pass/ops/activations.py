@@ -1,4 +1,4 @@
-"""Operators that rotate and quantize activations, alone or with what computes them."""
+"""Declare the operators that rotate and quantize activations, alone or fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declare an operator once: by its reference, with everything else named beside it."""
+"""Declare an operator once, by its reference and its other implementations."""
 
 from __future__ import annotations
 
@@ -210,10 +210,10 @@ def operator(
             `x_`; keyword-only arguments do not cross.
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
-            a GPU needs it. Without one, the reference serves GPUs too.
-        e4m3: the same for formats with codes of E4M3, which the other kernel does not know.
+            a GPU needs it. Without one, the reference runs on GPUs too.
+        e4m3: the same for formats with E4M3 codes, which the other kernel does not support.
         cpu: the same for CPUs, with C++ where it can be compiled.
-        checks: raise what a caller has to know, from the arguments that they name.
+        checks: raise errors for a caller, from the arguments that they name.
         mutates: the arguments that it changes in place.
         backward: its gradients; without it there are none.
 

@@ -1,4 +1,4 @@
-"""Operators on weights and other tensors: searches, statistics, and both ways of codes."""
+"""Declare the operators on weights and other tensors: searches, statistics, and codes both ways."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def with_statistics(plan: Plan) -> Plan:
 
 def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/performance.md); half of the time for rows * columns^2 is errors.
+    # As measured (docs/quality.md); half of the time for rows * columns^2 is errors.
     columns, parts = layer.columns, layer.parts
     if "hessian" not in layer.config.needs:
         return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)

@@ -214,20 +214,20 @@ def _unknown(
     lines = []
     if model.recipe is None:
         lines.append(
-            "Another library quantized this model, so its recipe, its methods and why layers were "
-            "skipped are not known."
+            "Another library quantized this model: its recipe, methods and reasons for skipped "
+            "layers are unknown."
         )
     if any(layer["weight_error"] is None for layer in packed):
-        lines.append("Weight errors are not known. --reference ORIGINAL measures them.")
+        lines.append("Weight errors are unknown. --reference ORIGINAL measures them.")
     if any(layer["output_error"] is None for layer in packed):
         lines.append(
-            "Output errors are not known of layers that were converted without calibration, or by "
+            "Output errors are unknown for layers that were converted without calibration, or by "
             "another library."
         )
     if original is None:
         lines.append(
             "Without --reference ORIGINAL, scales are not compared with naive ones, and the size "
-            "before is that of the same tensors with dense linear layers."
+            "before assumes the same tensors with dense linear layers."
         )
     if not evaluations:
         lines.append("No text was read. --text FILE measures perplexity.")

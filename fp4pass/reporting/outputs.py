@@ -56,8 +56,8 @@ class Outputs:
 
     def __str__(self) -> str:
         found = (
-            f"outputs on {self.tokens:,} tokens ({self.text}), against the dequantized weights: "
-            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}"
+            f"outputs on {self.tokens:,} tokens ({self.text}) against the dequantized weights: "
+            f"logits differ by {self.logits:.2g}, KL {self.kl:.2g}"
         )
         if self.text == RANDOM:
             return found

@@ -222,9 +222,10 @@ def test_checksums_are_not_mended_away(good: Good, tmp_path: Path) -> None:
 
 def test_the_command_line(good: Good, tmp_path: Path) -> None:
     result = run("verify", good("ours_modelopt"))
-    assert "28 packed layers in modelopt" in result.stdout and "is in order" in result.stdout
+    assert "28 packed layers in modelopt" in result.stdout and "no faults found" in result.stdout
     assert (
-        "nothing to mend" in run("verify", good("ours_modelopt"), "--repair", tmp_path / "x").stderr
+        "nothing to repair"
+        in run("verify", good("ours_modelopt"), "--repair", tmp_path / "x").stderr
     )
     assert not (tmp_path / "x").exists()
     folder = damaged(good, tmp_path, "a packed layer that is ignored", "ours_modelopt")
@@ -236,14 +237,16 @@ def test_the_command_line(good: Good, tmp_path: Path) -> None:
     assert {each["kind"] for each in found["findings"]} == {"ignore-packed"}
     assert {"where", "file", "found", "meaning", "remedy"} < found["findings"][0].keys()
     result = run("verify", folder, "--repair", tmp_path / "mended")
-    assert f"{tmp_path / 'mended'} is in order" in result.stdout and "mended: " in result.stderr
-    assert "is in order" in run("verify", tmp_path / "mended").stdout
+    assert (
+        f"{tmp_path / 'mended'}: no faults found" in result.stdout and "repaired: " in result.stderr
+    )
+    assert "no faults found" in run("verify", tmp_path / "mended").stdout
     shutil.rmtree(tmp_path / "mended")
     # A part that nothing mends is listed, and is the exit code.
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     result = run("verify", folder, "--repair", tmp_path / "mended", code=1)
-    assert "not mended: tokenizer.json" in result.stderr
+    assert "not repaired: tokenizer.json" in result.stderr
     assert "1 mismatches are left" in result.stderr
     cut = damaged(good, tmp_path, "a cut file", "ours_modelopt")
     result = run("verify", cut, "--repair", tmp_path / "none", code=1)

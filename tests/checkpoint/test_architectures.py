@@ -66,22 +66,16 @@ BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by 
 END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
 
 # tests/checkpoint/test_stock.py has a test of each; of engines the source was read.
-TRIED = (
-    "Classes whose `_init_weights` reads the weight of a linear layer: transformers calls it for "
-    "layers that are loaded, too (`_initialize_weights` in modeling_utils.py), and a packed layer "
-    "has no `weight`. A tensor of that name in the folder goes nowhere, and with another "
-    "`quantization_status`, or with the layers in `ignore`, they get random weights. With "
-    '`"dequantize": true` in the quantization_config transformers loads into the layers of the '
-    "float model, equal to the bit. `save` and `save_pretrained` write it for these classes, if "
-    "all inputs are float and all layers of one scheme; vLLM and SGLang do not look at it.",
-    "Experts in nvfp4: `CompressedTensorsDequantize` in integrations/compressed_tensors.py takes "
-    "their `weight_packed` and `weight_scale` and no global scale, with `dequantize` too. Experts "
-    'in mxfp4 have none: `rules=[("*.experts.*", {"fmt": "mxfp4"})]` makes a folder that stock '
-    f"transformers reads, with the other layers in nvfp4 ({RULED!r} in the table).",
-    "Llama 4: for a folder with a quantization_config transformers replaces experts by a linear "
-    "layer for each (`MODULES_TO_PATCH_FOR_QUANTIZATION` in quantizers/base.py), and reads what "
-    "`save` writes: a packed layer for each. Experts that stay dense are stacked in a folder, as "
-    "in that of the float model, and random there, so that `save` warns.",
+WHY = (
+    "**Dense by `dequantize`.** While it loads, transformers runs `_init_weights` of these "
+    "classes, which reads the `weight` of a linear layer, and a packed layer has none. `save` and "
+    '`save_pretrained` declare `"dequantize": true` for them, if all inputs are float and all '
+    "layers have one scheme. vLLM and SGLang ignore this entry.",
+    "**Experts in nvfp4.** `CompressedTensorsDequantize` of transformers reads no global scale of "
+    'experts. mxfp4 has none: `rules=[("*.experts.*", {"fmt": "mxfp4"})]` makes a folder that '
+    f"stock transformers reads ({RULED!r} in the table).",
+    "**Llama 4.** transformers replaces its experts by one linear layer each. It reads packed "
+    "experts; dense ones, which folders keep stacked, would be random, and `save` warns.",
 )
 
 
@@ -234,56 +228,60 @@ def silent(found: dict[str, dict[str, str]]) -> list[str]:
     ]
 
 
-def filled(text: str, indent: str = "") -> str:
+def filled(text: str) -> str:
     """Return a paragraph in lines; a table stays as it is."""
     if text.startswith("|"):
         return text
     options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, 118, subsequent_indent=indent, **options)
+    return textwrap.fill(text, 118, **options)
 
 
 def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     """Return the page of readers with what was found."""
     heads = ("equal", "equal: dequantized", "own layout", "said", "raises")
     table = [
-        "| format | types of models | equal to the bit | of these by `dequantize` | fp4pass alone "
-        "| `save` says no | raises |",
+        "| format | model types | equal bits | of these dense | fp4pass alone | `save` warns "
+        "| error |",
         "|---|---|---|---|---|---|---|",
     ]
     for fmt, kinds in found.items():
         counts = [sum(each.startswith(head) for each in kinds.values()) for head in heads]
         table.append(f"| {fmt} | {len(kinds)} | {' | '.join(map(str, counts))} |")
-    says = {each for kinds in found.values() for each in kinds.values() if each.startswith("said")}
-    raises = named(found, "raises")
+    outcomes = {
+        each: each.removeprefix("said: ").replace("it ", "`save` warns that transformers ", 1)
+        for each in sorted({each for kinds in found.values() for each in kinds.values()})
+        if each.startswith("said")
+    }
+    outcomes["equal: dequantized"] = "transformers loads them dense, by `dequantize`"
+    outcomes |= {"raises": "loading raises an error"} if named(found, "raises") else {}
     parts = (
-        f"What transformers {transformers.__version__} makes of every type of model that can be "
-        "made small, converted with float inputs. None is loaded with other weights in silence.",
+        f"transformers {transformers.__version__} with every model type that can be made small, "
+        "inputs in float. No folder loads silently with wrong weights.",
         "\n".join(table),
-        "fp4pass alone reads transposed weights, and experts that folders keep stacked."
-        + (f" Loading raises an error for {raises}." if raises else ""),
-        *(
-            f"Of these `save` says that {each.removeprefix('said: ')}: {named(found, each)}."
-            for each in sorted(says)
+        "Only fp4pass reads transposed weights, and experts that folders keep stacked.",
+        "\n".join(
+            ["| outcome | model types |", "|---|---|"]
+            + [f"| {words} | {named(found, start)} |" for start, words in outcomes.items()]
         ),
-        f"By `dequantize`: {named(found, 'equal: dequantized')}.",
+        *WHY,
     )
-    tried = "\n".join(filled(f"- {each}", "  ") for each in TRIED)
-    text = "\n\n".join((*map(filled, parts), "### What was tried", tried))
+    text = "\n\n".join(map(filled, parts))
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
 
 def named(found: dict[str, dict[str, str]], start: str) -> str:
-    """Return the types of models with an outcome, and the format where it is that of one only."""
+    """Return the types of models with an outcome, after the format where it is that of one only."""
     formats: dict[str, list[str]] = {}
     for fmt in FORMATS:
         for kind, what in found[fmt].items():
             if what.startswith(start):
                 formats.setdefault(kind, []).append(fmt)
-    return ", ".join(
-        f"`{kind}`" if len(each) == len(FORMATS) else f"`{kind}` ({', '.join(each)})"
-        for kind, each in sorted(formats.items())
-    )
+    groups: dict[str, list[str]] = {}
+    for kind, each in sorted(formats.items()):
+        before = "" if len(each) == len(FORMATS) else f"{', '.join(each)}: "
+        groups.setdefault(before, []).append(f"`{kind}`")
+    return "; ".join(before + ", ".join(kinds) for before, kinds in sorted(groups.items()))
 
 
 @pytest.mark.slow
@@ -294,7 +292,7 @@ def test_no_architecture_is_read_wrongly_in_silence(tmp_path: Path) -> None:
         assert sum(each.startswith("equal") for each in found[fmt].values()) >= 250
     assert {each.partition(":")[0] for each in found[RULED].values()} == {"equal"}
     page = PAGE.read_text("utf-8")
-    if f"What transformers {transformers.__version__} makes" in page:
+    if f"transformers {transformers.__version__} with every" in page:
         assert with_outcomes(page, found) == page
 
 

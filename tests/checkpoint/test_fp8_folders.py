@@ -199,6 +199,7 @@ def test_what_is_not_read_says_so(folders: Any, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.filterwarnings("ignore:vLLM joins")
 @pytest.mark.parametrize(
     ("options", "layouts", "groups"),
     [

@@ -56,6 +56,7 @@ def save(model: Any, folder: Path, **options: Any) -> list[str]:
     return [each for each in found if "has no tokenizer" not in each]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "fp4pass"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_comes_back(name: str, layout: str, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_layers_that_engines_fuse_have_one_scheme(
             "no weight",
             "vLLM; not by transformers (no weight), SGLang (it reads no dense mxfp4)",
         ),
-        ("modelopt", "nvfp4", "ACausalLM", "", "vLLM, SGLang; not by transformers (it knows no"),
+        ("modelopt", "nvfp4", "ACausalLM", "", "vLLM, SGLang; not by transformers (it does not"),
         (
             "compressed-tensors",
             "nvfp4",
@@ -117,10 +117,11 @@ def test_who_reads_a_folder(
     layout: str, formats: str, architecture: str, problem: str, wanted: str
 ) -> None:
     architecture = architecture.replace("ACausal", "AForCausal")
-    words = str(who_reads(layout, formats.split(), architecture, problem))
+    problems = {"transformers": problem}
+    words = str(who_reads(layout, formats.split(), architecture, problems))
     assert words.startswith(f"read by fp4pass, {wanted}")
-    assert str(who_reads("fp4pass", ["nvfp4:32"], architecture, "")) == "read by fp4pass alone"
-    assert str(who_reads(layout, formats.split(), "", "")) == "read by fp4pass alone"
+    assert str(who_reads("fp4pass", ["nvfp4:32"], architecture, {})) == "read by fp4pass alone"
+    assert str(who_reads(layout, formats.split(), "", {})) == "read by fp4pass alone"
 
 
 def test_save_logs_who_reads_the_folder(
@@ -134,34 +135,68 @@ def test_save_logs_who_reads_the_folder(
 
 PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
 BEGIN = "<!-- Written by tests/checkpoint/test_readers.py; do not edit by hand. -->\n"
+REFUSALS = Path(__file__).parents[2] / "eval" / "results" / "vllm-loading.json"
+BEGIN_REFUSALS = (
+    "<!-- Written by tests/checkpoint/test_readers.py from eval/results/vllm-loading.json; "
+    "do not edit by hand. -->\n"
+)
 END = "<!-- End of what tests/checkpoint/test_readers.py wrote. -->\n"
 
 
 def table_of_readers() -> str:
     layouts = [name for name, layout in LAYOUTS.items() if layout.engines]
-    rows = [["reader", *(f"`{each}`" for each in layouts)], ["---"] * (1 + len(layouts))]
-    for program, each in READERS.items():
+    rows = [["layout", *READERS], ["---"] * (1 + len(READERS))]
+    for layout in layouts:
         cells = []
-        for layout in layouts:
+        for each in READERS.values():
             reads = each[layout]
             whole = set(reads.formats) == set(LAYOUTS[layout].formats)
-            words = "yes" if whole else ", ".join(reads.formats) or "no"
+            no = "" if reads.remark == "not tested" else "no"
+            words = "yes" if whole else ", ".join(reads.formats) or no
             cells.append("; ".join(filter(None, (words, reads.remark))))
-        rows.append([program, *cells])
+        rows.append([f"`{layout}`", *cells])
     lines = ("|".join(("", *row, "")) if "---" in row else f"| {' | '.join(row)} |" for row in rows)
     return "".join(f"{line}\n" for line in lines)
 
 
+def table_of_refusals() -> str:
+    """The folders that vLLM does not load, those with one error in one row."""
+    found = json.loads(REFUSALS.read_text("utf-8"))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in found["rows"]:
+        if row["outcome"] != "equal":
+            error = (
+                f"`{row['error']}`" if "error" in row else f"none: `{'`, `'.join(row['wrong'])}`"
+            )
+            case = f"{row['case']} ({row['model']})"
+            rows.setdefault((row["layout"], error), []).append(case)
+    count = sum(row["outcome"] == "equal" for row in found["rows"])
+    lines = [
+        f"vLLM {found['versions']['vllm']} holds the tensors of {count} of {len(found['rows'])} "
+        "folders, equal to the bit. The others, by the small model that was saved:",
+        "",
+        "| layout | scheme (model) | error of vLLM |",
+        "|---|---|---|",
+        *(
+            f"| `{layout}` | {'; '.join(cases)} | {error} |"
+            for (layout, error), cases in rows.items()
+        ),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def written(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table_of_readers() + END + rest.partition(END)[2]
+    for begin, make in ((BEGIN, table_of_readers), (BEGIN_REFUSALS, table_of_refusals)):
+        before, _, rest = page.partition(begin)
+        page = before + begin + make() + END + rest.partition(END)[2]
+    return page
 
 
 @pytest.mark.core
 def test_the_page_has_the_table_of_readers() -> None:
     """`python tests/checkpoint/test_readers.py` writes it."""
     page = PAGE.read_text("utf-8")
-    assert BEGIN in page and page == written(page)
+    assert BEGIN in page and BEGIN_REFUSALS in page and page == written(page)
 
 
 if __name__ == "__main__":

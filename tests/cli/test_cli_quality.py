@@ -43,7 +43,7 @@ def test_a_quality_is_printed_recorded_and_shown(tmp_path: Path, rules: Path) ->
     out = tmp_path / "q"
     options = ("--quality", "good", "--rules", rules, *CALIBRATED)
     result = run("quantize", TINY, "-o", out, *options)
-    assert 'quality "good": a few seconds (4 layers, 256 tokens; by a trial' in result.stderr
+    assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
@@ -80,6 +80,7 @@ def test_best_runs_one_layer_after_the_other(
     assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("more", [(), ("--stream",)], ids=["memory", "stream"])
 def test_without_text_the_model_writes_its_own(
     tmp_path: Path, rules: Path, written: torch.Tensor, more: tuple[str, ...]

@@ -39,7 +39,7 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     page = tmp_path / "new" / "r.html"
     result = run("report", made / "mixed", "-o", page)
     assert result.stdout == (
-        f"{page}: 22 layers in 4.42 bits, 3.65 MB, 50% of 7.35 MB before\n"
+        f"{page}: 22 layers at 4.42 bits, 3.65 MB, 50% of 7.35 MB before\n"
         "beside it: r.json, r-layers.png, r-bits.png, r-scales.png\n"
     )
     assert not result.stderr
@@ -97,12 +97,12 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
     given = ("--evaluation", evaluation)
     mixed: Any = made / "mixed"
     cases: list[tuple[tuple[object, ...], str]] = [
-        ((TINY, *page), "needs text to calibrate on. Give --calib FILE, choose --method sse, or"),
+        ((TINY, *page), "needs calibration text. Give --calib FILE, choose --method sse, or"),
         (
             (mixed, *page, "--scheme", "mxfp4"),
             "is quantized already. Leave out --scheme, for a float model",
         ),
-        ((mixed, *page, *TEXT, *given), "Give --text, which measures, or --evaluation"),
+        ((mixed, *page, *TEXT, *given), "Give --text or --evaluation, not both"),
         ((mixed, *page, *given), "eval.json"),
         ((mixed, "-o", tmp_path), "expected a name that ends in .html"),
         ((mixed, *page, "--reference", mixed), "is quantized already: expected a float model"),

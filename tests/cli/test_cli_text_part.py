@@ -91,6 +91,7 @@ def folder_of(make: Callable[[], Any], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("make", "beside"),
     [

@@ -143,6 +143,7 @@ def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.Monkey
     assert calls == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dies", pytest.param("dies_early", marks=pytest.mark.slow)])
 def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
     """In the middle of its searches, or before convert, when nothing was sent yet."""

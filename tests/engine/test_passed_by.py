@@ -68,6 +68,7 @@ def methods(model: nn.Module) -> dict[str, str]:
     return {row.name: "" if row.config is None else row.config.method_name for row in rows}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["hessian", CROSS])
 @pytest.mark.parametrize("passed", [0, 1, 3])
 @pytest.mark.parametrize("loop", [False, True])

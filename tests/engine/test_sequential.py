@@ -104,6 +104,7 @@ def assert_same_layer(a: nn.Module, b: nn.Module, name: str, same: bool = True) 
     assert all(equal) == same
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("weight_only", [True, False])
 @pytest.mark.parametrize("method", ["naive", "hessian", "gptq"])
 def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: bool) -> None:
@@ -120,6 +121,7 @@ def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: 
     assert all(row.tokens == 480 for row in fp4pass.report(ours).rows)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["gptq", CROSS])
 def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
     """Layers that add nothing give the next what they got."""
@@ -256,6 +258,7 @@ def test_the_loss_is_that_of_the_target() -> None:
     assert np.ptp(differences) < 1e-4 * abs(differences[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> None:
     """Measured on other data than it was calibrated on."""
@@ -375,6 +378,7 @@ def run_case(case: zoo.Case, module: nn.Module) -> Any:
     return module
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "method",
     [pytest.param("gptq", marks=pytest.mark.slow, id="plain"), pytest.param(CROSS, id="cross")],

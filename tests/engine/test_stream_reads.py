@@ -60,6 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("method", "streams"),
     [("sse", True), pytest.param("hessian", True, marks=slow), ("hessian", False)],

@@ -43,10 +43,10 @@ def test_a_better_peer_and_what_was_not_run_are_named(page: Any) -> None:
     better = "\n".join(page.better(rows, "nvfp4"))
     assert "auto-round, 50 iterations: eval, weights only" in better
     assert "RTN" not in better
-    assert "No peer that ran" in "\n".join(page.better(rows[::2], "nvfp4"))
+    assert "No other library" in "\n".join(page.better(rows[::2], "nvfp4"))
     left = "\n".join(page.not_run({"rows": rows}))
-    assert "auto-round, 1000 iterations, 4-bit inputs (nvfp4)" in left
-    assert "llmcompressor, RTN (nvfp4)" not in left and "mxfp4" not in left
+    assert "1000 iterations, 4-bit inputs" in left and "llmcompressor in nvfp4: RTN, " in left
+    assert "RTN;" not in left and "mxfp4" not in left
     lines = "\n".join(page.of_format(rows, "nvfp4", "eval.txt", "eval")).splitlines()
     names = [line.split(" | ")[1] for line in lines if line.startswith("| ")][-3:]
     assert names == ["50 iterations", "gptq", "RTN"]

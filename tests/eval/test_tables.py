@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ RESULTS = ROOT / "eval" / "results"
 TABLES = {
     "bench/convert": ("performance.md", "--json convert-h200.json"),
     "bench/cpu": ("performance.md", "--json compiled-speed-cpu.json"),
-    "bench/generate": ("performance.md", "--json generate-h200.json generate-peers-h200.json"),
+    "bench/generate": ("performance.md", "--json generate-peers-h200.json generate-h200.json"),
     "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
     "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
     "bench/mixture": ("moe.md", "--json mixture-h200.json"),
@@ -34,6 +36,7 @@ TABLES = {
     "quality/merging": ("transformers.md", "--json merging-smollm2.json"),
     "quality/sinks": ("calibration.md", "--json sinks-smollm2.json"),
     "pages/qualities": ("quality.md", ""),
+    "pages/memory": ("memory-and-time.md", ""),
 }
 
 
@@ -61,6 +64,42 @@ def test_readme_has_the_table_of_other_libraries(script: Any) -> None:
     assert page.text() in readme, "Run python -m eval.pages.readme --table README.md."
     cells = [line.strip("| ").split(" | ") for line in page.text().splitlines() if "| - |" in line]
     assert len(cells) >= 3 and all(len(row) == 8 for row in cells)
+
+
+def test_the_first_numbers_of_the_readme_are_those_of_results() -> None:
+    """KL beside the best of the others, and speed and memory beside bf16 of the same run."""
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    runs = json.loads((RESULTS / "peers-quality" / "smollm2.json").read_text("utf-8"))["rows"]
+    kls = {(r["library"], r["run"]): r["W4A16"]["WikiText-2"]["kl"]["value"] for r in runs}
+    (peer, _), best = min(
+        (each for each in kls.items() if each[0][0] != "fp4pass"), key=lambda each: each[1]
+    )
+    ours = kls["fp4pass", "nvfp4 best"]
+    assert f'{ours:.3f} with `quality="best"`; the best other library, {peer}, has {best:.3f}' in (
+        readme
+    )
+    rows = json.loads((RESULTS / "generate-peers-h200.json").read_text("utf-8"))["rows"]
+    by = {row["by"]: row for row in rows if row["model"] == "Llama-3-8B"}
+    packed, dense = by["fp4pass nvfp4"], by["bf16"]
+    speed = "decode_tokens_per_second"
+    assert f"{packed[speed]:.0f} tokens/s; bf16 has {dense[speed]:.0f} (Llama-3-8B" in readme
+    sizes = [row["weight_bytes"] / 1e9 for row in (packed, dense)]
+    assert f"{sizes[0]:.1f} GB of weights; bf16 has {sizes[1]:.1f} (the same model" in readme
+
+
+def test_the_readme_is_short() -> None:
+    """Its words, without code and without the table that a script writes."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    head, rest = readme.split("<!-- Written by eval/pages/readme.py")
+    bare = head + rest.split("<!-- End of what eval/pages/readme.py")[1]
+    assert len(re.sub(r"```.*?```", "", bare, flags=re.DOTALL).split()) <= 900
+
+
+def test_chart_of_the_readme(script: Any, tmp_path: Path) -> None:
+    """As its script draws it, with every library of the results."""
+    script("pages.readme").draw(tmp_path / "comparison.png")
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+    assert "docs/comparison.png" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_page_of_the_real_model(

@@ -189,6 +189,7 @@ def terms_of(model, reference, cut, top_p):
     return torch.tensor(rows, dtype=torch.float64)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("options", "top_p"),
     [({"stride": 20}, 0.95), ({"stride": 64}, 0.5), ({"within_documents": True}, 0.999)],

@@ -84,6 +84,7 @@ def decode(model: Any, change: Callable[[fx.Graph], Any] | None, rows: int = 2) 
 
 
 # Whether heads are normed, rotated and written in one call: not Gemma's norm, or half a rotation.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "rotary", "changes"),
     [
@@ -116,6 +117,7 @@ def test_steps_of_decoders_read_their_cache_in_place(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_in_bfloat16_give_what_eager_gives() -> None:
     model = decoder("qwen3", torch.bfloat16)
     change = Fused()
@@ -155,6 +157,7 @@ FUSED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.core
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name: str) -> None:
@@ -182,6 +185,7 @@ UNFUSED: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.core
 @pytest.mark.parametrize("name", UNFUSED)
 def test_not_fused(name: str) -> None:

@@ -58,6 +58,7 @@ def check(fmt: str, dtype: torch.dtype, rows: int) -> str:
     return code
 
 
+@pytest.mark.slow
 def test_a_graph_has_the_code_of_its_few_rows() -> None:
     code = check("nvfp4", torch.float32, 2)
     # Equal ones are one function, called for each; and nothing goes through the dispatcher.

@@ -86,6 +86,7 @@ def run(
     return found, counts, left[-1]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.core
 @pytest.mark.parametrize("gate", [silu, gelu_tanh, limited])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -113,6 +114,7 @@ UNLIKE: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("unlike", UNLIKE)
 def test_what_is_not_a_mixture(unlike: str) -> None:
     found, counts, left = run(UNLIKE[unlike], arguments())
@@ -130,6 +132,7 @@ def test_where_no_kernel_is() -> None:
     assert run(mixture(), arguments(torch.float32))[1] == [0, 0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of transformers, as they are traced for a GPU."""

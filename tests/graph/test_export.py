@@ -62,6 +62,7 @@ def converted(traced: Any) -> Converted:
     return Converted(copy.deepcopy(traced))
 
 
+@pytest.mark.slow
 def test_a_graph_and_a_live_model_give_the_same_bytes(converted: Converted, tmp_path: Path) -> None:
     live, graph = converted.live, converted.graph
     found, expected = graph.state_dict(), live.state_dict()
@@ -145,6 +146,7 @@ CASES = {case.name: case for case in zoo.CASES}
 MORE = ["gpt2", "llama", "llama_tied", "qwen3", "phi3", "mistral", "opt", "qwen3_moe", "gpt_oss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", *(pytest.param(n, marks=SLOW) for n in MORE)])
 @torch.no_grad()
 def test_decoders_generate(name: str) -> None:

@@ -146,6 +146,7 @@ CASES += [("silu, mul", torch.float16)]
 SLOW = [(n, d) for d in (torch.float32, torch.float16) for n in BEFORE if (n, d) not in CASES]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
@@ -166,6 +167,7 @@ def test_what_is_fused_has_the_bits_of_eager(name: str, dtype: torch.dtype) -> N
     assert fused.count == 1 and fused.calls[operator] == 1 and fused.calls["quantize"] == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", UNFUSED)
 def test_what_does_not_match_is_not_fused(name: str) -> None:
     fused = Fused()

@@ -89,6 +89,7 @@ def settings() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_another_model_compiles_to_the_same_code_and_results() -> None:
     """It keeps its code over prepare and convert, and compiled anew it gets the same."""
     other, x, before = Block(), torch.randn(5, 64), settings()

@@ -61,6 +61,7 @@ def assert_same_statistics(a: nn.Module, b: nn.Module) -> None:
                 assert ((x - y).abs() <= bound).all(), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("method", "grad"),
     [

@@ -129,6 +129,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("weight_only", [True, False])
@@ -150,6 +151,7 @@ def test_every_door_gives_what_a_module_swap_gives(door: str, weight_only: bool)
     assert dense.shape == (96, K)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("door", DOORS)
 def test_graphs_are_observed_once_for_what_shares_an_input(door: str) -> None:
     model = DOORS[door](built(Mlp))

@@ -28,6 +28,7 @@ def ours(graph: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("fmt", "options"),
@@ -61,6 +62,7 @@ def test_logits_are_those_of_packed_layers(
     assert state["0.weight_scale"].dtype == model[0].config.format.scale.storage
 
 
+@pytest.mark.slow
 def test_a_graph_that_generates_and_one_that_was_converted_itself() -> None:
     model, ids = language_model(), tokens(2, 8)
     fp4pass.convert(model, "mxfp4a16", "naive")

@@ -74,6 +74,7 @@ def calls(model: fx.GraphModule, name: str) -> int:
     return sum(node.target is getattr(ops, name).default for node in model.graph.nodes)
 
 
+@pytest.mark.quick(2)
 @doors
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("weight_only", [True, False])

@@ -77,7 +77,7 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
     output = 100 * sum(row.output_error for row in rows) / len(rows)
     for line in (
         "# tiny_lm in nvfp4",
-        "`tiny_lm` in 4-bit floating point: 21 of 29 weights are packed, by fp4pass.",
+        "`tiny_lm` in 4-bit floating point. fp4pass packed 21 of 29 weights.",
         "| scheme | nvfp4, a scale for 16 |",
         "| method | hessian |",
         "| calibration | 96 tokens in 1 batch |",

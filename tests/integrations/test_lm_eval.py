@@ -103,6 +103,7 @@ def one_layer(dtype: torch.dtype, weight_only: bool) -> Any:
 # ---- models -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_scores_as_the_model_it_was_saved_from(packed: Path) -> None:
     expected = scores(HFLM(converted(), tokenizer=tokenizer()), limit=2)
     assert scores(Fp4PassLM(str(packed), device="cpu"), limit=2) == expected
@@ -134,6 +135,7 @@ def test_a_folder_of_modelopt_needs_nothing_of_transformers(tmp_path: Path) -> N
     assert found == scores(HFLM(model, tokenizer=tokenizer()), limit=2)
 
 
+@pytest.mark.slow
 def test_a_float_folder_scores_as_with_hf() -> None:
     task = "tiny_lm_next"
     expected = scores(HFLM(str(TINY), device="cpu"), task, limit=2)
@@ -327,6 +329,7 @@ def test_eval_runs_tasks(packed: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eval_compares_with_the_original(packed: Path) -> None:
     tasks = ("--tasks", "tiny_lm_next,tiny_lm_text", *LOCAL, "--limit", 1, "--num-fewshot", 1)
     result = run("eval", packed, *tasks, "--reference", packed)

@@ -98,6 +98,7 @@ PACKED: dict[str, tuple[Writer, Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.filterwarnings("ignore:.*pkg_resources|.*treespec:FutureWarning")
 def test_linear_layers_stay_packed(name: str, tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def test_linear_layers_stay_packed(name: str, tmp_path: Path) -> None:
     assert fp4pass.dequantize(model).state_dict().keys() == llama().state_dict().keys()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "minimax_m2", "mixtral"])
 def test_experts_stay_packed(layout: str, kind: str, tmp_path: Path) -> None:
@@ -217,6 +219,7 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
     assert_same_bits(fp4pass.load(tmp_path / "v41"), loaded)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", fp8_folders.KINDS)
 def test_layers_in_fp8_stay_packed(kind: str, tmp_path: Path) -> None:
     dense = fp8_folders.make(fp8_folders.dense_model(256), tmp_path / "q", kind)
@@ -343,6 +346,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
     modelopt("W4A16_NVFP4")(tmp_path / "q")

@@ -78,6 +78,7 @@ def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_adapters_train_and_the_base_stays(tmp_path: Path, weight_only: bool) -> None:
     base = converted(weight_only=weight_only)

@@ -119,6 +119,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "settings"), EQUAL)
 def test_it_equals_load_then_convert(
     folder_of: Callable[[str], Path], name: str, settings: str
@@ -251,6 +252,7 @@ def test_what_has_no_layout_refuses_to_be_saved_by_transformers(
         assert_same_bits(fp4pass.load(tmp_path / name), model)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_dequantize_gives_a_dense_model(
@@ -517,6 +519,7 @@ def test_a_model_of_another_transformers_is_refused_before_the_work(
     fp4pass.convert(torch.nn.Linear(32, 32), method="sse")
 
 
+@pytest.mark.slow
 def test_integrations_are_imported_when_a_name_is_used() -> None:
     script = """
 import sys

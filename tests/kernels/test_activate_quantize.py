@@ -74,6 +74,7 @@ def test_the_reference_is_what_eager_pytorch_computes(dtype: torch.dtype) -> Non
                     assert torch.equal(a, b)
 
 
+@pytest.mark.quick(2)
 @table
 def test_triton(fmt: Format, dtype: torch.dtype, activation: str) -> None:
     x, up = inputs((3, 2, 96), dtype)
@@ -81,6 +82,7 @@ def test_triton(fmt: Format, dtype: torch.dtype, activation: str) -> None:
     check(x, up, activation, 3.0, fmt)
 
 
+@pytest.mark.quick(2)
 @table
 def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, activation: str) -> None:
     x, up = (each.clone() for each in inputs((6, 64), dtype))

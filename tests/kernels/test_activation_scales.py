@@ -65,6 +65,7 @@ def test_every_format_is_searched_as_a_weight_is(fmt: Format) -> None:
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     cases([(VARIANTS[0], torch.bfloat16), (VARIANTS[2], torch.float32)], PRODUCT),
@@ -123,6 +124,7 @@ ALL_SCALED = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fmt", "dtype", "g"), cases(SCALED, ALL_SCALED))
 def test_the_kernel_has_the_best_of_its_candidates(
     fmt: Format, dtype: torch.dtype, g: float | None
@@ -147,6 +149,7 @@ def test_the_kernel_has_the_best_of_its_candidates(
     assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fmt", cases([(VARIANTS[0],), (VARIANTS[2],)], ((fmt,) for fmt in VARIANTS))
 )
@@ -172,6 +175,7 @@ KERNELS = ["rms", "add_rms", "layer", "add_layer", "silu"]
 FUSED = [(VARIANTS[0], torch.bfloat16, kernel) for kernel in ("rms", "add_layer", "silu")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "kernel"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2], KERNELS))
 )

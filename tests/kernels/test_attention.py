@@ -97,6 +97,7 @@ def exact(
     return (weights @ v).nan_to_num(), (weights @ v.abs()).nan_to_num(), slack
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_as_near_to_float64_as_its_dtype_lets_it(
@@ -156,6 +157,7 @@ def arguments(
     }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 2, 64), (2, 3, 6, 6, 80), (3, 1, 5, 1, 96)], ids=str)
 @pytest.mark.parametrize("norm", [True, False])

@@ -85,6 +85,7 @@ def search(fmt: Format, unit: float, budget: int, seed: int = 0) -> tuple[Found,
     return found, best_of_all(x, hessian, which, fmt, unit)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "seed"), cases([("nvfp4", 0), ("mxfp4", 1)], itertools.product(NAMES, [0, 1]))
 )
@@ -99,6 +100,7 @@ BUDGETS = [1, 10, 33, 100, 300]
 STOPPED = [*(("nvfp4", budget) for budget in BUDGETS), ("mxfp4", 33)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "budget"), cases(STOPPED, itertools.product(NAMES, BUDGETS)))
 def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
     """No certificate is wrong: bounds are below the optimum, and equal losses are the optimum."""

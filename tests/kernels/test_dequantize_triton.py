@@ -37,6 +37,7 @@ def compare(packed, scale, number, fmt, dtype) -> None:
     assert_same_bits(found.cpu(), expected)
 
 
+@pytest.mark.quick(2)
 @dtypes
 @formats
 def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None:
@@ -77,6 +78,7 @@ def test_any_memory_layout(fmt: Format) -> None:
         assert_same_bits(dequantize_triton(view, strided, None, fmt, torch.bfloat16), expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("given", [(None, None, None), (4.0, 0.3, 3.7), (4.0, None, 3.7)], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:16:multiplier"])

@@ -47,6 +47,7 @@ def test_which_formats_are_served() -> None:
     assert not any(supports_e4m3(get_format(name)) for name in ("nvfp4", "mxfp8_e5m2", "int8"))
 
 
+@pytest.mark.quick(2)
 @formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_inputs_get_the_bits_of_the_reference(fmt: Format, dtype: torch.dtype) -> None:
@@ -65,6 +66,7 @@ def test_inputs_get_the_bits_of_the_reference(fmt: Format, dtype: torch.dtype) -
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.quick(2)
 @formats
 def test_norms_and_activations_before_it(fmt: Format) -> None:
     """Sums of another order put few values on the other side of a boundary."""
@@ -85,6 +87,7 @@ def test_norms_and_activations_before_it(fmt: Format) -> None:
 SHAPES = [(1, 140), (3, 5), (20, 33)]
 
 
+@pytest.mark.quick(2)
 @formats
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(fmt: Format, dtype: torch.dtype) -> None:

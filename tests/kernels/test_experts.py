@@ -126,6 +126,7 @@ def test_every_format(fmt: Format, dtype: torch.dtype, each: bool, quantized: bo
 TILES = [(tiles, k) for tiles in (PAIRS, FEW, ROWS, MANY) for k in (512, 80)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("tiles", "k"), TILES, ids=str)
 def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
     """Whole steps and not; experts of many rows, of one and of none; a row that all k share."""
@@ -286,6 +287,7 @@ def test_tiles_fit() -> None:
         assert needed <= shared, tiles
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5, database=None)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:

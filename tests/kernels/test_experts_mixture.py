@@ -98,6 +98,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     # The others hold what these do, of another gate or format.

@@ -172,6 +172,7 @@ CASES = [
 
 
 # An infinity times 0 is the NaN that is wanted.
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize(
     ("key", "dtype", "columns"),
@@ -252,6 +253,7 @@ if GPU:
     SHAPES += [(256, 14336, 512), (512, 4096, 4096), (300, 4096, 14336), (1024, 2560, 9728)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
     ("key", "dtype"), cases([("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)],

@@ -225,6 +225,7 @@ def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:
 GPTQ = [("babai", "inside", "loss", 0), ("joint", "inside", "loss", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "options"), cases([("mxfp4:16", GPTQ[0])], itertools.product(KEYS, GPTQ))
 )

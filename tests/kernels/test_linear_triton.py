@@ -75,6 +75,7 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
     return y
 
 
+@pytest.mark.quick(2)
 @formats_and_dtypes
 def test_linear(fmt: Format, dtype: torch.dtype) -> None:
     for m, n, blocks in ((0, 5, 2), (1, 33, 9), (2, 1, 1), (5, 70, 17), (9, 33, 9), (17, 19, 3)):
@@ -86,6 +87,7 @@ ROWS = [2, 3, 5, 8, 9, 15, 16]
 FEW_ROWS = [(fmt, m) for fmt, m in zip(VARIANTS * 2, ROWS, strict=False)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fmt", "m"), cases(FEW_ROWS, itertools.product(VARIANTS, ROWS)))
 def test_few_rows(fmt: Format, m: int) -> None:
     """Two whole steps, and what is left to the other kernels; N is odd."""
@@ -134,6 +136,7 @@ def test_more_rows(m: int) -> None:
     run(get_format("nvfp4"), torch.bfloat16, m, 70, 272, divisor=2.0, bias=numbers(70))
 
 
+@pytest.mark.quick(2)
 @formats_and_dtypes
 def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
     for m, n, blocks in ((0, 5, 2), (1, 33, 9), (3, 70, 17), (17, 19, 1)):
@@ -196,6 +199,7 @@ def test_far_global_scales(exponent: int) -> None:
     run(fmt, torch.bfloat16, 1, 9, 48, divisor=2.0**exponent)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, 1e-30])
 def test_far_activations(value: float) -> None:
     """What is not finite stays in its row; float32 keeps range and precision."""
@@ -250,6 +254,7 @@ def tilings_of_other_products() -> list[tuple[bool, Tiles]]:
     return list(found.values())
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("one", "tiles"), cases(tilings_of_other_products(), tilings()))
 def test_every_tiling(one: bool, tiles: Tiles) -> None:
     most = tiles.m if tiles.warps_share else min(tiles.m + 1, 300)
@@ -347,6 +352,7 @@ ALL_GROUPS = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fmt", "sizes", "m", "k", "biased", "kind"), cases(GROUPS, ALL_GROUPS))
 def test_groups_have_the_bits_of_their_members(
     fmt: Format, sizes: tuple[int, ...], m: int, k: int, biased: str, kind: torch.dtype | str
@@ -372,6 +378,7 @@ def test_groups_have_the_bits_of_their_members(
         assert torch.equal(y, one(*activations, *stored, fmt))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", [(33, 17), (33, 40)], ids=str)
 def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some or all of its members are summed in another order than small ones."""
@@ -395,6 +402,7 @@ print(gluon_triton.one_row_kernel is None, gluon_triton.wide_kernel is None)
 """
 
 
+@pytest.mark.slow
 def test_other_versions_of_gluon_leave_the_kernels_of_triton() -> None:
     gluon = "triton.experimental.gluon.language.nvidia"
     command = [sys.executable, "-c", WITHOUT_GLUON, f"{gluon}.hopper", f"{gluon}.ampere"]

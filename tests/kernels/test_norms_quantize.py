@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "columns", "norm"),
     cases(CASES, itertools.product(VARIANTS, DTYPES, (32, 96, 544), SUMS)),
@@ -134,6 +135,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "g"), cases(EXACT, itertools.product(VARIANTS, DTYPES, (0.25, 3.0)))
 )
@@ -157,6 +159,7 @@ ZEROS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "name"), cases(ZEROS, itertools.product(VARIANTS, DTYPES, NORMS))
 )
@@ -225,6 +228,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("blocks", PLANS)
 def test_every_plan(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """Rows held and rows read twice, by one program, of strided x."""

@@ -67,6 +67,7 @@ def inputs(name: str, dtype: torch.dtype | None) -> Tensor:
 READ = [(VARIANTS[0], name) for name in INPUTS] + [(fmt, "special") for fmt in VARIANTS[1:]]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fmt", "name"), cases(READ, itertools.product(VARIANTS, INPUTS)))
 def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
@@ -75,6 +76,7 @@ def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
         check(x.to(DEVICE), divisor, fmt)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_dynamic_global_scale(name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
@@ -91,6 +93,7 @@ EXPONENTS = [(-149,), (-126,), (-115,), (0,), (127,)]
 MORE_EXPONENTS = [(k,) for k in (-140, -127, -125, -114, -1, 126)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("k", cases(EXPONENTS, MORE_EXPONENTS))
 def test_the_dynamic_global_scale_at_boundaries(k: int) -> None:
     fmt = get_format("nvfp4")
@@ -103,6 +106,7 @@ def test_the_dynamic_global_scale_at_boundaries(k: int) -> None:
             )
 
 
+@pytest.mark.quick(1)
 @dtypes
 def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4")
@@ -112,6 +116,7 @@ def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: to
         assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
 
 
+@pytest.mark.quick(2)
 @formats_and_dtypes
 def test_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
     x = spread((9, 64)).to(dtype)
@@ -125,6 +130,7 @@ def test_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
 DIVIDED = [(torch.bfloat16, g) for g in SCALES] + [(torch.float16, 3.0), (torch.float32, 2.0**64)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("dtype", "scale"), cases(DIVIDED, itertools.product(DTYPES, SCALES)))
 def test_any_global_scale(dtype: torch.dtype, scale: float) -> None:
     """Each way of dividing, and scales that saturate, vanish and are subnormal."""
@@ -145,6 +151,7 @@ def ties(scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack((row[:32], -row[:32]))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block", "dtype"),
     cases([(16, torch.bfloat16), (32, torch.float32)], itertools.product((16, 32), DTYPES)),
@@ -157,6 +164,7 @@ def test_ties_at_every_scale(block: int, dtype: torch.dtype) -> None:
         check((x * g).to(DEVICE), torch.tensor([1 / g]), fmt)
 
 
+@pytest.mark.quick(2)
 @formats
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
@@ -167,6 +175,7 @@ def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
         check(rows.to(DEVICE), divisor_of(fmt, 1.0), fmt)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=2),
@@ -193,6 +202,7 @@ def test_any_shape(
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(5, 16), (2, 4096)])
 def test_more_than_one_tile_and_program(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]

@@ -61,6 +61,7 @@ def marks(name: str) -> Any:
     return pytest.mark.slow if name in SEARCHES else pytest.mark.core if name in CORE else ()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in KERNELS])
 def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
     compare(name, calls()[name])

@@ -130,6 +130,7 @@ def test_the_kernel_rotates(rotation: int, dtype: torch.dtype) -> None:
     assert torch.equal(rotate_triton(x, rotation), rotate_triton(x.contiguous(), rotation))
 
 
+@pytest.mark.quick(2)
 @formats
 @dtypes
 def test_the_kernel_quantizes_what_it_rotates(fmt: Format, dtype: torch.dtype) -> None:

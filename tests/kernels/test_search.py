@@ -110,6 +110,7 @@ def real_layers() -> dict[str, tuple[Tensor, Tensor]]:
     return layers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "objective"),
     cases([("nvfp4", "hessian"), ("mxfp4", "sse")], itertools.product(KEYS, ["sse", "hessian"])),

@@ -86,6 +86,7 @@ def exact_error(x: list[float], scale: float, metric: list[list[float]]) -> Frac
     return sum((Fraction(h) * a * b for h, a, b in pairs if h), F0)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("key", KEYS)
 def test_the_best_of_all_scales(key: str, objective: str) -> None:
@@ -116,6 +117,7 @@ def test_the_best_of_all_scales(key: str, objective: str) -> None:
 QUICK = [("nvfp4", "naive"), ("mxfp4", "sse"), ("mxfp4", "hessian")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("key", "objective"), cases(QUICK, itertools.product(KEYS, OBJECTIVES)))
 def test_the_kernels_find_the_same(
     key: str, objective: str, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +139,7 @@ def test_the_kernels_find_the_same(
 FAULT = (0, 2.0**60), (5, 1.3 * 2.0**-38), (9, -1.1 * 2.0**-39)
 
 
+@pytest.mark.slow
 def test_small_elements_beside_a_column_that_is_zero() -> None:
     """The scale that serves them is 2^99 below the largest element, which costs nothing."""
     weight, hessian = torch.zeros(1, 32), torch.eye(32).unsqueeze(0).clone()
@@ -155,6 +158,7 @@ def test_small_elements_beside_a_column_that_is_zero() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_global_scale_far_below_the_weight() -> None:
     """Of all but the smallest elements there is only the largest code."""
     weight = torch.zeros(1, 16, dtype=torch.bfloat16)
@@ -168,6 +172,7 @@ def test_a_global_scale_far_below_the_weight() -> None:
         assert torch.equal(unpack_codes(expected[0]), oracle.codes(weight.float() / step).byte())
 
 
+@pytest.mark.slow
 def test_a_close_decision_between_far_scales() -> None:
     """Where only one element counts, and little, the ridge on H weighs as much as its error."""
     weight, hessian = torch.full((1, 16), 0.5), torch.zeros(1, 32, 32)

@@ -89,6 +89,7 @@ def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objecti
         assert torch.equal(packed, expected[0])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("key", "name", "objective"),
     cases(BY_SQUARES, itertools.product(KEYS, WEIGHTS, ["naive", "sse"])),
@@ -100,6 +101,7 @@ def test_blocks(key: str, name: str, objective: str) -> None:
     check(weight, None, g, fmt, objective)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "name", "objective"),
     [("nvfp4", "bfloat16", "sse"), ("mxfp4", "float16", "sse"), ("nvfp4", "heavy-tailed", "naive")],
@@ -122,6 +124,7 @@ def test_a_stack_is_searched_as_each_of_its_weights(
     assert packed.shape == (0, len(one), one.shape[1] // 2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("key", "pair"),
     cases(
@@ -138,6 +141,7 @@ def test_hessian(key: str, pair: tuple[str, str]) -> None:
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "factor"),
     cases([("nvfp4", 1.2345678), ("nvfp4", 2**-6)], itertools.product(KEYS, [1.2345678, 2**-6])),
@@ -184,6 +188,7 @@ SHAPED = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("key", "objective", "shape"), cases(SHAPED, itertools.product(KEYS, OBJECTIVES, SHAPES))
 )

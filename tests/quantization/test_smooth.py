@@ -442,6 +442,7 @@ def test_the_recipe_of_a_live_model_says_so(method: str) -> None:
     assert recipe["smooth"] == 0.25 and Recipe.from_dict(recipe).config.method_name == method
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_language_model_computes_the_same_bits(masked: bool) -> None:
     model = language_model()

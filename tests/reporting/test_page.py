@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browse
 from small_models import TINY, converted, language_model
 from torch import nn
 
@@ -119,7 +117,7 @@ def test_numbers_as_the_page_writes_them(value: float | None, style: str, text: 
 
 def test_what_is_not_known_is_said(folders: Path, undrawn: None) -> None:
     text = render(gather(folders / "theirs"))
-    for said in ("The recipe is not known.", "The errors are not known.", "Not measured."):
+    for said in ("The recipe is unknown.", "The errors are unknown.", "Not measured."):
         assert said in text
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
     text = render(gather(fp4pass.convert(model, method="sse", weight_only=True)))
@@ -245,6 +243,7 @@ document.title = JSON.stringify(rows.map(row => (row.right - main.left) / main.w
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["inputs", "one"])
 def test_charts_fill_a_wide_page(name: str, folders: Path, tmp_path: Path) -> None:
     """Those of a model with one format and one known error, too."""
@@ -327,21 +326,6 @@ def test_charts_have_the_colors_of_the_page(mixed: tuple[dict[str, Any], str]) -
         # The numbers of a map are white or black on the color of their cell.
         colors = set(re.findall(r"(?:fill|stroke): (#\w+)", svg))
         assert not colors & {"#dddddd", "#b0b0b0", "#f4f4f4", "#010203", "#fdfefc", "#0072b2"}
-
-
-def browse(text: str, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """What a browser makes of a page. In CI there is one, or this fails."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None and not os.environ.get("CI"):
-        pytest.skip("there is no browser: apt-get install chromium")
-    assert browser, "CI has no browser: apt-get install chromium"
-    (tmp_path / "r.html").write_text(text, "utf-8")
-    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet]
-    options += [f"--user-data-dir={tmp_path / 'me'}", "--enable-logging=stderr", "--dump-dom"]
-    command = [browser, *options, *more, (tmp_path / "r.html").as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
 
 
 # ---- the files ----------------------------------------------------------------------------------

@@ -65,15 +65,15 @@ class DeepSeek(Layout):
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
         found = super().problem(layer)
-        if not found and layer.config.weight_only != (layer.fmt.key == "mxfp4"):
+        if not found and layer.config.weight_only == layer.fmt.has_float_scale:
             found = f"{layer.config.scheme}, only for mxfp4a16 and fp8_block"
         return found
 
     def encode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a buffer of a layer as it is stored."""
         if part == PACKED:
-            return tensor.view(torch.int8) if layer.fmt.key == "mxfp4" else tensor.view(_FP8)
-        if layer.fmt.key == "mxfp4":
+            return tensor.view(_FP8 if layer.fmt.has_float_scale else torch.int8)
+        if not layer.fmt.has_float_scale:
             return tensor.view(torch.float8_e8m0fnu)
         stored = tensor.to(torch.float8_e8m0fnu)
         if not torch.equal(stored.float(), tensor):
@@ -85,7 +85,7 @@ class DeepSeek(Layout):
 
     def decode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a buffer of a layer of what is stored: the inverse of `encode`."""
-        if part == SCALE and layer.fmt.key != "mxfp4":
+        if part == SCALE and layer.fmt.has_float_scale:
             return tensor.float()
         return tensor.view(torch.uint8)
 
@@ -93,7 +93,7 @@ class DeepSeek(Layout):
         """Raise CheckpointError for what this layout has no place for, as other experts."""
         super().require(layers)
         for name, layer in layers.items():
-            if _is_expert(name) != (layer.fmt.key == "mxfp4"):
+            if _is_expert(name) == layer.fmt.has_float_scale:
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for it in {layer.scheme}; it holds experts, "
                     "each a linear layer, in mxfp4a16, and others in fp8_block. Skip the others by "

@@ -1,7 +1,7 @@
-"""Have few queries read a cache of keys and values in place.
+"""Replace attention of few queries by an operator that reads the cache in place.
 
-Attention of grouped heads is computed from copies of keys and values, one for each head, and over
-all of a static cache, with a mask that says what of it is filled.
+Models copy keys and values for each head of a group, and read all of a static cache, with a mask
+for its empty part.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _replace(
     call: _Attention,
     spans: dict[fx.Node, fx.Node],
 ) -> None:
-    """Put the operator in the place of attention; what a mask lets be read is found once."""
+    """Replace attention by the operator, with one span of keys for each mask."""
     with graph.inserting_before(node):
         span = spans.get(call.mask)
         if span is None:

@@ -1,6 +1,6 @@
-"""Make one call of all that the experts of a mixture compute.
+"""Replace a whole layer of experts by one call.
 
-That is both products, the gate between them and the weighted sum over the experts of a token.
+A layer is both products, the gate between them and the weighted sum over the experts of a token.
 """
 
 from __future__ import annotations

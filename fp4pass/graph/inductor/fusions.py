@@ -121,7 +121,7 @@ class Fusion:
     """One way to compute the input of a quantizer together with its codes.
 
     Attributes:
-        pattern: what computes the input, from a tensor called `x`.
+        pattern: computes the input from a tensor called `x`.
         check: whether a match is valid, given the input's node and the bound variables.
         operator: returns the codes and scales of the input; its arguments are x, `operands`, and
             those of the quantizer but its input.

@@ -47,10 +47,9 @@ _log = logging.getLogger(__name__)
 def install_passes() -> None:
     """Have Inductor run the passes in this process, after those that are installed.
 
-    `convert` and `load` do this. Call it where a converted model arrives in another way, by pickle
-    for one. They change no graph without operators of fp4pass. Installing again changes nothing.
-    With a version of torch that they were not tested with they are not installed, and compiled
-    models run without them; a warning is logged.
+    `convert` and `load` do this. Call it for a converted model that arrives in another way, such as
+    by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
+    nothing. Untested versions of torch get no passes and a logged warning.
     """
     try:
         compat.chain_post_grad_pass(run_passes, cache_key)
@@ -93,9 +92,9 @@ class CompiledGraph:
     """A graph that torch.compile made.
 
     Attributes:
-        before: how often it called each operator of fp4pass before the passes.
+        before: the calls of each operator of fp4pass before the passes.
         after: the same after them.
-        changes: how many changes each pass made.
+        changes: the number of changes of each pass.
     """
 
     before: dict[str, int]
@@ -131,7 +130,7 @@ GRAPHS: deque[CompiledGraph] = deque(maxlen=1000)
 
 
 def compile_report() -> CompileReport:
-    """Return what the passes did to the graphs that torch.compile made in this process.
+    """Return the changes of the passes to the graphs that torch.compile made in this process.
 
     It prints as one line for each graph. `TORCH_LOGS="fp4pass.graph.inductor"` logs the same while
     it happens.

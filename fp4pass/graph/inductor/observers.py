@@ -1,4 +1,4 @@
-"""The pass that observes each tensor of a prepared model's graph once."""
+"""Observe each tensor of a prepared model's graph once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Patterns of ATen calls, written like the formula that they match.
 
 A node is matched from its result backwards. A number in a pattern matches itself, a `Var` anything.
-Where a formula computes in float32, `Wide` marks what enters it and `Narrow` what leaves it: casts
-are nodes for bfloat16 and float16, and for float32 there are none.
+Where a formula computes in float32, `Wide` marks its inputs and `Narrow` its output: a cast for
+bfloat16 and float16, nothing for float32.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def add(a: Any, b: Any) -> Call:
 def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
     """Yield what the variables of a pattern stand for, for every way in which a value matches.
 
-    A plain value in a pattern must be equal. Nodes have a fake tensor in `meta["val"]`; `bound` is
-    what variables stand for already.
+    A plain value in a pattern must be equal. Nodes have a fake tensor in `meta["val"]`; `bound` has
+    the values of variables that are known.
     """
     bound = {} if bound is None else bound
     if isinstance(pattern, Var):

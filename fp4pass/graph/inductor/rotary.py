@@ -1,7 +1,7 @@
-"""Make one call of what is between the products of a layer and its attention.
+"""Replace the nodes between the products of a layer and its attention by one call.
 
-That is the norms of heads, where there are some, the rotary embedding, and the write of keys and
-values into a static cache. It follows `fuse_attention`, whose calls it starts from.
+They are the norms of heads, if any, the rotary embedding, and the write of keys and values into a
+static cache. The pass follows `fuse_attention` and starts from its calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attend with few queries in plain PyTorch, and norm, rotate and write before."""
+"""Attend with few queries in plain PyTorch, and normalize, rotate and write keys first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def attention_span_ref(mask: Tensor) -> Tensor:
-    """Return where the keys begin and end that a mask lets any query read.
+    """Return the first and last key that a mask lets any query read.
 
     Args:
         mask: [B, heads, T, S], bool (True: is read) or added to the products; any size may be 1.
@@ -34,7 +34,7 @@ def attention_ref(
         v: [B, groups, S, E].
         mask: [B, heads, T, S], bool or added to the products; any size but S may be 1.
         span: [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read.
-        scale: what multiplies the products.
+        scale: factor of the products.
 
     Returns:
         [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
@@ -76,10 +76,10 @@ def rotary_write_ref(
         v: [B, T, groups, E].
         q_weight: [D] of the norm, or None without one.
         k_weight: the same for keys.
-        eps: what the norms add to the mean of squares.
+        eps: added by the norms to the mean of squares.
         cos: [B, T, D] or [1, T, D].
         sin: the same.
-        places: [T] int64: where the tokens stand in the cache.
+        places: [T] int64, the positions of the tokens in the cache.
         keys: [B, groups, S, D]; rows `places` are written.
         values: [B, groups, S, E], the same.
 

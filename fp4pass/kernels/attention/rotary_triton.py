@@ -1,4 +1,4 @@
-"""Norm heads, rotate them and write them into a cache on a GPU."""
+"""Normalize and rotate heads, and write them into a cache, on a GPU."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
 
 # Programs that read a long cache best on a large GPU. Where there are less than twice as many
-# tiles, what counts is that each program has done its part soon.
+# tiles, programs only have to finish their parts soon.
 _PROGRAMS = 264
 
 # Parts of a sum, and numbers that a program of the second launch holds.

@@ -44,9 +44,9 @@ def value_of(code):
 
 @triton.jit
 def scale_of_amax(amax_bits, FMT: tl.constexpr):
-    """Return scales as they are stored, and what codes are multiplied by, for the bits of amax.
+    """Return the stored scales and the factors of codes, for the bits of amax.
 
-    The bits are those of a magnitude, int32; where it is not finite both are NaN.
+    amax is a magnitude, its bits int32. Both results are NaN where it is not finite.
     """
     finite = amax_bits < 0x7F800000
     amax = float_of(tl.where(finite, amax_bits, 0))

@@ -1,4 +1,4 @@
-"""Float32 scales of tiles of a weight, or of parts of rows: what they are, and where they hold."""
+"""Float32 scales of tiles of a weight, or of parts of rows, and their places."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @lru_cache(maxsize=1)
 def load() -> tuple[dict[tuple[str, torch.dtype], Any], str | None]:
-    """Return the functions by name and dtype of the numbers, and why there are none if so.
+    """Return the functions by name and dtype, and the reason if there are none.
 
-    The first call of a machine compiles them, which takes two seconds.
+    The first call on a machine compiles them in two seconds.
     """
     try:
         library = ctypes.CDLL(str(_built()))

@@ -1,4 +1,4 @@
-"""Packed codes and scale bits back to numbers, in C++."""
+"""Dequantize packed codes and scale bits in C++."""
 
 from __future__ import annotations
 

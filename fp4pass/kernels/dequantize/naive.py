@@ -1,4 +1,4 @@
-"""Packed codes and scale bits back to numbers."""
+"""Dequantize packed codes and scale bits in plain PyTorch."""
 
 from __future__ import annotations
 

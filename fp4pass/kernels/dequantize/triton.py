@@ -1,4 +1,4 @@
-"""Packed codes and scale bits back to numbers, on a GPU."""
+"""Dequantize packed codes and scale bits on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute all experts of a mixture in one launch for each step that waits for another."""
+"""Compute all experts of a mixture, with one launch for each dependent step."""
 
 from __future__ import annotations
 

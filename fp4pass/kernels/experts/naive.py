@@ -24,8 +24,8 @@ class Gate:
         activation: a name of ACTIVATIONS.
         interleaved: whether gates are the even columns of a product, else they are its first half.
         slope: of the activation: activation(slope * gate) / slope.
-        shift: what is added to the other half.
-        limit: what gates are at most, and magnitudes of the other half; None for any.
+        shift: added to the other half.
+        limit: largest gate, and largest magnitude of the other half; None for any.
     """
 
     activation: str

@@ -1,4 +1,4 @@
-"""Quantize the inputs of experts that have a global scale each: a lane takes a block."""
+"""Quantize the inputs of experts with a global scale each: a lane takes a block."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:
-    """Return the exponent int32 [R] of the power of two that rows of scale bits are multiplied by.
+    """Return the exponents int32 [R] of the powers of two that multiply rows of scale bits.
 
-    It is the largest that takes no code beyond 448.
+    Each is the largest that keeps the codes within 448.
     """
     # Bytes ascend with the scales they stand for.
     largest = scale_values(scale.amax(1), fmt.scale) * fmt.element.max

@@ -1,4 +1,4 @@
-"""Round rows of x to E4M3, and find the powers by which a product decodes its weight."""
+"""Round rows of x to E4M3, and find the powers of two for decoding a weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multiply one row in Gluon: each block of codes has a column of the tensor cores."""
+"""Multiply one row in Gluon: each block of codes has a column of a tensor core tile."""
 
 from __future__ import annotations
 

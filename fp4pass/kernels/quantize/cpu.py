@@ -1,4 +1,4 @@
-"""Activations to packed codes and scale bits in C++, alone or after what computes them."""
+"""Quantize activations in C++, alone or after a norm or an activation function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations to E4M3 codes, alone or after a norm or an activation function: a row a program."""
+"""Quantize activations to E4M3, alone or after a norm or activation function: a row a program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def norm_quantize_e4m3(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize the norm of x, or of x + residual, and return that sum (`norm_quantize_ref`)."""
-    # Means are summed in another order than there: what is quantized is a rounding away.
+    # Means are summed in another order than there: inputs differ by a rounding.
     operands = (x, residual, weight, bias, kind, eps, global_scale, fmt)
     if not _serves(x, scale_method):
         return norm_quantize_ref(*operands, scale_method)

@@ -1,4 +1,4 @@
-"""Activations to packed codes and scale bits, alone or after a norm or an activation function."""
+"""Quantize activations in plain PyTorch, alone or after a norm or an activation function."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _quantize_blocks(
 
 
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
-    """Return the global scale [1] for the amax of what is finite in x, as it is stored."""
+    """Return the stored global scale [1] for the amax of the finite values of x."""
     if not fmt.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
     finite = x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Norms and quantization in one pass: a program takes rows, a lane a block of each."""
+"""Normalize and quantize in one pass: a program takes rows, a lane a block of each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize the norm of x, or of x + residual, and return that sum (`norm_quantize_ref`)."""
-    # Means are summed in another order than there: what is quantized is a rounding away.
+    # Means are summed in another order than there: inputs differ by a rounding.
     total = x.new_empty(0 if residual is None else x.shape)
     if residual is not None and x.dtype not in DTYPES:
         x = total = (x + residual).contiguous()

@@ -1,4 +1,4 @@
-"""Activations, or a function of them, to packed codes and scale bits: a lane takes a block."""
+"""Quantize activations, or a function of them, on a GPU: a lane takes a block."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _quantize_kernel(
 ):
     wait(OVERLAP, RELEASES)
     global_scale = load_global_scale(stored, FMT)
-    # Backwards: what a pass over x for its amax read last is still in the cache.
+    # Backwards: the end of x is still in the cache after the pass for its amax.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     first = program * (TILES * LANES) + tl.arange(0, LANES)
     # All loads go out before the first store, which they may not pass.
@@ -301,7 +301,7 @@ def exp(x):
 @triton.jit
 def tanh(x):
     """Return the hyperbolic tangent of float32 values, by the function of eager PyTorch."""
-    # Next to -1 its last bit decides what GELU is.
+    # Next to -1 its last bit decides the value of GELU.
     if PTX:
         y = libdevice.tanh(x)
     else:

@@ -12,9 +12,9 @@ weight is [N, K], a block Hessian [ceil(K / 32), 32, 32] float32 (gptq: [K, K]);
 [N, P] uint8, scale bits [N, K / block] uint8. Reference and kernel have the same signature.
 
 Bits are the same on every run. Kernel and reference agree to the bit for "naive" and "sse"; for
-"hessian" but where two scales' errors differ by less than 1e-6 of them or 1e-12 |H| |w|^2; for
-joint and gptq but where a target is nearly a tie, with a total loss within 0.1 %.
+"hessian" except where two scales' errors differ by less than 1e-6 of them or 1e-12 |H| |w|^2; for
+joint and gptq except where a target is nearly a tie, with a total loss within 0.1 %.
 
 branch_and_bound.py proves scale and codes of blocks optimal, in plain torch on any device. Proofs
-are in docs/search.md and docs/quality.md.
+are in docs/search.md and docs/codes.md.
 """

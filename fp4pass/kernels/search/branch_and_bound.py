@@ -1,4 +1,4 @@
-"""The best scale and codes of a block, proved by branch and bound over the closest vectors.
+"""Find and prove the best scale and codes of a block, by branch and bound over the closest vectors.
 
 For a block x with the metric H = G G^T, G upper triangular, and residuals r = x - q,
 
@@ -7,7 +7,7 @@ For a block x with the metric H = G G^T, G upper triangular, and residuals r = x
 whose first k terms depend on the first k codes alone. The tree of codes is searched depth first,
 the nearest values first (Schnorr and Euchner 1994), and a node is left as soon as its sum reaches
 the best loss found. Above the codes the tree branches into scales, least bound first. The bounds
-and their proofs are in docs/quality.md.
+and their proofs are in docs/codes.md.
 
 All blocks step through their own trees together, one node each, in float64.
 """

@@ -1,9 +1,9 @@
 """Search float32 scales of tiles in plain torch, the same on every device.
 
-A tile is 1 x K, 128 x 128 or N x K numbers of a weight. Of infinitely many scales the search is of
-`CANDIDATES` from amax / element.max down, over one octave: half of a scale has the points of that
-scale once more, without the largest binade and with one more of the smallest. The error of each
-candidate is summed in float64 over the whole tile, so that the choice is the best of them.
+A tile is 1 x K, 128 x 128 or N x K elements of a weight. The search tries `CANDIDATES` scales from
+amax / element.max down, over one octave: half of a scale has the same points, less the largest
+binade and with one more of the smallest. The error of each candidate is summed in float64 over the
+whole tile, and the best candidate wins.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _sum_rows(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _residual(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Return x less what it is rounded to, float64."""
+    """Return x minus its rounded value, float64."""
     values = round_to_values_(x / scale, fmt.element)
     return torch.addcmul(x.double(), values.double(), scale.double(), value=-1)
 

@@ -1,10 +1,10 @@
-"""GPTQ with the scale and the codes of a block chosen when the block is reached.
+"""Run GPTQ, with the scale and codes of a block chosen when it is reached.
 
 The Hessian H of all inputs is M D M^T, M upper triangular in blocks with ones on the diagonal and
 D block diagonal. The loss of a row, (w - q) H (w - q)^T, is then the sum over blocks of r^T D_b r
 with r = t - q_b and t = w_b + sum_{a < b} (w_a - q_a) M_ab: t is the target of block b given the
 errors of the blocks before it, and D_b weighs its own error, given that the blocks after it will
-compensate for it. That is exact OBS in blocks (docs/quality.md). A sweep visits all blocks again,
+compensate for it. That is exact OBS in blocks (docs/codes.md). A sweep visits all blocks again,
 each with all others fixed.
 
 Everything is transposed: [K, N], so that a block of columns is contiguous.
@@ -52,9 +52,9 @@ class Problem:
 def damp(hessian: Tensor, damping: float, shrinkage: float = 0.0, block: int = 1) -> Tensor:
     """Return (1 - a) H + a (its diagonal blocks) + damping * mean * I, float64 [K, K].
 
-    a is the shrinkage, mean that of H's diagonal; all is over that mean. Few texts say how columns
-    of different blocks go together: what holds in one of them and not in others decides, through
-    the inverse, where the error of a block goes.
+    a is the shrinkage, mean that of H's diagonal; the result is divided by that mean. Few texts
+    determine how columns of different blocks correlate, and chance correlations would decide,
+    through the inverse, which blocks compensate for an error.
     """
     # Columns that no token excited have only the damping, and round to nearest.
     full = hessian.to(torch.float64)

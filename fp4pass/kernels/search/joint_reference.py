@@ -3,7 +3,7 @@
 A block x with a positive definite metric H becomes q, elements times a scale, with a small
 r^T H r, r = x - q. Either way an element rounds q_i to nearest x_i + sum_j c_ij r_j: sequential
 rounding takes the residuals before it, by the factor of H; coordinate descent takes all others, by
-H itself. docs/quality.md has the proofs.
+H itself. docs/codes.md has the proofs.
 
 Blocks are laid out as [J, n, R]: J block columns with a metric each, n elements, R rows. All rows
 and candidate scales advance together, and no value is read back, so a CUDA graph can hold it all.
@@ -91,7 +91,7 @@ def make_metric(hessian: Tensor) -> Metric:
 def candidate_scales(x: Tensor, unit: Tensor, fmt: Format) -> Tensor:
     """Return the candidate scales of normalized blocks [J, n, R]: int64 [J, C, R], ascending."""
     # They are the octave that holds the best one by squared error, half an octave below it and half
-    # above: on trained layers more bring nothing (docs/quality.md). unit broadcasts to [J, R].
+    # above (docs/codes.md). unit broadcasts to [J, R].
     scale = fmt.scale
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
     limit = x.abs().amax(1) * (2 / fmt.element.halving_reach) / unit

@@ -1,8 +1,9 @@
-"""Scale and codes of a block together in Triton, one block a thread, in one launch.
+"""Choose scale and codes of a block together in Triton, one block a thread, in one launch.
 
 The choice is that of joint_reference.py; losses come from the factor of H, as sums of squares. A
 thread holds a block in its registers and tries its scales in turn: threads that share a block would
-finish sooner, but would exchange every residual. docs/kernels.md explains the layout.
+finish sooner, but would exchange every residual. Tiles are [n, 32] with the threads of a warp along
+the rows, and memory is accessed in one dimension, so values stay in their registers.
 """
 
 from __future__ import annotations

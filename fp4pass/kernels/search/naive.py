@@ -1,4 +1,4 @@
-"""The searches by their definitions, for any format: the first file to read, and slow.
+"""Search by the definitions, for any format: slow, and the first file to read.
 
 The error of a block w with the metric H is r^T H r, r = w - q. `search_naive` tries every scale;
 reference.py finds the same scales with fewer. `gptq_naive` is optimal brain surgery in blocks;

@@ -37,7 +37,7 @@ from .tiles import (
     zero_exponent,
 )
 
-# Blocks of one program of one warp; more lanes or warps are no faster (docs/performance.md).
+# Blocks of one program of one warp; more are no faster (docs/development/notes.md).
 _LANES = 32
 
 # Elements of a launch for a stack, whose memory may have to be copied: 512 MB of 16-bit weights.

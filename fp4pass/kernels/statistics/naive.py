@@ -16,7 +16,7 @@ HESSIAN_BLOCK = 32
 EXACT = (torch.bfloat16, torch.float16)
 
 # Tokens that tensor cores add up: they round towards zero, and only sums of so few are as near as
-# those of float32 products (docs/performance.md).
+# those of float32 products (docs/development/notes.md).
 _TOKENS = 1024
 
 # Elements of x in float32 at a time, so that a long batch needs no second copy.

@@ -1,0 +1,89 @@
+"""Tell why vLLM does not load a folder that is in a layout and formats that it reads.
+
+Of vLLM 0.33 on one GPU: eval/engines/vllm_loading.py loads such folders by its own code.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+from .layouts import FUSED, LAYOUTS, CompressedTensors, PackedLayer, join
+from .readers import Because, Facts, problem
+
+# An expert of a mixture, by its name in a folder.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+# The schemes of experts that vLLM has no method for, by the quant_method.
+_NO_EXPERTS: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("fp8a16", "fp8_blocka16", "fp8_tensora16", "fp8_tensor"),
+    "modelopt": ("fp8", "fp8_blocka16"),
+}
+
+
+def _experts_without_method(facts: Facts) -> str:
+    """Return the scheme of experts that vLLM has no method for, or ""."""
+    known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
+    found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
+    return next((scheme for scheme in found if scheme in known), "")
+
+
+def _cut_rows(facts: Facts) -> str:
+    """Return a layer that engines put before another, though its rows end within a block."""
+    for name in (n for n, each in _in_blocks(facts).items() if each.shape[0] % each.fmt.rows):
+        parent, _, last = name.rpartition(".")
+        for members in FUSED:
+            if last in [each for each in members if join(parent, each) in facts.layers][:-1]:
+                return name
+    return ""
+
+
+def _cut_columns(facts: Facts) -> str:
+    """Return a layer whose columns end within a block of rows and columns, or ""."""
+    found = (n for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block)
+    return next(found, "")
+
+
+def _in_blocks(facts: Facts) -> dict[str, PackedLayer]:
+    """Return the layers in which rows share scales of blocks."""
+    return {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
+
+
+_REFUSED = (
+    Because(_experts_without_method, "it has no method for experts in {found} of this layout"),
+    Because(
+        lambda facts: (
+            facts.declared["quant_method"] == CompressedTensors.name
+            and any(each.scheme == "fp8_blocka16" for each in facts.layers.values())
+        ),
+        "an assertion of its loader fails for weights only in fp8_block; "
+        "layout='modelopt' holds them",
+    ),
+    Because(
+        _cut_rows, "it joins {found} with the next layer, and its rows do not fill blocks of 128"
+    ),
+    Because(
+        lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
+        "the columns of {found} do not fill blocks of 128",
+    ),
+)
+
+# Where it may read wrong scales without an error.
+_SILENT = (
+    Because(
+        lambda facts: LAYOUTS["finegrained-fp8"].detect(facts.declared) and _cut_rows(facts),
+        "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
+        "may read wrong scales without an error. Choose layout='compressed-tensors', which it "
+        "refuses, or another format; transformers and fp4pass read this folder",
+    ),
+)
+
+
+def of_vllm(facts: Facts) -> str:
+    """Return why vLLM does not load a folder, or ""; warn where it may say nothing.
+
+    `facts` have the layers as they lie in the folder.
+    """
+    if silent := problem(_SILENT, facts):
+        warnings.warn(f"{silent}.", stacklevel=4)
+    return problem(_REFUSED, facts)

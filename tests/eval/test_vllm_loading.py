@@ -1,0 +1,122 @@
+"""The results of vLLM's own loading code are what the readers' page and `save` say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fp4pass.checkpoint.readers import READERS
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+FOUND = json.loads((ROOT / "eval" / "results" / "vllm-loading.json").read_text("utf-8"))
+ROWS = {(row["layout"], row["case"], row["model"]): row for row in FOUND["rows"]}
+VERSION = ".".join(FOUND["versions"]["vllm"].split(".")[:2])
+
+# Of the folders that vLLM refuses each reason once, and one that it loads.
+QUICK = {
+    ("compressed-tensors", "fp8_blocka16", "qwen3"),
+    ("compressed-tensors", "fp8_block", "llama, cut rows"),
+    ("compressed-tensors", "fp8_tensor", "qwen3_moe"),
+    ("modelopt", "fp8_blocka16", "llama, cut columns"),
+    ("modelopt", "nvfp4, attention fp8", "qwen3_moe"),
+    ("finegrained-fp8", "fp8_tensor", "qwen3"),
+    ("finegrained-fp8", "fp8_block", "qwen3"),
+}
+
+
+def name_of(key: tuple[str, ...]) -> str:
+    return " ".join(key).replace(", ", "-").replace(" ", "-")
+
+
+@pytest.fixture
+def vllm_loading(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("engines.vllm_loading")
+
+
+def test_each_case_has_a_row(vllm_loading: ModuleType) -> None:
+    assert {(case.layout, case.name, case.model) for case in vllm_loading.CASES} == ROWS.keys()
+    assert all(row["outcome"] in ("equal", "refused", "differs") for row in ROWS.values())
+
+
+def test_the_readers_have_the_formats_that_vllm_loads() -> None:
+    layouts = {layout for layout, _, _ in ROWS}
+    for layout in layouts:
+        loaded = {
+            fmt
+            for row in ROWS.values()
+            if row["layout"] == layout and row["outcome"] == "equal"
+            for fmt in row["formats"]
+        }
+        assert set(READERS[f"vLLM {VERSION}"][layout].formats) == loaded, layout
+
+
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder by itself")
+@pytest.mark.filterwarnings("ignore:vLLM joins")
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, id=name_of(key), marks=() if key in QUICK else pytest.mark.slow)
+        for key in ROWS
+    ],
+)
+def test_save_says_whether_vllm_loads_a_folder(
+    key: tuple[str, ...],
+    vllm_loading: ModuleType,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "fp4pass")
+    (case,) = (each for each in vllm_loading.CASES if (each.layout, each.name, each.model) == key)
+    vllm_loading.write(case, tmp_path / "q")
+    words = next(each for each in caplog.messages if "read by fp4pass" in each)
+    read, _, others = words.partition("; not by ")
+    assert ("vLLM" in read) is (ROWS[key]["outcome"] == "equal"), words
+    assert ("vLLM (" in others) is (ROWS[key]["outcome"] != "equal"), words
+
+
+def test_save_warns_of_scales_that_vllm_reads_wrong(
+    vllm_loading: ModuleType, tmp_path: Path
+) -> None:
+    found = [key for key, row in ROWS.items() if row["outcome"] == "differs"]
+    assert found == [("finegrained-fp8", "fp8_block", "sizes of SmolLM2-135M")]
+    case = vllm_loading.Case("finegrained-fp8", "fp8_block", model="sizes of SmolLM2-135M")
+    with pytest.warns(UserWarning, match=r"joins model.layers.0.self_attn.q_proj with the next"):
+        vllm_loading.write(case, tmp_path / "q")
+
+
+def test_what_is_compared(vllm_loading: ModuleType) -> None:
+    """Parts in their order, to the bit; what is missing or swapped is found."""
+
+    def part(value: int) -> torch.Tensor:
+        return torch.full((2, 3), value, dtype=torch.uint8)
+
+    own = "model.layers.0.self_attn"
+    tensors = {f"{own}.{p}_proj.weight": part(i) for i, p in enumerate("qkv")}
+    fused = f"{own}.qkv_proj.weight"
+    joined = torch.cat([part(0), part(1), part(2)])
+    compared = vllm_loading.compared
+    assert compared({fused: joined}, tensors)["outcome"] == "equal"
+    swapped = torch.cat([part(1), part(0), part(2)])
+    assert compared({fused: swapped}, tensors)["outcome"] == "differs"
+    assert compared({fused: joined.view(torch.int8)}, tensors)["outcome"] == "differs"
+    missing = compared({}, tensors)
+    assert missing["wrong"] == [
+        "model.layers.*.self_attn.qkv_proj.weight: vLLM has no such parameter"
+    ]
+    assert compared({fused: joined, "other": joined}, tensors)["not in the folder"] == ["other"]
+    experts = {
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": part(10 * e + i)
+        for e in range(2)
+        for i, p in enumerate(("gate", "up"))
+    }
+    stack = torch.stack([torch.cat([part(0), part(1)]), torch.cat([part(10), part(11)])])
+    held = {"model.layers.0.mlp.experts.routed_experts.w13_weight": stack}
+    assert compared(held, experts)["outcome"] == "equal"
+    assert compared({name: each.flip(0) for name, each in held.items()}, experts)["wrong"]
