@@ -221,14 +221,10 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 
 
 class Reads(NamedTuple):
-    """The formats that a program reads in one layout, and a remark for the page.
-
-    untried: formats with which it was not tried.
-    """
+    """The formats that a program reads in one layout, and a remark for the page."""
 
     formats: tuple[str, ...]
     remark: str = ""
-    untried: tuple[str, ...] = ()
 
 
 _NO_LAYOUT = Reads((), "it knows no such layout")
@@ -262,12 +258,10 @@ READERS: dict[str, dict[str, Reads]] = {
         "deepseek-v4": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
-        "compressed-tensors": Reads(
-            ("nvfp4",), "it refuses dense mxfp4; 8 bits were not tried", (*_FP8, "mxfp8")
-        ),
-        "modelopt": Reads(("nvfp4",), "8 bits were not tried", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": _NOT_TRIED,
-        "finegrained-fp8": _NOT_TRIED,
+        "compressed-tensors": Reads(("nvfp4", *_FP8), "it refuses mxfp4 and mxfp8"),
+        "modelopt": Reads(("nvfp4", "fp8_tensor")),
+        "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
+        "finegrained-fp8": Reads((), "it drops the scales of LlamaForCausalLM without an error"),
         "gpt-oss": _NOT_TRIED,
         "quark": _NOT_TRIED,
         "deepseek-v4": _NOT_TRIED,
@@ -307,8 +301,7 @@ def who_reads(
         if reads.formats:
             why = problems.get(name, "") if has_class else f"it may not have {architecture}"
             if lacking:
-                is_untried = set(formats) - set(reads.formats) <= set(reads.untried)
-                why = f"not tried with {lacking}" if is_untried else f"it reads no dense {lacking}"
+                why = f"it reads no dense {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:
