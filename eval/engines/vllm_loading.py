@@ -352,7 +352,7 @@ def compared(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[
     wrong = []
     for target, parts in wanted.items():
         if target not in held:
-            wrong.append(f"{target}: vLLM has no such parameter")
+            wrong.append(f"{target}: no such parameter")
         elif not is_equal(held[target], parts):
             wrong.append(f"{target}: it differs")
     # Scales of a cache, which have defaults.

@@ -1,6 +1,6 @@
-"""Tell why vLLM does not load a folder that is in a layout and formats that it reads.
+"""Tell why engines do not load a folder that is in a layout and formats that they read.
 
-Of vLLM 0.33 on one GPU: eval/engines/vllm_loading.py loads such folders by its own code.
+Of vLLM 0.33 and SGLang 0.5.23 on one GPU: eval/engines/ loads such folders by their own code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .readers import Because, Facts, problem
 # An expert of a mixture, by its name in a folder.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
-# The schemes of experts that vLLM has no method for, by the quant_method.
+# The schemes of experts that engines have no method for, by the quant_method.
 _NO_EXPERTS: dict[str, tuple[str, ...]] = {
     "compressed-tensors": ("fp8a16", "fp8_blocka16", "fp8_tensora16", "fp8_tensor"),
     "modelopt": ("fp8", "fp8_blocka16"),
@@ -22,7 +22,7 @@ _NO_EXPERTS: dict[str, tuple[str, ...]] = {
 
 
 def _experts_without_method(facts: Facts) -> str:
-    """Return the scheme of experts that vLLM has no method for, or ""."""
+    """Return the scheme of experts that engines have no method for, or ""."""
     known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
     found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
     return next((scheme for scheme in found if scheme in known), "")
@@ -49,26 +49,49 @@ def _in_blocks(facts: Facts) -> dict[str, PackedLayer]:
     return {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
 
 
-_REFUSED = (
+def _is_stock(facts: Facts) -> bool:
+    return facts.declared["quant_method"] == CompressedTensors.name
+
+
+def _schemes(facts: Facts) -> set[str]:
+    return {each.scheme for each in facts.layers.values()}
+
+
+_BOTH = (
     Because(_experts_without_method, "it has no method for experts in {found} of this layout"),
-    Because(
-        lambda facts: (
-            facts.declared["quant_method"] == CompressedTensors.name
-            and any(each.scheme == "fp8_blocka16" for each in facts.layers.values())
-        ),
-        "an assertion of its loader fails for weights only in fp8_block; "
-        "layout='modelopt' holds them",
-    ),
     Because(
         _cut_rows, "it joins {found} with the next layer, and its rows do not fill blocks of 128"
     ),
-    Because(
-        lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
-        "the columns of {found} do not fill blocks of 128",
-    ),
 )
 
-# Where it may read wrong scales without an error.
+# The first that is so counts.
+_REFUSED = {
+    "vLLM": (
+        *_BOTH,
+        Because(
+            lambda facts: _is_stock(facts) and "fp8_blocka16" in _schemes(facts),
+            "an assertion of its loader fails for weights only in fp8_block; "
+            "layout='modelopt' holds them",
+        ),
+        Because(
+            lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
+            "the columns of {found} do not fill blocks of 128",
+        ),
+    ),
+    "SGLang": (
+        *_BOTH,
+        Because(
+            lambda facts: "fp8_blocka16" in _schemes(facts),
+            "it has no method for weights only in fp8_block",
+        ),
+        Because(
+            lambda facts: _in_blocks(facts) and len(_schemes(facts)) > 1,
+            "it does not load fp8_block beside other schemes",
+        ),
+    ),
+}
+
+# Where vLLM may read wrong scales without an error.
 _SILENT = (
     Because(
         lambda facts: LAYOUTS["finegrained-fp8"].detect(facts.declared) and _cut_rows(facts),
@@ -79,11 +102,11 @@ _SILENT = (
 )
 
 
-def of_vllm(facts: Facts) -> str:
-    """Return why vLLM does not load a folder, or ""; warn where it may say nothing.
+def of_engines(facts: Facts) -> dict[str, str]:
+    """Return why each engine does not load a folder, or ""; warn where vLLM may say nothing.
 
     `facts` have the layers as they lie in the folder.
     """
     if silent := problem(_SILENT, facts):
         warnings.warn(f"{silent}.", stacklevel=4)
-    return problem(_REFUSED, facts)
+    return {engine: problem(reasons, facts) for engine, reasons in _REFUSED.items()}

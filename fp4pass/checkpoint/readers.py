@@ -221,14 +221,10 @@ def problem(reasons: Sequence[Because], facts: Facts) -> str:
 
 
 class Reads(NamedTuple):
-    """The formats that a program reads in one layout, and a remark for the page.
-
-    untested: formats with which it was not tested.
-    """
+    """The formats that a program reads in one layout, and a remark for the page."""
 
     formats: tuple[str, ...]
     remark: str = ""
-    untested: tuple[str, ...] = ()
 
 
 _NO_LAYOUT = Reads((), "it does not support this layout")
@@ -260,12 +256,10 @@ READERS: dict[str, dict[str, Reads]] = {
         "deepseek-v4": _NOT_TESTED,
     },
     "SGLang 0.5.23": {
-        "compressed-tensors": Reads(
-            ("nvfp4",), "it refuses dense mxfp4; 8 bits not tested", (*_FP8, "mxfp8")
-        ),
-        "modelopt": Reads(("nvfp4",), "8 bits not tested", (*_FP8, "mxfp8")),
-        "compressed-tensors-hadamard": _NOT_TESTED,
-        "finegrained-fp8": _NOT_TESTED,
+        "compressed-tensors": Reads(("nvfp4", *_FP8), "it refuses mxfp4 and mxfp8"),
+        "modelopt": Reads(("nvfp4", "fp8_tensor")),
+        "compressed-tensors-hadamard": Reads((), "it ignores the rotation: outputs are wrong"),
+        "finegrained-fp8": Reads((), "it drops the scales of LlamaForCausalLM without an error"),
         "gpt-oss": _NOT_TESTED,
         "quark": _NOT_TESTED,
         "deepseek-v4": _NOT_TESTED,
@@ -305,8 +299,7 @@ def who_reads(
         if reads.formats:
             why = problems.get(name, "") if has_class else f"it may not have {architecture}"
             if lacking:
-                is_untested = set(formats) - set(reads.formats) <= set(reads.untested)
-                why = f"{'not tested with' if is_untested else 'it reads no dense'} {lacking}"
+                why = f"it reads no dense {lacking}"
         if why:
             reasons.append(f"{name} ({why})")
         else:

@@ -91,6 +91,29 @@ def test_layers_that_engines_fuse_have_one_scheme(
         assert torch.equal(fp4pass.load(tmp_path / "q")(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_layers_that_engines_fuse_are_declared_by_the_name_of_all(
+    layout: str, tmp_path: Path
+) -> None:
+    """SGLang looks for that name where a config names layers."""
+    model = converted("nvfp4", False, rules=[("*.down_proj", {"weight_only": True})])
+    fp4pass.save(model, tmp_path / "q", layout=layout)
+    declared = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    named = declared.get("quantized_layers")
+    if named is None:
+        first, second = (set(each["targets"]) for each in declared["config_groups"].values())
+        assert all(each.endswith(".down_proj") for each in second)
+        named = first
+    for layer in range(4):
+        assert f"model.layers.{layer}.self_attn.qkv_proj" in named
+        assert f"model.layers.{layer}.mlp.gate_up_proj" in named
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    ids = torch.arange(4, 28)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("layout", "formats", "architecture", "problem", "wanted"),

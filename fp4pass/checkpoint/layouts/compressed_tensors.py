@@ -16,7 +16,7 @@ from ...linear import INPUT_GLOBAL, PACKED
 from ...sources.files import Shapes
 from .base import Layout, register_layout
 from .ct_schemes import SCHEMES, group_args, read_scheme
-from .layer import PackedLayer, Scheme
+from .layer import PackedLayer, Scheme, fused_names
 from .patterns import distance, matches
 
 # The `kv_cache_scheme` of a cache in E4M3, and its strategy by our format.
@@ -111,14 +111,16 @@ class CompressedTensors(Layout):
 def _targets(groups: Collection[list[str]]) -> Iterator[list[str]]:
     """Yield the targets of several groups: names, and a pattern where all experts are in one.
 
-    transformers looks for that pattern, and vLLM for names of experts that are its own.
+    transformers looks for that pattern, and vLLM for names of experts that are its own. Layers that
+    engines fuse are there under the name of all, too.
     """
     experts = [[name for name in names if matches(name, [_EXPERTS])] for names in groups]
     together = sum(map(bool, experts)) == 1
     for names, those in zip(groups, experts, strict=True):
         found = set(those)
         rest = [name for name in names if name not in found]
-        yield [_EXPERTS, *rest] if those and together else names
+        fused = [each for _, each in fused_names(rest)]
+        yield [*([_EXPERTS, *rest] if those and together else names), *fused]
 
 
 def group_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -172,6 +172,23 @@ FUSED = (
 )
 
 
+# The names that engines give to some of them.
+_FUSED_NAMES = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1]}
+
+
+def fused_names(names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the first of the layers that engines fuse, and the name that they give to all.
+
+    SGLang looks for this name in a config that names layers; vLLM takes it, too.
+    """
+    known = {*names}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        for fused, members in _FUSED_NAMES.items():
+            if last == members[0] and all(join(parent, each) in known for each in members):
+                yield name, join(parent, fused)
+
+
 def fused_problems(
     layers: Mapping[str, PackedLayer],
     dense: Collection[str],

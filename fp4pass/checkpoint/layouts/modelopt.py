@@ -11,7 +11,7 @@ from ...errors import UnreadError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .compressed_tensors import group_of
-from .layer import PackedLayer, Scheme
+from .layer import PackedLayer, Scheme, fused_names
 from .patterns import as_globs, from_globs
 
 
@@ -211,4 +211,5 @@ def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
         name: {"quant_algo": _name_of(layer), **_size(ALGORITHMS[_name_of(layer)])}
         for name, layer in layers.items()
     }
+    each |= {fused: each[first] for first, fused in fused_names([*layers])}
     return {"quant_algo": _MIXED, "quantized_layers": each}

@@ -1,4 +1,4 @@
-"""The results of vLLM's own loading code are what the readers' page and `save` say."""
+"""The results of the loading code of engines are what the readers' page and `save` say."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "eval" / "results" / "vllm-loading.json").read_text("utf-8"))
 ROWS = {(row["layout"], row["case"], row["model"]): row for row in FOUND["rows"]}
+OF_SGLANG = json.loads((ROOT / "eval" / "results" / "sglang-loading.json").read_text("utf-8"))
+SGLANG = {(row["layout"], row["case"], row["model"]): row for row in OF_SGLANG["rows"]}
 VERSION = ".".join(FOUND["versions"]["vllm"].split(".")[:2])
 
 # Of the folders that vLLM refuses each reason once, and one that it loads.
@@ -42,6 +44,7 @@ def vllm_loading(script: Callable[[str], ModuleType]) -> ModuleType:
 
 def test_each_case_has_a_row(vllm_loading: ModuleType) -> None:
     assert {(case.layout, case.name, case.model) for case in vllm_loading.CASES} == ROWS.keys()
+    assert SGLANG.keys() == ROWS.keys()
     assert all(row["outcome"] in ("equal", "refused", "differs") for row in ROWS.values())
 
 
@@ -55,6 +58,18 @@ def test_the_readers_have_the_formats_that_vllm_loads() -> None:
             for fmt in row["formats"]
         }
         assert set(READERS[f"vLLM {VERSION}"][layout].formats) == loaded, layout
+
+
+def test_the_readers_have_the_formats_that_sglang_loads() -> None:
+    for layout in ("compressed-tensors", "modelopt"):
+        loaded = {
+            fmt
+            for row in SGLANG.values()
+            if row["layout"] == layout and row["outcome"] == "equal"
+            for fmt in row["formats"]
+        }
+        reads = READERS[f"SGLang {OF_SGLANG['versions']['sglang']}"][layout]
+        assert set(reads.formats) == loaded, layout
 
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder by itself")
@@ -79,6 +94,11 @@ def test_save_says_whether_vllm_loads_a_folder(
     read, _, others = words.partition("; not by ")
     assert ("vLLM" in read) is (ROWS[key]["outcome"] == "equal"), words
     assert ("vLLM (" in others) is (ROWS[key]["outcome"] != "equal"), words
+    outcome = SGLANG[key]["outcome"]
+    # It ignores rotations and scales of a cache, and drops scales of one class.
+    whole = outcome == "equal" and key[0] in ("compressed-tensors", "modelopt")
+    if outcome != "not tried" and "cache" not in key[1]:
+        assert ("SGLang" in read) is whole and ("SGLang (" in others) is not whole, words
 
 
 def test_save_warns_of_scales_that_vllm_reads_wrong(
@@ -107,9 +127,7 @@ def test_what_is_compared(vllm_loading: ModuleType) -> None:
     assert compared({fused: swapped}, tensors)["outcome"] == "differs"
     assert compared({fused: joined.view(torch.int8)}, tensors)["outcome"] == "differs"
     missing = compared({}, tensors)
-    assert missing["wrong"] == [
-        "model.layers.*.self_attn.qkv_proj.weight: vLLM has no such parameter"
-    ]
+    assert missing["wrong"] == ["model.layers.*.self_attn.qkv_proj.weight: no such parameter"]
     assert compared({fused: joined, "other": joined}, tensors)["not in the folder"] == ["other"]
     experts = {
         f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": part(10 * e + i)
