@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import foreign
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import TINY, Packed, Saved, assert_same_bits, bits, converted, linears, logits
+from small_models import Packed, Saved, assert_same_bits, bits, converted, linears, logits
 
 import fp4pass
 from fp4pass import LinearConfig
@@ -333,20 +332,3 @@ def test_what_a_layout_has_no_place_for(name: str, options: dict[str, Any], prob
     assert problem in found and bool(found) is bool(problem)
     turned = PackedLayer(config, "bfloat16", True, (64, 128))
     assert bool(LAYOUTS[name].problem(turned)) is (name != "fp4pass")
-
-
-def test_the_layout_in_the_documentation(packed: Packed, tmp_path: Path) -> None:
-    text = (TINY.parents[1] / "docs" / "checkpoints.md").read_text()
-    (code,) = re.findall(
-        r"```python\n(.*?class Mine.*?)```", text.rpartition("## A layout")[2], re.S
-    )
-    exec(code, {})
-    try:
-        fp4pass.save(packed(), tmp_path / "q", layout="mine")
-        assert "model.layers.0.mlp.up_proj.codes" in load_file(tmp_path / "q" / "model.safetensors")
-        (tmp_path / "q" / "fp4pass.json").unlink()
-        assert_same_bits(fp4pass.load(tmp_path / "q"), packed())
-        with pytest.raises(CheckpointError, match="mine has no place for nvfp4 with 4-bit inputs"):
-            fp4pass.save(packed(weight_only=False), tmp_path / "r", layout="mine")
-    finally:
-        del LAYOUTS["mine"]
