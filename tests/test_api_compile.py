@@ -206,6 +206,7 @@ HOW = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "how"), HOW)
 def test_code_compiled_before_is_compiled_again(name: str, how: str) -> None:
     model, x = MODELS[name](), torch.randn(5, 64)

@@ -70,6 +70,7 @@ def test_five_shapes_make_at_most_three_graphs(name: str, setting: str) -> None:
     assert frames[-1] == frames[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reduce_overhead_runs_without_cuda_graphs(dynamic: bool) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def number(cell: str) -> float:
     return float(cell.split()[0])
 
 
+@pytest.mark.slow
 def test_quickstart_table(quickstart):
     rows = table(quickstart[0].stdout)
     assert len(rows) == 13 and rows[0]["format"] == "original"

@@ -387,6 +387,7 @@ def test_layer_by_layer(method: str) -> None:
 # ---- what is computed ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick(7)
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_computes_what_the_loop_does_with_dequantized_weights(
@@ -450,6 +451,7 @@ CHOICES: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("choice", CHOICES)
 @torch.no_grad()
 def test_whatever_is_chosen(choice: str) -> None:

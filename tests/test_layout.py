@@ -207,7 +207,8 @@ import torch
 middle = time.perf_counter()
 import fp4pass
 end = time.perf_counter()
-bad = [name for name in ("triton", "transformers", "accelerate", "scipy") if name in sys.modules]
+others = ("triton", "transformers", "accelerate", "scipy", "diffusers")
+bad = [name for name in others if name in sys.modules]
 print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initialized())
 """
 

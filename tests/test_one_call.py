@@ -102,6 +102,7 @@ def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
     assert fp4pass.report(model) == fp4pass.report(expected)
 
 
+@pytest.mark.slow
 def test_inputs_are_smoothed_first(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass")
     model = in_one(quality="good", model=uneven())

@@ -100,6 +100,7 @@ document.title = JSON.stringify([before, shown(), location.search]);
 """
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("query", "before", "after", "url"),
     [

@@ -45,6 +45,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
     return get
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", GOOD)
 def test_nothing_is_found_in_good_folders(good: Good, name: str) -> None:
     found = check_folder(good(name), progress=False)
@@ -85,6 +86,7 @@ def names_for(damage: str) -> list[str]:
     return [n for n in GOOD if DAMAGES[damage].kind not in ORDER or n not in RANDOM]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damage_is_found_and_named(good: Good, tmp_path: Path, damage: str) -> None:
     """In one folder of those that can have it, another one for each damage."""
@@ -187,6 +189,7 @@ def test_numbers_of_8_bits(tmp_path: Path) -> None:
     assert found["model.layers.0.self_attn.k_scale"] == "cache-scale"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", fp8_folders.KINDS)
 def test_folders_in_fp8_of_others(kind: str, tmp_path: Path) -> None:
     """Every layer is judged, and the one scale of inputs where there is one."""

@@ -93,6 +93,7 @@ SAVE_AND_DIE = """
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Each run dies before another of the calls that touch the disk; the last ones live."""
     old = packed_model(mlp(), method="naive")

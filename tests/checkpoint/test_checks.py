@@ -22,6 +22,7 @@ def found(folder: Path) -> dict[str, str]:
     return dict(problems(reader, reader.tensors(), sums=True))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weight_only", [True, False])
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 def test_nothing_is_wrong_with_what_save_writes(

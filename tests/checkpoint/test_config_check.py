@@ -49,6 +49,7 @@ def replace_embedding(model: Any) -> None:
     model.tie_weights()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "edit, named",
     [

@@ -153,6 +153,7 @@ def test_a_module_that_transformers_does_not_know_needs_a_skeleton(tmp_path: Pat
         fp4pass.load(tmp_path / "q", model=packed_model(mlp()))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -236,6 +237,7 @@ FOREIGN_DAMAGE = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("what", FOREIGN_DAMAGE)
 def test_what_does_not_fit_is_an_error_that_names_it(foreign_copy: Saved, what: str) -> None:
     name, edit, message = FOREIGN_DAMAGE[what]

@@ -125,6 +125,7 @@ def test_every_way_to_a_folder_gives_the_same_names(name: str, tmp_path: Path) -
         assert_same_bits(fp4pass.load(tmp_path / folder), model)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "save_pretrained"])
 def test_ignore_has_the_names_of_the_folder_and_of_the_model(layout: str, tmp_path: Path) -> None:
     model = more_mixtures.build("gemma3")

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("kind", ["finegrained", "ct-mxfp8", "mo-tensor"])
 def test_it_is_weight_times_scale(kind: str, later: bool, tmp_path: Path) -> None:

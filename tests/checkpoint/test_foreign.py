@@ -88,6 +88,7 @@ def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str
 SCHEMES = ["NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_checkpoint_of_compressed_tensors_is_what_it_says(tmp_path: Path, scheme: str) -> None:
     dense = foreign.compressed_tensors(language_model(), tmp_path / "theirs", scheme, tokens())

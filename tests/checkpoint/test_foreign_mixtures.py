@@ -138,6 +138,7 @@ def floats(folder: Path) -> None:
     change_json(folder / "config.json", edit)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("number", [None, 0.0, float("inf")], ids=str)
 def test_experts_that_no_calibration_reached_get_the_largest_scale(

@@ -60,6 +60,7 @@ def test_each_kind_has_a_case() -> None:
     assert SCHEMES.keys() == fp8_folders.KINDS.keys()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
     folder, dense = folders[kind]
@@ -86,6 +87,7 @@ def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
     assert logits(model).isfinite().all()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_folder_is_written_in_each_layout_that_holds_it(
     kind: str, folders: Any, tmp_path: Path
@@ -113,6 +115,7 @@ def test_a_folder_is_written_in_each_layout_that_holds_it(
         assert torch.equal(tensors[f"{name}.weight"], before.dense(name, torch.bfloat16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["ct-row", "ct-row-a16", "ct-tensor", "ct-block"])
 def test_stock_transformers_gives_our_logits(kind: str, tmp_path: Path) -> None:
     """In float32, for in bfloat16 it rounds the scales of inputs to that."""
@@ -141,6 +144,7 @@ def test_stock_transformers_gives_our_logits_of_mxfp8(folders: Any) -> None:
     assert torch.equal(logits(fp4pass.load(folder, progress=False)), logits(theirs))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["mo-mixed", "mo-tensor", "finegrained", "ct-mxfp8", "ct-row"])
 def test_experts_are_read_to_the_bit(kind: str, tmp_path: Path) -> None:
     ignore = ("lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
@@ -199,6 +203,7 @@ def test_what_is_not_read_says_so(folders: Any, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:vLLM joins")
 @pytest.mark.parametrize(
     ("options", "layouts", "groups"),

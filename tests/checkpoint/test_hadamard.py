@@ -50,6 +50,7 @@ def stock_model(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("fmt", "rotation"), [("nvfp4", 64), ("mxfp4", 64), ("mxfp4", 32)])
 def test_compressed_tensors_rotates_as_we_do(tmp_path: Path, fmt: str, rotation: int) -> None:
     rules = [("*.o_proj", None), ("*.down_proj", {"rotation": 0})]

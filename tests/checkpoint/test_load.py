@@ -158,6 +158,7 @@ def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "refused")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fmt", "weight_only", "layout"),
     [
@@ -211,6 +212,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.parametrize(("make", "head"), [(masked_bert, "*decoder"), (t5, "lm_head")])
 @pytest.mark.parametrize("how", ["compressed-tensors", "modelopt", "save_pretrained"])

@@ -124,6 +124,7 @@ def test_transformers_reads_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits(stock.eval()), logits(model))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_transformers_reads_llama4_expert_by_expert(
@@ -138,6 +139,7 @@ def test_transformers_reads_llama4_expert_by_expert(
 
 
 # Of the others the folder of the float model is no more than their config says.
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"longcat_flash"}))
 def test_transformers_reads_dense_folders(name: str, tmp_path: Path) -> None:
     model = converted(name)
@@ -197,6 +199,7 @@ def test_other_layouts_keep_codes(tmp_path: Path) -> None:
     assert torch.equal(logits(dense.eval()), logits(model))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"]
 )
@@ -220,6 +223,7 @@ def test_reports_of_folders_and_models_agree(name: str, tmp_path: Path) -> None:
         assert blocks == sum(torch.Size(row.shape).numel() // 16 for row in rows)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "change",
     [

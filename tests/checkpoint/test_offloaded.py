@@ -62,6 +62,7 @@ def offloaded(kind: str, folder: Path) -> Any:
     return accelerate.disk_offload(model, str(folder / "offload"), execution_device=CPU)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload", "device_map"])
 def test_an_offloaded_model_is_saved_with_the_bytes_of_the_whole(
     kind: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

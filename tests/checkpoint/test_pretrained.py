@@ -85,6 +85,7 @@ def whole_of_a_converted_part(road: str, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize("road", ["a part", "a list", "loaded", "replaced", "swapped", "adapters"])
 def test_save_pretrained_of_the_whole_refuses_a_converted_part(tmp_path: Path, road: str) -> None:

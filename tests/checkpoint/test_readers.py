@@ -68,6 +68,7 @@ def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:
     assert declared["config_groups"]["group_0"]["targets"] == ["Linear"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize(
     ("rule", "message"),

@@ -42,6 +42,7 @@ SETTINGS = [
 SHARED_TOO = [TINY, pytest.param(SHARED, marks=pytest.mark.slow)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("path", SHARED_TOO, ids=["tiny", "shared"])
 def test_ours_and_stock_transformers_load_it_to_the_bit(

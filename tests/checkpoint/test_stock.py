@@ -66,6 +66,7 @@ def differing(folder: Path, **options: Any) -> list[str]:
     return [n for n, each in layers if not torch.equal(each.weight, found[names[n]])]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("make", [mamba, falcon, t5])
 def test_classes_that_read_weights_to_initialize_are_dequantized_while_they_load(

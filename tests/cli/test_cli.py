@@ -293,6 +293,7 @@ def wait_for_weights(process: subprocess.Popen[str], folder: Path, count: int) -
     raise AssertionError(f"no {count} weights in time: {process.communicate()}")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_no_half_folder(tmp_path: Path) -> None:
     process = subprocess_of("quantize", TINY, *CALIBRATED, "-o", tmp_path / "q")
     wait_for_weights(process, tmp_path / ".q.fp4pass-resume", 1)
@@ -338,6 +339,7 @@ def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 SLOW = "in float32: this CPU has no instructions for products in bfloat16\n"
 
 
+@pytest.mark.slow
 def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
     tmp_path: Path, slow_in_bfloat16: None
 ) -> None:
@@ -371,6 +373,7 @@ def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
     assert same_files(made / "mixed", tmp_path / "q") and "float32" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> None:
     texts = ("--text", EVAL, "--length", 64, "--windows", 2)
     assert run("eval", made / "inputs", *texts).stderr == f"measures {SLOW}"

@@ -300,6 +300,7 @@ class Case:
         return transformers.GptOssForCausalLM(config)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.filterwarnings("ignore:.*has no place for stacks of experts")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "gpt_oss"])

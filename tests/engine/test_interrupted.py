@@ -70,6 +70,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, type[BaseException]],
     return at
 
 
+@pytest.mark.quick(1)
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["live", "graph", "sequential", "cross"])
 def test_before_the_first_packed_weight_nothing_has_changed(how: str, cut: Any) -> None:

@@ -177,6 +177,7 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tenso
     return found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -273,6 +274,7 @@ def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> N
     assert errors[1] < (0.8 if weight_only else 1) * errors[0]
 
 
+@pytest.mark.slow
 def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     source = prepared(model(), "gptq", rules=NO_HEAD)
     assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
@@ -686,6 +688,7 @@ def test_calls_in_two_threads_are_refused() -> None:
     assert_same_bits(fp4pass.convert(fresh), fp4pass.convert(module))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     for package in ("transformers", "typer", "rich", "yaml", "datasets"):
         pytest.importorskip(package)

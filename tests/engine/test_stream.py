@@ -231,6 +231,7 @@ GPU = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [ELSEWHERE, GPU])
 @pytest.mark.parametrize(
     "method", ["hessian", *(pytest.param(m, marks=slow) for m in ("sse", "gptq", CROSS))]

@@ -127,6 +127,7 @@ QUICK = ("norm", "embedding", "number", "code")
 
 
 # Where no layer runs, only tensors of the layer count; of these the norm need not.
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("method", "change"),
     [("sse", name) for name in ("weight", "top bits", "not contiguous")]
@@ -164,6 +165,7 @@ def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.Mo
             assert_same_bits(converted(model, method, stream=folder), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("sequential", [False, True])
 @torch.no_grad()

@@ -218,6 +218,7 @@ CUTS = {
 QUICK = ("third layer written", "between its files", "save ends")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "cut", [pytest.param(cut, marks=() if cut in QUICK else slow) for cut in CUTS]
 )
@@ -263,6 +264,7 @@ def _whole(factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return _WHOLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hessian", pytest.param(CROSS, marks=slow)])
 def test_hidden_states_are_in_files_where_memory_is_short(
     method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def measured(
     return path
 
 
+@pytest.mark.slow
 def test_every_block_method_and_kind_of_inputs(methods: Any, measured: Path) -> None:
     result = read(measured)
     assert set(rows_by_key(result)) == every_row(["nvfp4"], methods)
@@ -99,6 +100,7 @@ def test_each_method_is_compared_to_simpler_ones(methods: Any, measured: Path) -
         assert key[-1] != "hessian" or others[:2] == simpler
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(
     scripts: Any,
     methods: Any,

@@ -23,6 +23,7 @@ def documents(generator, count, nll=2.0, spread=0.3):
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_intervals_cover_the_truth_as_often_as_they_say(count):
     generator = np.random.default_rng(0)

@@ -254,6 +254,7 @@ SLOW_MODELS = [(name, "mxfp4") for name in MODELS if (name, "mxfp4") not in MODE
 SLOW_MODELS += [("phi3", "nvfp4"), ("gpt2", "nvfp4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fmt"),
     MODEL_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_MODELS],

@@ -93,6 +93,7 @@ def test_merging_calls_changes_no_bit(name: str, calibrate: bool, weight_only: b
     assert len(fp4pass.compile_report().graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fmt", "weight_only"),
     [

@@ -72,6 +72,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_linear_is_packed_and_computes_as_dense(name: str) -> None:
     model, call = make(name)
@@ -89,6 +90,7 @@ def test_every_linear_is_packed_and_computes_as_dense(name: str) -> None:
     assert 0 < (after - before).norm() < 0.3 * before.norm()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_save_and_load_by_its_own_methods(name: str, tmp_path: Path) -> None:
     model = packed(name)
@@ -122,6 +124,7 @@ def test_options_of_its_methods(save: dict[str, Any], load: dict[str, Any], tmp_
     assert_same(type(model).from_pretrained(tmp_path, **load), model)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("fmt", "dtype", "calibrated"), SCHEMES)
 def test_every_scheme_comes_back(
     fmt: str, dtype: torch.dtype, calibrated: bool, tmp_path: Path
@@ -148,6 +151,7 @@ def test_every_scheme_comes_back(
     assert config["quantization_config"] == first["quantization_config"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shards", ["10GB", "20KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packing_while_loading_is_load_then_convert(
@@ -217,6 +221,7 @@ def test_it_computes_in_fp8() -> None:
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
 
+@pytest.mark.slow
 def test_a_block_compiles_whole() -> None:
     model = packed("sd3")
     _, call = make("sd3")
@@ -438,6 +443,7 @@ def test_other_versions_are_refused(monkeypatch: Any) -> None:
         packed("sd3")
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys, fp4pass; assert 'diffusers' not in sys.modules\n"

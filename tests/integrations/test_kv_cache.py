@@ -113,6 +113,7 @@ def test_a_cache_returns_what_its_bytes_stand_for(name: str) -> None:
     assert 0 < error < (0.15 if fmt.blocks else 0.05)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_uses_the_cache(name: str) -> None:
     model = converted(name)
@@ -149,6 +150,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies_have_a_cache_of_their_own(copied: Callable[[Any], Any]) -> None:
     for sequential in (False, True) if copied is through_file else (False,):
@@ -179,6 +181,7 @@ def test_evaluate_reads_from_the_cache() -> None:
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
     model = converted(name)
@@ -217,6 +220,7 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
     assert not any("_scale" in key for key in load_file(tmp_path / "dense/model.safetensors"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("configs", ["both", "config.json", "hf_quant_config.json"])
 def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) -> None:
     """Read with fp4pass.json, and as NVIDIA's folders are without, from either config."""

@@ -346,7 +346,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
     modelopt("W4A16_NVFP4")(tmp_path / "q")

@@ -154,6 +154,7 @@ def require_equal(folder: Path, name: str, **settings: Any) -> None:
         assert torch.equal(case.generate(loaded), case.generate(converted))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_is_packed_on_its_way(
     folder_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +187,7 @@ RULES: list[tuple[str, list[Any]]] = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "rules"), RULES, ids=str)
 def test_rules_hold(folder_of: Callable[[str], Path], name: str, rules: list[Any]) -> None:
     converted, loaded = both(folder_of(name), rules=rules)

@@ -130,6 +130,7 @@ def test_any_shape(
     check(x, up if gated else None, activation, 0.25, fmt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", cases([(torch.bfloat16,)], ((dtype,) for dtype in DTYPES)))
 def test_any_strides(dtype: torch.dtype) -> None:
     """Halves are read where they are; odd gaps, other orders and odd offsets are copied."""

@@ -145,6 +145,7 @@ BETTER = [
 CURVATURES = ["identity", "mild", "singular", "indefinite"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("key", "curvature", "name"),
     cases(

@@ -223,6 +223,7 @@ def divisors(fmt: Format) -> list[Tensor | None]:
     return [None, *(torch.tensor([x]) for x in numbers if fmt.has_global_scale)]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.key)
 @pytest.mark.parametrize("dtype", DTYPES)

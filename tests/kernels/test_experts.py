@@ -112,6 +112,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "each", "quantized"),
     cases(QUICK, itertools.product(VARIANTS, DTYPES, (False, True), (False, True))),
@@ -138,12 +139,14 @@ def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
         run(fmt, torch.bfloat16, ids, 35, k, each=each, experts=3, tiles=tiles, biased=each)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_terms_of_other_dtypes(tiles: ExpertTiles, dtype: torch.dtype) -> None:
     run(get_format("mxfp4"), dtype, routed(4, 2, 5), 20, 96, tiles=tiles)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("last", [127, 252])
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
 def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:

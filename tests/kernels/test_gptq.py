@@ -249,6 +249,7 @@ CHANGES: list[tuple[str, Any]] = [
 REPEATED = [("nvfp4", CHANGES[1]), ("mxfp4:16", CHANGES[2]), ("mxfp4", CHANGES[3])]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("key", "option"), cases(REPEATED, itertools.product(KEYS, CHANGES)))
 def test_same_bits_again_and_row_by_row(
     key: str, option: tuple[str, Any], monkeypatch: pytest.MonkeyPatch

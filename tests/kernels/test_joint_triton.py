@@ -97,6 +97,7 @@ def check_codes(x: Tensor, q: Tensor, byte: Tensor, unit: Tensor, fmt: Format) -
     return step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("key", "codes"), cases(CHOICES, itertools.product(KEYS, CODES)))
 def test_choices(key: str, codes: str) -> None:
     """The choice costs as little as the reference's, and as much as the kernel says."""
@@ -119,6 +120,7 @@ def test_choices(key: str, codes: str) -> None:
 GIVEN = [("nvfp4", "joint"), ("mxfp4:16", "babai"), ("mxfp4", "rtn")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("key", "codes"), cases(GIVEN, itertools.product(KEYS, CODES)))
 def test_given_scales(key: str, codes: str) -> None:
     """By the definition in float64: each element is nearest to its target, given the others."""
@@ -207,6 +209,7 @@ def test_settling(static: bool) -> None:
         assert (expected != found).double().mean() <= 0.01
 
 
+@pytest.mark.quick(3)
 @formats
 @pytest.mark.parametrize("shape", [(1, 1), (3, 0), (0, 3)])
 def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:

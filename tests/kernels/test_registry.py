@@ -67,6 +67,7 @@ def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
     compare(name, calls()[name])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_zeros_and_one_row(name: str) -> None:
     x, *rest = calls()[name]

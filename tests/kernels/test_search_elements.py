@@ -67,6 +67,7 @@ def test_constants(fmt: Format) -> None:
     assert step == element.max - element.magnitudes[-2]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
     ("fmt", "dtype"),

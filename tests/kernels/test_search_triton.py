@@ -170,6 +170,7 @@ def test_a_hessian_that_is_zero_means_sse(key: str) -> None:
 POWERS = (-150, -60, 60, 118)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "power"),
     cases([("mxfp4:16", power) for power in POWERS], itertools.product(KEYS, POWERS)),

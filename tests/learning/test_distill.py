@@ -38,6 +38,7 @@ def untimed(found: Distillation) -> Distillation:
     return dataclasses.replace(found, seconds=0.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     [{"weight_only": True}, {"method": "gptq"}, {"fmt": "mxfp4"}],

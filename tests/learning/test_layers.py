@@ -62,6 +62,7 @@ def frozen(layers: list[Any]) -> None:
         freeze(layer, codes=codes)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.core
 @pytest.mark.parametrize("fmt, options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -136,6 +137,7 @@ def test_latents_are_never_cast() -> None:
     assert torch.equal(twin[0].latent, before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_experts_learn(name: str, weight_only: bool) -> None:

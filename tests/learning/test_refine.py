@@ -103,6 +103,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fmt, options, factor", CASES.values(), ids=CASES)
 def test_outputs_come_nearer_to_the_float_model(
     fmt: str, options: dict[str, Any], factor: float

@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_student_computes_what_the_converted_model_does(options: dict[str, Any]) -> None:
     model, original = pair(**options)

@@ -88,6 +88,7 @@ def kl(model: Any, reference: Any) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["naive", "sse", "hessian", "gptq"])
 def test_only_touched_layers_change(method: str) -> None:
     model = converted()
@@ -229,6 +230,7 @@ def test_other_kinds_of_layers(name: str) -> None:
     assert (output - expected).norm() < 0.3 * expected.norm()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("fmt", "layout", "options"),
     [

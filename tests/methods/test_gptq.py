@@ -48,6 +48,7 @@ def output_errors(model: nn.Module) -> list[float]:
     return [error for error in errors if error is not None]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 def test_the_output_is_nearer_than_with_scales_alone(fmt: Any) -> None:
     x = batches(1)[0]

@@ -72,6 +72,7 @@ def test_offsets_are_those_of_a_loop(kind: str, fmt: Format) -> None:
     assert (kind == "adversarial") == (zeros > 0)
 
 
+@pytest.mark.quick(6)
 @formats
 def test_naive_is_no_step_from_itself_and_others_are(fmt: Format) -> None:
     weight = make("heavy-tailed")

@@ -107,6 +107,7 @@ def rows(side: str = "right", hidden: float = float("nan")) -> tuple[Tensor, Ten
     return x, torch.cat([each for each, _ in parts], 1), mask
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -420,6 +421,7 @@ def in_a_function(model: nn.Module) -> Any:
     return torch.compile(lambda **batch: model(**batch), backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -193,6 +193,7 @@ def test_biases_keep_their_dtype() -> None:
     assert torch.equal(grad, torch.bincount(ids.flatten(), minlength=5)[:, None].expand(5, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", cases([(get_format("nvfp4"),)], [(fmt,) for fmt in VARIANTS]))
 def test_compiled_whole(fmt: Format) -> None:
     """Without a break, for any number of tokens, with gradients."""
@@ -257,6 +258,7 @@ def test_errors_name_the_argument() -> None:
 
 
 # Forward derivatives make torch import scripts of its own.
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("shape", [(4, 16), (4, 2, 16)], ids=["a row a token", "a row a pair"])
 def test_dense_experts_have_derivatives(shape: tuple[int, ...]) -> None:

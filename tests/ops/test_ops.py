@@ -154,6 +154,7 @@ def test_every_operator_is_here() -> None:
     assert {name.partition(".")[0] for name in names} == set(OPERATORS) == set(calls())
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", calls())
 def test_every_operator_is_traced(name: str) -> None:
     opcheck(getattr(torch.ops.fp4pass, name).default, *calls()[name], checks=TRACED)

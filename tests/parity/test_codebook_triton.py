@@ -75,11 +75,13 @@ def edges(codebook: Codebook) -> Tensor:
     return torch.nn.functional.pad(rows, (1, 0), value=1.0)
 
 
+@pytest.mark.quick(2)
 @every_codebook
 def test_at_the_edges_of_every_code(codebook: Codebook) -> None:
     compare(edges(codebook), get_codebook(codebook.name, 16), DTYPES)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "dtype"), cases(RANDOM, itertools.product(CODEBOOKS, DTYPES)))
 def test_random(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).mul_(0.02)
@@ -90,6 +92,7 @@ def test_random(name: str, dtype: torch.dtype) -> None:
     compare(x.to(dtype), CODEBOOKS[name])
 
 
+@pytest.mark.quick(2)
 @every_codebook
 def test_extreme_blocks(codebook: Codebook) -> None:
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
@@ -130,6 +133,7 @@ def test_any_shape(data: st.DataObject) -> None:
     compare(x, get_codebook(name, block))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block",), cases([(16,), (512,), (4096,)], itertools.product(BLOCK_SIZES))
 )

@@ -155,6 +155,7 @@ def weight_of(kind: str, block: int = 16) -> Tensor:
     return numbers(kind, 40 * 3 * block, 5).view(40, 3, block) * 0.02
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "fmt", "global_scale"),
     [

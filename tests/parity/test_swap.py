@@ -31,6 +31,7 @@ def with_dense_weights(model: nn.Module, swapped: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", zoo.CASES, ids=str)
 def test_any_model_is_swapped(case: zoo.Case) -> None:
     for module in case.requires:

@@ -34,6 +34,7 @@ def sequential(**options: Any) -> Any:
     return fp4pass.convert(model, method="sse", weight_only=True, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("road", ["converted", "loaded", "copied", "with a config"])
 def test_dequantize_of_transformers_gives_the_rounded_weights(road: str, tmp_path: Path) -> None:
     from fp4pass.integrations import Fp4PassConfig

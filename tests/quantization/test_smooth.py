@@ -208,6 +208,7 @@ def check(model: Any, expected: list[Any], method: str, dtype: torch.dtype) -> N
 IN_BFLOAT16 = ("affine norm", "block")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -289,6 +290,7 @@ UNTOUCHED |= {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_what_is_read_elsewhere_stays_as_it_is(name: str) -> None:
     model = calibrated(graph(UNTOUCHED[name]))
@@ -423,6 +425,7 @@ def test_a_live_model_is_smoothed_as_its_graph_is() -> None:
     assert fp4pass.smooth(live, 0.6, data=batches, progress=False) == ()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_what_is_read_elsewhere_stays_as_it_is_in_a_live_model(name: str) -> None:
     model = made(UNTOUCHED[name])
