@@ -240,6 +240,7 @@ def test_so_is_that_of_an_exported_model(how: str) -> None:
     assert torch.equal(got, copy.deepcopy(model).forward(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("function", marks=slow), "method"])
 def test_layers_compiled_before_are_recorded(how: str) -> None:
     model, x = Layers().eval(), torch.randn(2, 5, 64)

@@ -82,6 +82,7 @@ def test_quickstart_table(quickstart):
         assert number(row["change"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
 
 
+@pytest.mark.slow
 def test_quickstart_page_shows_the_table(quickstart):
     """What no other CPU moves; the page shows the first half."""
     done, _, name = quickstart
@@ -260,6 +261,7 @@ def test_the_load_is_balanced_in_training_alone(monkeypatch):
 # ---- ahead of time ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_converted_model_exports_for_every_size():
     """What is compiled into a package: all layers packed, no size fixed."""

@@ -117,6 +117,7 @@ def test_inputs_are_smoothed_first(caplog: pytest.LogCaptureFixture) -> None:
     assert "smooth" not in get_state(floats).recipe
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass")

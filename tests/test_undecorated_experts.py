@@ -140,6 +140,7 @@ def test_it_is_quantized_while_it_is_read_and_made_dense_again(name: str, tmp_pa
     assert torch.equal(logits(dense), logits(reference))
 
 
+@pytest.mark.quick(1)
 @every_model
 def test_a_stack_beside_packed_ones_stays_dense(name: str, tmp_path: Path) -> None:
     """Also one that a child of the module of experts holds."""

@@ -433,6 +433,7 @@ class Mine({original}):
 # ---- eval ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     tokenizer = float_models.load_tokenizer(str(TINY))
     lines = "".join(

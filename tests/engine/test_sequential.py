@@ -259,7 +259,7 @@ def test_the_loss_is_that_of_the_target() -> None:
     assert np.ptp(differences) < 1e-4 * abs(differences[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> None:
     """Measured on other data than it was calibrated on."""
@@ -425,6 +425,7 @@ def test_what_no_batch_reaches_says_what_is_packed() -> None:
         fp4pass.convert(model, method="gptq")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
 def test_offloaded_weights_come_by_their_hooks(
     method: Any, monkeypatch: pytest.MonkeyPatch
@@ -654,6 +655,7 @@ def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
     assert len(fp4pass.report(ours).converted) == 9
 
 
+@pytest.mark.slow
 def test_a_prepared_model_can_be_copied() -> None:
     source = prepared(model(), "gptq", rules=NO_HEAD)
     twin = copy.deepcopy(source)

@@ -94,6 +94,7 @@ def test_going_on_after_an_interruption(
     assert_equal(model, converted(load(), method))
 
 
+@pytest.mark.slow
 def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path) -> None:
     def again(model: Any, **options: Any) -> set[str]:
         """The layers that are new."""
@@ -277,6 +278,7 @@ def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list((tmp_path / "b").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_the_command_line(tmp_path: Path) -> None:
     for name, options in (("plain", PLAIN), ("calibrated", CALIBRATED)):

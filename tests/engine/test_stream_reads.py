@@ -154,6 +154,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Alive]:
     yield found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.parametrize("method", ["sse", "hessian"])
 def test_experts_of_one_layer_are_in_memory(

@@ -58,6 +58,7 @@ def test_every_block_method_and_kind_of_inputs(methods: Any, measured: Path) -> 
     assert str(measured.parent) not in measured.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_library(shallow: Path, measured: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model, tokenizer = language_model(shallow), transformers.AutoTokenizer.from_pretrained(TINY)

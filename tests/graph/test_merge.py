@@ -73,6 +73,7 @@ def calls(counts: dict[str, int]) -> tuple[int, int]:
     return counts.get("quantize", 0), products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COUNTS]
 )

@@ -175,7 +175,7 @@ KERNELS = ["rms", "add_rms", "layer", "add_layer", "silu"]
 FUSED = [(VARIANTS[0], torch.bfloat16, kernel) for kernel in ("rms", "add_layer", "silu")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fmt", "dtype", "kernel"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2], KERNELS))
 )

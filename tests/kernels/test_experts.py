@@ -248,6 +248,7 @@ def test_rows_do_not_meet() -> None:
         assert not y[2, 0].any()
 
 
+@pytest.mark.slow
 def test_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets of 32 bits; the parts are the whole."""
     fmt, ids = get_format("mxfp4"), routed(3, 2, 5)

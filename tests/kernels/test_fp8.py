@@ -232,6 +232,7 @@ def test_rows_that_do_not_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(found.factors.cpu(), factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_codes_of_wide_rows(key: str) -> None:
     """Of more words than are loaded at once, and more scales than are looked through at once."""
@@ -287,6 +288,7 @@ def test_kernels_agree_with_the_reference(
         assert (off <= size * (2.0**-10 if GPU else 1e-6)).all()
 
 
+@pytest.mark.slow
 def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = get_format("nvfp4")
     monkeypatch.setattr("fp4pass.kernels.linear.triton.uses_fp8", lambda compute, m, n: m > 3)

@@ -185,6 +185,7 @@ def test_the_candidates_are_those_of_the_reference(key: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_settling(static: bool) -> None:
     """In place; a revision keeps what costs no more, which is most of what was settled."""

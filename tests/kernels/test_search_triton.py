@@ -101,7 +101,7 @@ def test_blocks(key: str, name: str, objective: str) -> None:
     check(weight, None, g, fmt, objective)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "name", "objective"),
     [("nvfp4", "bfloat16", "sse"), ("mxfp4", "float16", "sse"), ("nvfp4", "heavy-tailed", "naive")],
@@ -141,7 +141,7 @@ def test_hessian(key: str, pair: tuple[str, str]) -> None:
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "factor"),
     cases([("nvfp4", 1.2345678), ("nvfp4", 2**-6)], itertools.product(KEYS, [1.2345678, 2**-6])),

@@ -79,6 +79,7 @@ def test_operands_are_padded_to_what_cublas_takes() -> None:
     assert int8_ref.padded(a, b)[0] is a and int8_ref.padded(a, b)[1] is b
 
 
+@pytest.mark.slow
 def test_integers_are_exact_on_a_cpu_that_saturates() -> None:
     """oneDNN can be told to do without VNNI, which is read once in a process."""
     code = """

@@ -49,6 +49,7 @@ def test_any_model_is_swapped(case: zoo.Case) -> None:
     torch.testing.assert_close(case.run(model, 0), case.run(dense, 0))
 
 
+@pytest.mark.quick(1)
 @one_of_each
 def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> None:
     model, source = language_model(), language_model()
