@@ -158,6 +158,7 @@ def test_checkpoints_keep_it(searched: tuple[nn.Module, Path]) -> None:
     assert not torch.equal(logits(naive), logits(model))
 
 
+@pytest.mark.slow
 def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> None:
     found = run_json("inspect", searched[1])["layers"]
     assert {row["activation_scales"] for row in found} == {"naive", "sse"}

@@ -53,6 +53,7 @@ def test_converted_models_compile_to_one_graph(case: zoo.Case) -> None:
     assert_close_to_eager(case, model, compiled(model), 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", params("mlp", slow=("llama", "gpt2")))
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: bool) -> None:

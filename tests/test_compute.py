@@ -144,6 +144,7 @@ class _Attention(nn.Module):
         return self.q(x) + self.k(x) * self.v(x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_compiled_models_merge_products_of_one_input(weight_only: bool) -> None:
     torch.manual_seed(0)

@@ -49,7 +49,10 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("default", marks=pytest.mark.slow)])
+QUICKSTARTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("short", "default")]
+
+
+@pytest.fixture(scope="module", params=QUICKSTARTS)
 def quickstart(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart") / "checkpoint"
     done = run("examples/quickstart.py", *RUNS[request.param], "--save", folder)
@@ -61,7 +64,6 @@ def number(cell: str) -> float:
     return float(cell.split()[0])
 
 
-@pytest.mark.slow
 def test_quickstart_table(quickstart):
     rows = table(quickstart[0].stdout)
     assert len(rows) == 13 and rows[0]["format"] == "original"
@@ -82,7 +84,6 @@ def test_quickstart_table(quickstart):
         assert number(row["change"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
 
 
-@pytest.mark.slow
 def test_quickstart_page_shows_the_table(quickstart):
     """What no other CPU moves; the page shows the first half."""
     done, _, name = quickstart

@@ -158,6 +158,7 @@ def test_rules_are_kept() -> None:
     assert gate is None or gate.unreached == "skip"
 
 
+@pytest.mark.slow
 def test_quantized_inputs_are_measured_with_the_weights() -> None:
     found = allocated(decoder(), bits=5.0, schemes=("nvfp4", EIGHT))
     both = allocated(decoder(), bits=5.0, schemes=("nvfp4", "nvfp4a16", EIGHT))
@@ -177,6 +178,7 @@ def test_a_quality_is_that_of_the_recipe(quality: str, caplog: pytest.LogCapture
     assert {row.scheme for row in fp4pass.report(packed).converted} <= {"nvfp4", EIGHT}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts_are_groups_by_projection(name: str) -> None:
     model = mixture(name)

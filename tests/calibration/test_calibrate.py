@@ -41,6 +41,7 @@ def test_texts_are_the_same_as_their_batches() -> None:
     assert calibration(model)["tokens"] == sum(batch.numel() for batch in made)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sequential", [False, True])
 def test_padding_of_chats_enters_no_statistic(sequential: bool) -> None:
     chats = [TURNS * 12, TURNS * 9]

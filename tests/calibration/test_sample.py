@@ -334,6 +334,7 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], problem: str) 
         sample(**given)
 
 
+@pytest.mark.slow
 def test_a_compiled_prepared_model_does_not_count_what_it_writes() -> None:
     tokens = tokenizer()
     plain = sample(writer(), tokens, **SMALL)

@@ -50,6 +50,7 @@ def test_compressed_tensors_reads_our_modelopt_layout_as_our_own(
         assert torch.equal(bits(found[name]), bits(tensor)), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
 def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str) -> None:
     """Its global scales are amax / 2688, which has no exact reciprocal."""

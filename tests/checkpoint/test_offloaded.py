@@ -92,7 +92,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("own_folder", [False, True])
 def test_loading_to_the_disk(

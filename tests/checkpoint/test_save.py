@@ -42,7 +42,7 @@ SETTINGS = [
 SHARED_TOO = [TINY, pytest.param(SHARED, marks=pytest.mark.slow)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("path", SHARED_TOO, ids=["tiny", "shared"])
 def test_ours_and_stock_transformers_load_it_to_the_bit(
@@ -215,6 +215,7 @@ def test_dynamic_activation_scales_have_no_place_in_nvfp4(tmp_path: Path) -> Non
     fp4pass.save(packed_model(mlp(), fmt="mxfp4", weight_only=False), tmp_path / "q")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_stock_transformers_runs_models_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """In bfloat16, for that is what compressed-tensors dequantizes to."""

@@ -437,6 +437,7 @@ def test_outputs_that_are_no_numbers_are_mismatches() -> None:
     assert found.mismatches().keys() == {"logits", "KL", "perplexity"}
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:
     """As in the README: what it ran on is not known, only how much."""
     model = fp4pass.prepare(language_model(), "naive")

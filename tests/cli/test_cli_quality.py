@@ -80,7 +80,7 @@ def test_best_runs_one_layer_after_the_other(
     assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--stream",)], ids=["memory", "stream"])
 def test_without_text_the_model_writes_its_own(
     tmp_path: Path, rules: Path, written: torch.Tensor, more: tuple[str, ...]

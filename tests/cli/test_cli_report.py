@@ -58,6 +58,7 @@ def test_help_says_what_there_is() -> None:
     assert all(len(line) <= 80 for line in own.splitlines())
 
 
+@pytest.mark.slow
 def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: None) -> None:
     options = ("--reference", TINY, *TEXT)
     found = run_json("eval", made / "inputs", *options)
@@ -81,6 +82,7 @@ def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path, undraw
     assert data["layout"] == "in memory" and data["source"] == TINY.name
 
 
+@pytest.mark.slow
 def test_a_float_model_is_calibrated_as_quantize_does(
     made: Path, tmp_path: Path, undrawn: None
 ) -> None:

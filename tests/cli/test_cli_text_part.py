@@ -122,6 +122,7 @@ def test_what_text_does_not_reach_is_skipped(
 
 
 # Of T5 stock transformers cannot load what is packed.
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.parametrize("make", [bart, t5])
 def test_a_decoder_reads_the_text_a_place_later(make: Callable[[], Any], tmp_path: Path) -> None:

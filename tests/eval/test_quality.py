@@ -93,6 +93,7 @@ def test_numbers_are_those_of_the_library(shallow: Path, measured: Path) -> None
     assert row["layer_error"] > row["output_error"] > 0
 
 
+@pytest.mark.slow
 def test_each_method_is_compared_to_simpler_ones(methods: Any, measured: Path) -> None:
     simpler = [name for name in ("naive", "sse") if name in methods]
     for key, row in rows_by_key(read(measured)).items():

@@ -13,6 +13,7 @@ from fp4pass.errors import StateError
 from fp4pass.evaluation import Evaluation
 
 
+@pytest.mark.slow
 def test_differences(tiny, held_out):
     model, converted, tokenizer, _ = tiny
 

@@ -80,6 +80,7 @@ def test_a_graph_and_a_live_model_give_the_same_bytes(converted: Converted, tmp_
     assert all(torch.equal(bits(files[0][name]), bits(files[1][name])) for name in files[0])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_graph_generates(converted: Converted) -> None:
     live, graph = converted.live, converted.graph

@@ -205,6 +205,7 @@ def test_what_stays_in_float32_is_packed_from_float32(folder_of: Callable[[str],
     assert fp4pass.report(loaded) == fp4pass.report(converted)
 
 
+@pytest.mark.slow
 def test_it_compiles_whole_and_copies(folder_of: Callable[[str], Path]) -> None:
     import copy
 

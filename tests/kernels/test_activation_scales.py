@@ -124,7 +124,7 @@ ALL_SCALED = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("fmt", "dtype", "g"), cases(SCALED, ALL_SCALED))
 def test_the_kernel_has_the_best_of_its_candidates(
     fmt: Format, dtype: torch.dtype, g: float | None

@@ -87,7 +87,7 @@ def test_norms_and_activations_before_it(fmt: Format) -> None:
 SHAPES = [(1, 140), (3, 5), (20, 33)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @formats
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(fmt: Format, dtype: torch.dtype) -> None:

@@ -139,7 +139,7 @@ def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
         run(fmt, torch.bfloat16, ids, 35, k, each=each, experts=3, tiles=tiles, biased=each)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_terms_of_other_dtypes(tiles: ExpertTiles, dtype: torch.dtype) -> None:

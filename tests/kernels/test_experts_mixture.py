@@ -137,6 +137,7 @@ def test_steps_of_two_widths() -> None:
     assert torch.allclose(*found, rtol=0.02, atol=0.02 * found[1].abs().max())
 
 
+@pytest.mark.slow
 def test_columns_that_fill_up_are_zero() -> None:
     """Of what the second product reads, whatever its weights are there."""
     ids, stored = routed(9, 2, 5), PackedWeight(*stack(NVFP4, 5, 352, 64))
@@ -158,6 +159,7 @@ def test_tokens_without_experts(tokens: int) -> None:
     assert run(NVFP4, ids[:0], SILU).shape == (0, 64)
 
 
+@pytest.mark.slow
 def test_more_experts_of_a_token_than_warps(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = routed(1, 3, 24)
     together = run(NVFP4, ids, SILU, experts=24)

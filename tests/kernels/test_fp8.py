@@ -172,7 +172,7 @@ CASES = [
 
 
 # An infinity times 0 is the NaN that is wanted.
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize(
     ("key", "dtype", "columns"),

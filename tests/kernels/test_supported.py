@@ -61,7 +61,7 @@ def numbers(fmt: Format) -> Tensor:
     return x.bfloat16().to(DEVICE)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", SERVED.values(), ids=SERVED)
 def test_what_is_served(fmt: Format) -> None:
     """The bits of the reference; searched scales lose less than naive ones, and no code is lost."""

@@ -318,6 +318,7 @@ def test_a_weight_that_a_layer_uses_twice_stays_one() -> None:
         assert layer.side.weight_scale is layer.up.weight_scale
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_learn(name: str) -> None:
     source = mixtures.build(name).float()

@@ -166,6 +166,7 @@ def test_gradients(each: bool, quantized: bool) -> None:
 
 
 # torch imports its decompositions for tangents, which are scripted.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_derivatives_agree() -> None:
     """Numerically, forward and backward."""

@@ -221,6 +221,7 @@ def test_the_block_may_be_any_dimension(dim: int, levels: int) -> None:
     assert wanted.packed.shape == (8, 3, 16 * wanted.format.element.bits // 8)
 
 
+@pytest.mark.slow
 def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     W = torch.randn(32, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     searched: list[int] = []

@@ -218,6 +218,7 @@ document.title = JSON.stringify([root.scrollWidth - root.clientWidth,
 """
 
 
+@pytest.mark.slow
 def test_a_phone_shows_it(folders: Path, tmp_path: Path) -> None:
     text = render(gather(folders / "inputs", name="a" * 200, reference=TINY))
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
@@ -243,7 +244,7 @@ document.title = JSON.stringify(rows.map(row => (row.right - main.left) / main.w
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inputs", "one"])
 def test_charts_fill_a_wide_page(name: str, folders: Path, tmp_path: Path) -> None:
     """Those of a model with one format and one known error, too."""
