@@ -119,6 +119,7 @@ NOT_RUN = {
     "fp4pass verify": "needs a folder; tests/checking and tests/cli/test_cli_verify.py do",
     "--budget": "measures for minutes; tests/cli/test_cli_budget.py does",
     "Pipeline.from_pretrained(": "needs a pipeline; tests/integrations/test_diffusers.py does",
+    "eval.engines.": "needs vLLM or SGLang; tests/eval/test_loading_by_engines.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 

@@ -234,7 +234,7 @@ GRIDS["learned"] = [
 # What tasks are measured of.
 GRIDS["recovery"] = [
     Run(by=f'quality="{name}"', scheme=scheme, options={"quality": name}, seed=seed)
-    for scheme in ("nvfp4a16", "nvfp4")
     for name in ("good", "best")
+    for scheme in ("nvfp4a16", "nvfp4")
     for seed in SEEDS
 ]
