@@ -124,7 +124,15 @@ def test_options_of_its_methods(save: dict[str, Any], load: dict[str, Any], tmp_
     assert_same(type(model).from_pretrained(tmp_path, **load), model)
 
 
-@pytest.mark.quick(1)
+def shared_scales(model: nn.Module) -> list[list[str]]:
+    """The layers of each tensor that is a scale of inputs."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and module.input_global_scale is not None:
+            found.setdefault(id(module.input_global_scale), []).append(name)
+    return list(found.values())
+
+
 @pytest.mark.parametrize(("fmt", "dtype", "calibrated"), SCHEMES)
 def test_every_scheme_comes_back(
     fmt: str, dtype: torch.dtype, calibrated: bool, tmp_path: Path
@@ -144,6 +152,9 @@ def test_every_scheme_comes_back(
     loaded = kind.from_pretrained(tmp_path / "packed", dtype=dtype)
     assert_same(loaded, model)
     assert torch.equal(run(loaded, call), run(model, call))
+    # Layers that read one input have one tensor for its scale, so that it is quantized once.
+    assert shared_scales(loaded) == shared_scales(model)
+    assert calibrated is any(len(names) > 1 for names in shared_scales(model))
     loaded.save_pretrained(tmp_path / "again")
     assert_same(kind.from_pretrained(tmp_path / "again", dtype=dtype), model)
     config = json.loads((tmp_path / "again" / "config.json").read_text())
