@@ -241,9 +241,9 @@ def recovery(found: Found) -> Iterator[str]:
         lines.append([f"`{by}`", f"`{scheme}`", *cells, percent(changed)])
     yield f"## {found['model']}: tasks of lm-eval\n"
     yield (
-        "The original with lm-eval's standard error; recipes as the mean of three seeds of the "
-        "calibration text, and how far one of them was\nfrom it. The last column is the share "
-        "of BLiMP's pairs with another answer than the original's.\n"
+        "The original has lm-eval's standard error. A recipe has the mean of three seeds of the "
+        "calibration text, ± the largest distance of a\nseed from it. Other answers: the share of "
+        "BLiMP's pairs whose answer differs from the original's.\n"
     )
     yield table(header, lines, left=2)
     yield "\n".join(origin(found))
