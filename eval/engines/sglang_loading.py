@@ -13,16 +13,13 @@ Needs sglang beside fp4pass; packages for GPUs and images that are missing are r
 
 from __future__ import annotations
 
-import argparse
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
 import logging
 import sys
 import tempfile
 import types
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-import fp4pass
-from eval.engines.vllm_loading import CASES, Case, compared, words_of, write
-from eval.record import Results, facts
+from eval.engines.vllm_loading import Case, compared, measure, words_of, written
 
 # What SGLang imports for GPUs, images and tokenizers.
 _REPLACED = ("torchvision", "sentencepiece", "sgl_kernel", "vllm")
@@ -44,24 +39,13 @@ _OF_GPUS = ("Current platform does not support", "'<=' not supported")
 
 def main() -> None:
     """Write, load and compare all of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="the file of results; they are printed, too")
-    parser.add_argument("--again", action="store_true", help="forget the rows that are there")
-    parser.add_argument("--only", default="", help="words that a case has, as 'modelopt fp8'")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+    measure(__doc__, "sglang", start_engine, row)
+
+
+def start_engine() -> None:
+    """Replace what is missing here, and say that a GPU is there."""
     sys.meta_path.insert(0, Replaced())
     torch.cuda.get_device_capability = lambda *args, **options: (10, 0)
-    about = facts("cpu", "sglang", "compressed_tensors")
-    results = Results(args.json, about, again=args.again, key=("layout", "case", "model"))
-    for case in CASES:
-        words = f"{case.layout} {case.name} {case.model}"
-        if all(word in words for word in args.only.split()):
-            with tempfile.TemporaryDirectory() as scratch:
-                results.put(row(case, Path(scratch) / "packed"))
-            print(json.dumps(results.rows[-1]), flush=True)
 
 
 class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -92,10 +76,7 @@ def _anything(name: str) -> Any:
 
 def row(case: Case, folder: Path) -> dict[str, Any]:
     """Return what SGLang makes of one folder."""
-    write(case, folder)
-    found: dict[str, Any] = {"layout": case.layout, "case": case.name, "model": case.model}
-    layers = fp4pass.checkpoint.open_checkpoint(folder).layers.values()
-    found["formats"] = sorted({each.fmt.key for each in layers})
+    found = written(case, folder)
     try:
         return found | loaded(folder)
     except Exception as error:

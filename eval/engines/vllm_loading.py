@@ -214,38 +214,59 @@ CASES = (
 
 def main() -> None:
     """Write, load and compare all of them."""
+    measure(__doc__, "vllm", start_engine, row)
+
+
+def measure(
+    text: str | None,
+    engine: str,
+    start: Callable[[], None],
+    row_of: Callable[[Case, Path], dict[str, Any]],
+) -> None:
+    """Write the row of each case into the file of the command line.
+
+    Args:
+        text: the help of the command.
+        engine: the package that loads the folders.
+        start: called once, before the first case.
+        row_of: called with a case and the folder to write it to.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=text, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="the file of results; they are printed, too")
     parser.add_argument("--again", action="store_true", help="forget the rows that are there")
     parser.add_argument("--only", default="", help="words that a case has, as 'modelopt fp8'")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    start_engine()
-    about = facts("cpu", "vllm", "compressed_tensors")
+    start()
+    about = facts("cpu", engine, "compressed_tensors")
     results = Results(args.json, about, again=args.again, key=("layout", "case", "model"))
     for case in CASES:
         words = f"{case.layout} {case.name} {case.model}"
         if not all(word in words for word in args.only.split()):
             continue
         with tempfile.TemporaryDirectory() as scratch:
-            results.put(row(case, Path(scratch) / "packed"))
+            results.put(row_of(case, Path(scratch) / "packed"))
         print(json.dumps(results.rows[-1]), flush=True)
 
 
 def row(case: Case, folder: Path) -> dict[str, Any]:
     """Return what vLLM makes of one folder."""
-    write(case, folder)
-    found: dict[str, Any] = {"layout": case.layout, "case": case.name, "model": case.model}
-    found["formats"] = sorted(
-        {each.fmt.key for each in fp4pass.checkpoint.open_checkpoint(folder).layers.values()}
-    )
+    found = written(case, folder)
     tensors = load_file(folder / "model.safetensors")
     try:
         return found | loaded(folder, tensors)
     except Exception as error:
         return found | {"outcome": "refused", "error": words_of(error)}
+
+
+def written(case: Case, folder: Path) -> dict[str, Any]:
+    """Write a case into a folder, and return the beginning of its row."""
+    write(case, folder)
+    layers = fp4pass.checkpoint.open_checkpoint(folder).layers.values()
+    formats = sorted({each.fmt.key for each in layers})
+    return {"layout": case.layout, "case": case.name, "model": case.model, "formats": formats}
 
 
 def words_of(error: Exception) -> str:

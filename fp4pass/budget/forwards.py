@@ -30,7 +30,7 @@ _CHUNK = 1 << 24
 # The shares of a GPU's free memory for the results of layers, and for float32 weights.
 _STATES, _WEIGHTS = 1 / 8, 1 / 2
 
-# A KL above this, in nats, is no rounding of the same computation.
+# Rounding alone moves the KL of one computation by less than this, in nats.
 _SAME = 1e-6
 
 

@@ -21,7 +21,7 @@ from .reader import CheckpointReader
 
 @dataclass(frozen=True)
 class FloatSource:
-    """A folder all of whose packed weights are 8-bit floats.
+    """A folder whose packed weights are all 8-bit floats.
 
     Attributes:
         reader: of the folder.

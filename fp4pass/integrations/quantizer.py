@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ class PackedQuantizer(HfQuantizer):
         """Take the plan of tensor parallelism from a model, which is split once it is whole."""
         self._split = held_plan(model)
 
+    @abstractmethod
     def complete(self, model: Any) -> None:
         """Complete a model whose tensors are loaded."""
-        raise NotImplementedError
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Complete the model, and split it if that was asked for."""

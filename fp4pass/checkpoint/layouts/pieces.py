@@ -66,7 +66,7 @@ def join_layers(
     whole: PackedLayer,
     state: Mapping[str, Tensor],
 ) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return the stack of which linear layers are the pieces, and its buffers.
+    """Return the stack that linear layers are pieces of, and its buffers.
 
     Args:
         name: of the stack.

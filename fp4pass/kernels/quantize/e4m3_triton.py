@@ -80,7 +80,7 @@ def _launch(
     codes, scales = empty_blocks(x, fmt)
     columns = x.shape[-1]
     if codes.numel():
-        # A row has J blocks of B columns, of which the last may be cut.
+        # A row has J blocks of B columns; the last may be cut.
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
         given = (x, beside, weight, bias, static, total if total.numel() else None)
