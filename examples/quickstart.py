@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 import fp4pass
 from fp4pass.evaluation import fast_dtype, output_errors, token_windows
@@ -72,14 +73,16 @@ def main() -> None:
         }
     ]
     options = [(f, w, m) for f in FORMATS for w in (True, False) for m in METHODS]
-    for fmt, weight_only, method in tqdm(options, desc="convert and measure", unit="model"):
-        converted = copy.deepcopy(prepared)
-        began = time.perf_counter()
-        fp4pass.convert(converted, fmt, method, weight_only=weight_only)
-        seconds = time.perf_counter() - began
-        lines.append(measure(converted, model, tokenizer, held_out, original, seconds))
-        if (fmt, weight_only, method) == CHOSEN:
-            chosen = converted
+    # What fp4pass logs stands above the bar.
+    with logging_redirect_tqdm():
+        for fmt, weight_only, method in tqdm(options, desc="convert and measure", unit="model"):
+            converted = copy.deepcopy(prepared)
+            began = time.perf_counter()
+            fp4pass.convert(converted, fmt, method, weight_only=weight_only)
+            seconds = time.perf_counter() - began
+            lines.append(measure(converted, model, tokenizer, held_out, original, seconds))
+            if (fmt, weight_only, method) == CHOSEN:
+                chosen = converted
     print_table(lines)
 
     # 3. Use one of them.
