@@ -13,6 +13,9 @@ from ..common.tiles import rounded, unpack_word, wait
 
 _WHOLE = tl.constexpr(WHOLE)
 
+# Columns whose sum FP8 tensor cores keep, with few bits, before it is added in float32.
+_IMPRECISE = tl.constexpr(128)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -86,6 +89,20 @@ def e4m3_row_kernel(
     tl.store(out + start_n + n, rounded(y, out.dtype.element_ty), mask=start_n + n < N)
 
 
+@triton.jit
+def times_powers(values, scales, start, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply columns of rows, float32 from `start` on, by the powers of two of their blocks.
+
+    scales: where the bytes of each row begin.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    COUNT: tl.constexpr = values.shape[1] // BLOCK
+    at = start // BLOCK + tl.arange(0, COUNT)
+    byte = tl.load(scales[:, None] + at[None, :], mask=(at < SCALES)[None, :], other=0)
+    blocks = tl.reshape(values, (ROWS, COUNT, BLOCK)) * power_of_byte(byte)[:, :, None]
+    return tl.reshape(blocks, (ROWS, COUNT * BLOCK))
+
+
 @triton.jit(do_not_specialize=["M"])
 def e4m3_tiles_kernel(
     x, x_scales, codes, scales, bias, out, M, N,
@@ -131,16 +148,13 @@ def e4m3_tiles_kernel(
         if right.dtype == tl.uint8:
             right = value_of(right)
         if BLOCK != _WHOLE and FMT.rows == 1:
-            share = (k // BLOCK)[None, :]
-            byte = tl.load(scales + row[:, None] * SCALES + share, mask=inside, other=0)
-            right *= power_of_byte(byte)
+            right = times_powers(right, scales + row * SCALES, start, SCALES, BLOCK)
             if x_scales is not None:
-                byte = tl.load(x_scales + x_row[:, None] * SCALES + share, mask=inside, other=0)
-                left *= power_of_byte(byte)
+                left = times_powers(left, x_scales + x_row * SCALES, start, SCALES, BLOCK)
         left = left.to(OPERAND)
         right = tl.trans(right.to(OPERAND))
         if BLOCK == _WHOLE or FMT.rows == 1:
-            acc = tl.dot(left, right, acc, input_precision="ieee")
+            acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=_IMPRECISE)
         else:
             tl.static_assert(BK == BLOCK)
             step = tl.load(scales + row // FMT.rows * SCALES + start // BK)[None, :]

@@ -14,7 +14,7 @@ from ..._compat.torch import scaled_mm
 from ...core.formats import WHOLE, Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import DTYPES, LAUNCH, PTX, cdiv, overlapping, wider
-from ..dequantize.naive import dequantize_ref
+from ..dequantize.e4m3_triton import dequantize_e4m3
 from .e4m3_tiles_triton import Sizes, e4m3_row_kernel, e4m3_tiles_kernel
 from .naive import linear_quantized_ref, linear_ref
 from .tiling import shared_memory_of
@@ -92,8 +92,8 @@ def _multiply(
         return scaled_mm(left, right, x_scales.flatten(), factors, bias, fast=False)
     exact = not fmt.has_float_scale and dtype == torch.bfloat16
     if exact and m >= _DENSE:
-        dense = dequantize_ref(codes, scales, None, fmt, dtype)
-        rows = x if x_scales is None else dequantize_ref(x, x_scales, None, fmt, dtype)
+        dense = dequantize_e4m3(codes, scales, None, fmt, dtype)
+        rows = x if x_scales is None else dequantize_e4m3(x, x_scales, None, fmt, dtype)
         return F.linear(rows, dense, None if bias is None else bias.to(dtype))
     operand = _operand(x.dtype, native, fmt)
     if operand == tl.float8e4nv:

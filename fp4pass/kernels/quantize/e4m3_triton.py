@@ -16,6 +16,9 @@ from .triton import activate, narrow
 # Columns that a program holds in registers; the reference takes longer rows.
 _WIDEST = 1 << 16
 
+# Rows up to which the kernel behind may start before the last program has ended.
+_FEW = 16
+
 
 def quantize_e4m3(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
@@ -84,12 +87,13 @@ def _launch(
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
         given = (x, beside, weight, bias, static, total if total.numel() else None)
-        _e4m3_kernel[(codes.numel() // columns,)](
+        rows = codes.numel() // columns
+        _e4m3_kernel[(rows,)](
             *(None if each is None else each.contiguous() for each in given), codes, scales, eps,
             K=columns, KIND=kind, IS_NORM=is_norm, EACH=static is not None and static.numel() > 1,
             FMT=fmt, J=blocks, B=width,
             num_warps=min(16, max(1, blocks * width // 512)),
-            **LAUNCH, **overlapping(x.device, False),
+            **LAUNCH, **overlapping(x.device, rows <= _FEW),
         )  # fmt: skip
     return total, codes, scales
 
@@ -104,6 +108,7 @@ def _e4m3_kernel(
     """beside, weight, bias, static, total: None where there is none. EACH: static is of rows."""
     wait(OVERLAP, RELEASES)
     DTYPE: tl.constexpr = x.dtype.element_ty
+    ELEMENT: tl.constexpr = FMT.element
     SCALES: tl.constexpr = (K + B - 1) // B
     block = tl.arange(0, J)
     column = block[:, None] * B + tl.arange(0, B)[None, :]
@@ -129,7 +134,7 @@ def _e4m3_kernel(
         step = tl.where(amax < 0x7F800000, given, float("nan"))
         stored = step
     tl.store(scales + row * SCALES + block, stored, mask=block < SCALES)
-    tl.store(codes + at, codes_of(value, step[:, None], FMT.element), mask=inside)
+    tl.store(codes + at, codes_of(value, step[:, None], ELEMENT), mask=inside)
 
 
 @triton.jit
