@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cases import DEVICE, DTYPES, quiet, seeded
+from kernels.cases import DEVICE, DTYPES, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -140,6 +140,23 @@ def test_products(fmt: Format, dtype: torch.dtype) -> None:
             mass = (x.double().abs() @ weight.double().abs().t()).amax()
             allowed = exact.abs() * EPS[dtype] + mass * kept
             assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@gpu
+@pytest.mark.parametrize("k", [256, 640])
+def test_blocks_of_many_rows(k: int) -> None:
+    """Scales of 128 x 128, which cuBLAS multiplies on Hopper, and rows that it does not take."""
+    fmt = get_format("fp8_block")
+    packed, scale = search_ref(numbers(384, k, torch.float32), None, 1.0, fmt, "naive")
+    stored = PackedWeight(packed, scale, None, None)
+    dense = dequantize_ref(packed, scale, None, fmt, torch.float64)
+    for m in (128, 130, 512):
+        x = numbers(m, k, torch.bfloat16) * torch.linspace(0.01, 9, m, device=DEVICE)[:, None]
+        rows = PackedInput(*quantize_ref(x.bfloat16(), None, fmt), None)
+        found = linear_quantized_e4m3(x.bfloat16(), rows, stored, fmt)
+        exact = linear_quantized_ref(x.double(), rows, stored, fmt)
+        mass = x.double().abs() @ dense.abs().t()
+        assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + mass * KEPT).all()
 
 
 @formats

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.torch import scaled_mm
+from ..._compat.torch import block_scaled_mm, has_block_scaled_mm, scaled_mm
 from ...core.formats import WHOLE, Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import DTYPES, LAUNCH, PTX, cdiv, overlapping, wider
@@ -29,7 +29,10 @@ _TALL = 8192
 _MANY = 1 << 20
 
 # Rows of x from which a weight that is exact in bfloat16 is expanded for a dense product.
-_DENSE = 128
+_DENSE = 17
+
+# Rows of x from which cuBLAS multiplies tiles of 128 x 128 faster than Triton.
+_BLOCKS = 128
 
 
 def linear_e4m3(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
@@ -90,6 +93,10 @@ def _multiply(
         left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
         factors = scales.expand(n, 1).flatten()
         return scaled_mm(left, right, x_scales.flatten(), factors, bias, fast=False)
+    plain = bias is None and dtype == torch.bfloat16
+    if x_scales is not None and plain and _has_block_product(x, n, fmt):
+        left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
+        return block_scaled_mm(left, right, x_scales, scales)
     exact = not fmt.has_float_scale and dtype == torch.bfloat16
     if exact and m >= _DENSE:
         dense = dequantize_e4m3(codes, scales, None, fmt, dtype)
@@ -114,6 +121,13 @@ def has_tensor_cores(device: torch.device) -> bool:
         return False
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) >= (8, 9)
+
+
+def _has_block_product(x: Tensor, n: int, fmt: Format) -> bool:
+    """Return whether `block_scaled_mm` multiplies many rows of codes x and a weight [n, K]."""
+    m, k = x.shape
+    tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 128 == 0
+    return tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device)
 
 
 def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:

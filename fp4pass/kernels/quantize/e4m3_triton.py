@@ -16,9 +16,6 @@ from .triton import activate, narrow
 # Columns that a program holds in registers; the reference takes longer rows.
 _WIDEST = 1 << 16
 
-# Rows up to which the kernel behind may start before the last program has ended.
-_FEW = 16
-
 
 def quantize_e4m3(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
@@ -87,13 +84,12 @@ def _launch(
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
         given = (x, beside, weight, bias, static, total if total.numel() else None)
-        rows = codes.numel() // columns
-        _e4m3_kernel[(rows,)](
+        _e4m3_kernel[(codes.numel() // columns,)](
             *(None if each is None else each.contiguous() for each in given), codes, scales, eps,
             K=columns, KIND=kind, IS_NORM=is_norm, EACH=static is not None and static.numel() > 1,
             FMT=fmt, J=blocks, B=width,
             num_warps=min(16, max(1, blocks * width // 512)),
-            **LAUNCH, **overlapping(x.device, rows <= _FEW),
+            **LAUNCH, **overlapping(x.device, False),
         )  # fmt: skip
     return total, codes, scales
 
