@@ -23,7 +23,7 @@ from ..methods import Stats, resolve_method
 from ..rows import Report, Row
 from ..stacks import packed_class
 from ..state import get_state, set_state, unwrap
-from .kept import NOTE, forget_kept
+from .kept import forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
@@ -196,18 +196,20 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
-        config, note = dataclasses.replace(config, method=None), NOTE
+        config = dataclasses.replace(config, method=None)
+    note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
     rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
-    input_scale = None
+    input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
         amax = amax.rotated(config.rotation) if config.rotation else amax
-        input_scale = config.format.input_scale_for(amax.input_amax)
+        scale = config.format.input_scale_for(amax.input_amax)
+        input_scales = () if scale is None else (scale,)
     if first.kept is not None and not config.weight_only:
-        input_scale = first.kept.input_scale()
-    tensors = kind.buffers_of(states, input_scale)
-    return PackedWeight(rows, (first.parent, config.format.key, input_scale), tensors)
+        input_scales = first.kept.input_scales()
+    tensors = kind.buffers_of(states, input_scales)
+    return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
 
 
 def _replace(

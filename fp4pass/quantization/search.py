@@ -87,9 +87,12 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list
         if layer.kept is not None:
             if rank != layer.owner:
                 return []
-            state = layer.kept.read().to(weight.device)
-            exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
-            return [(MethodResult(state), _squares(exact, state, stats, layer))]
+            states = [state.to(weight.device) for state in layer.kept.read()]
+            for i, state in enumerate(states):
+                own = stats.matrix(i, config.expert_prior)
+                exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
+                found.append((MethodResult(state), _squares(exact, state, own, layer)))
+            return found
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
         for i, rows in parts:
