@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from ._compat.accelerate import make_later
 from ._compat.transformers import config_faults

@@ -72,7 +72,7 @@ class Fp8Weight:
             return [file.get_tensor(self.reader.on_disk.get(name, name))]
 
     def states(self) -> list[QuantState]:
-        """Return codes and scales, of one matrix. Raises CheckpointError for numbers that are none."""
+        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
         parts = self.reader.parts(self.layer, (PACKED, SCALE))
         qdata, scale = parts[PACKED], parts[SCALE]
         assert qdata is not None and scale is not None, "open_checkpoint requires both"

@@ -74,9 +74,14 @@ class Format(Record):
         return self.scale.storage == torch.float32
 
     @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the only scale of a weight is a float32 number."""
+        return self.has_float_scale and self.rows == WHOLE
+
+    @property
     def has_input_scale(self) -> bool:
         """Whether calibration finds a scale of inputs: a global one, or of weights with one."""
-        return self.has_global_scale or (self.has_float_scale and self.rows == WHOLE)
+        return self.has_global_scale or self.has_tensor_scale
 
     @property
     def tile(self) -> str:

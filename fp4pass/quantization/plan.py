@@ -32,6 +32,8 @@ class LayerPlan(LinearLayer):
     config: LinearConfig = field(kw_only=True)
     # One for each matrix; known after `with_shared_scales`.
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
+    # The scale of the tensor that layers share which engines fuse; None to choose its own.
+    tensor_scale: float | None = field(default=None, kw_only=True)
     # Known after `with_statistics`: of its inputs, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
     # The codes that a source in FP8 has, which are taken in place of a search.

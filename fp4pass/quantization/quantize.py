@@ -29,6 +29,7 @@ from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_p
 from .report import converted_row, planned_row
 from .search import Found, gather_parts, joined_rows, search_parts, stored_amax
 from .search_costs import SearchStore, layer_places, search_cost, search_kind
+from .tensor_scales import shared_tensor_scales
 
 # The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -36,6 +37,8 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
     """Return the plan with the global scale of its group of layers for each layer.
+
+    So it is with the scale of a tensor, among layers that engines fuse.
 
     The ranks that have the plan must all make the call.
     """
@@ -47,7 +50,14 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
         for layer in members:
             fmt = layer.config.format
             found[layer.weight_key] = tuple(map(fmt.global_scale_for, shared))
-    return plan.map(lambda layer: dataclasses.replace(layer, global_scales=found[layer.weight_key]))
+    tensors = shared_tensor_scales(plan.layers, largest, group)
+    return plan.map(
+        lambda layer: dataclasses.replace(
+            layer,
+            global_scales=found[layer.weight_key],
+            tensor_scale=tensors.get(layer.weight_key),
+        )
+    )
 
 
 def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]]:

@@ -133,10 +133,13 @@ def _weight_error(weight: Tensor, module: QuantizedLinear | QuantizedExpertStack
 def _other_bits(layer: LayerPlan, module: PackedBlocks) -> str:
     """Quantize a weight of the reference again; return what is stored with other bits, or ""."""
     config, problem = layer.config, ""
+    given = {} if layer.tensor_scale is None else {"scale": layer.tensor_scale}
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
         states = [
-            method.quantize(config.stored(each), Stats(), config.format, scale, options).state
+            method.quantize(
+                config.stored(each), Stats(), config.format, scale, options, **given
+            ).state
             for each, scale in zip(weight, layer.global_scales, strict=True)
         ]
     wanted = type(module).buffers_of(states)

@@ -121,6 +121,19 @@ def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
     search._search = before
 
 
+def kept(folder: Path) -> Any:
+    """Return a mixture with the codes of a folder in FP8."""
+    import fp8_folders
+
+    from fp4pass.float_models import load_float
+
+    if RANK == 0:
+        fp8_folders.make(fp8_folders.mixture_model(), folder, "finegrained")
+    dist.barrier()
+    model = load_float(str(folder), "auto", "cpu").to(DEVICE)
+    return fp4pass.convert(model, "fp8_block", "naive", progress=False)
+
+
 def facts(model: Any) -> dict[str, Any]:
     report = fp4pass.report(model).to_dict()
     state = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
@@ -162,6 +175,7 @@ def together(folder: Path) -> dict[str, Any]:
         method = "gptq" if sequential else "hessian"
         with noting_searches() as found[f"{name}, searched"]:
             found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
+    found["kept"] = facts(kept(folder / "fp8"))
     streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
     fp4pass.calibrate(streamed, share(texts()), progress=False)
     for name in ("streamed", "resumed"):

@@ -53,6 +53,7 @@ MODELS = [
     "cross",
     "experts",
     "experts, one by one",
+    "kept",
     "streamed",
     "resumed",
     "saved",
@@ -67,7 +68,7 @@ def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str)
     assert first["report"] == second["report"]
 
 
-@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "smooth", "rows"])
+@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "smooth", "rows", "kept"])
 def test_sums_that_are_exact_give_the_bits_of_one_process(
     two: list[dict[str, Any]], one: dict[str, Any], name: str
 ) -> None:
