@@ -235,6 +235,11 @@ def get_format(name: str, block: int | str = "default") -> Format:
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
     # A float would be found among them, and True is 1.
     if not isinstance(wanted, SupportsIndex) or wanted not in fmt.blocks:
+        if fmt.block == WHOLE:
+            raise OptionError(
+                f"block: Format {base!r} has one scale for {fmt.tile}, and no blocks, got "
+                f"{wanted!r}. Leave block out."
+            )
         raise OptionError(
             f"block: Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or "
             "'default'."
