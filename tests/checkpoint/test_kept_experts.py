@@ -131,6 +131,27 @@ def test_a_stack_that_was_changed_is_quantized_anew(tmp_path: Path) -> None:
         assert {name for name in notes if "experts" in name} == {f"{owner}.{changed}"}
 
 
+def test_verify_compares_with_the_codes_of_the_source(tmp_path: Path) -> None:
+    from fp4pass.reporting.compare import compare_models
+
+    source = tmp_path / "fp8"
+    fp8_folders.make(fp8_folders.mixture_model(), source, "finegrained")
+    tensors = load_file(source / "model.safetensors")
+    # Scales that are no largest magnitudes, as training leaves them.
+    for name, tensor in tensors.items():
+        if tensor.dtype == fp8_folders.FP8:
+            values = tensor.float()
+            tensors[name] = torch.where(values.abs() > 200, 0, values).to(tensor.dtype)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    model = load_float(str(source), "auto", "cpu")
+    fp4pass.convert(model, "fp8_block", "naive", progress=False)
+    fp4pass.save(model, tmp_path / "q", progress=False)
+    assert_kept(source, tmp_path / "q", fp4pass.report(model))
+    reference = load_float(str(source), "auto", "cpu")
+    reader = open_checkpoint(tmp_path / "q")
+    assert not compare_models(reader, model, reference, 0.1).mismatches
+
+
 class Expert(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
