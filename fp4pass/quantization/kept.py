@@ -39,7 +39,7 @@ class KeptWeight:
 
 
 class _Record(NamedTuple):
-    """What a weight was made of, and the weight, which may be another one later."""
+    """The codes that a weight was made of, and that weight: a layer may have another one later."""
 
     kept: KeptWeight
     weight: Any
