@@ -37,6 +37,18 @@ class Readers(nn.Module):
         return torch.cat([self.q(x), self.k(x), self.o(x)], -1)
 
 
+class Fused(nn.Module):
+    """Linears that serving engines multiply by as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(64, 32), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], -1)
+
+
 class Tall(nn.Module):
     """A linear with more rows than gptq takes at once, and a small one."""
 
@@ -153,6 +165,9 @@ def together(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in ("hessian", "gptq"):
         found[method] = facts(quantized(Readers(), share(integers()), method))
+    for method in ("hessian", "gptq"):
+        one = quantized(Fused(), share(integers()), method, fmt="fp8_tensora16")
+        found[f"{method}, one scale"] = facts(one)
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
     normed = nn.Sequential(nn.LayerNorm(64), Readers()).to(DEVICE).eval()
     with torch.no_grad():
