@@ -103,6 +103,8 @@ class LinearConfig:
         if self.weight_only is not None:
             require_flags(weight_only=self.weight_only)
         require_flags(folded=self.folded, multiplies=self.multiplies)
+        if self.fmt is None:
+            raise OptionError(expected("fmt", "the name of a scheme", "None"))
         scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
         if self.activation_scales not in ACTIVATION_SCALES:
             raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)

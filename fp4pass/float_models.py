@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from ._compat.accelerate import make_later
 from ._compat.transformers import config_faults
@@ -21,15 +20,14 @@ from ._compat.transformers_loading import (
     Later,
     Pending,
     made_later,
-    names_in_model,
     other_tensors,
 )
 from .checkpoint.float_source import FloatSource, open_float_source
+from .checkpoint.kept_source import keep_weights
 from .checkpoint.layouts import LAYOUTS
 from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import WEIGHT_ENDS, pipeline_folders
 from .errors import CheckpointError, Fp4PassError, UnreadError, some
-from .quantization.kept import KeptWeight, keep_weight
 from .sources.unread import require_float, unread_names
 
 
@@ -153,7 +151,7 @@ def load_float(
         owner, _, last = name.rpartition(".")
         by_module.setdefault(owner, {})[last] = made
     if held is not None:
-        _keep_weights(model, held)
+        keep_weights(model, held)
     for owner, own in by_module.items():
         make_later(model.get_submodule(owner), own)
     return model.eval()
@@ -166,16 +164,6 @@ def _in_float(held: FloatSource, tensors: dict[str, Any], later: bool) -> dict[s
         made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
         found[name] = Pending(made, weight.get_shape(), torch.float32)
     return found
-
-
-def _keep_weights(model: Any, held: FloatSource) -> None:
-    """Have the linear layers of a model know the codes that their weights are made of."""
-    weights, modules = held.weights(), dict(model.named_modules())
-    for disk, name in names_in_model(model, weights).items():
-        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
-        if type(module) is nn.Linear:
-            kept = KeptWeight(weight.record.fmt.key, weight.state, weight.input_scale)
-            keep_weight(module, kept)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

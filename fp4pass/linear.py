@@ -195,15 +195,16 @@ class PackedBlocks(PackedLinear):
 
     @classmethod
     def buffers_of(
-        cls, states: Sequence[QuantState], input_scale: float | None = None
+        cls, states: Sequence[QuantState], input_scales: Sequence[float] = ()
     ) -> dict[str, Tensor | None]:
         """Return the buffers of a quantized weight, given the matrices of its stack.
 
-        input_scale: that of its input as it is stored (`Format.input_scale_for`).
+        input_scales: that of its input as it is stored (`Format.input_scale_for`), or those of
+            each expert.
         """
         fmt, device = states[0].format, states[0].qdata.device
 
-        def stored(numbers: list[float]) -> Tensor | None:
+        def stored(numbers: Sequence[float]) -> Tensor | None:
             return torch.tensor(numbers, dtype=torch.float32, device=device) if numbers else None
 
         global_scales = [fmt.global_scale_of(state.global_scale) for state in states]
@@ -212,7 +213,7 @@ class PackedBlocks(PackedLinear):
             PACKED: cls.stacked([state.qdata for state in states]),
             SCALE: cls.stacked([state.scale for state in states]).view(fmt.scale.storage),
             GLOBAL: stored(global_scales if fmt.has_global_scale else []),
-            INPUT_GLOBAL: stored([] if input_scale is None else [input_scale]),
+            INPUT_GLOBAL: stored(input_scales),
         }
 
 

@@ -36,13 +36,19 @@ def dense_model(intermediate_size: int = 192) -> Any:
     return transformers.Qwen3ForCausalLM(config).bfloat16().eval()
 
 
-def mixture_model() -> Any:
-    """A mixture whose experts fill whole tiles."""
+def mixture_model(moe_intermediate_size: int = 128) -> Any:
+    """A mixture whose experts fill whole tiles, by default."""
     import transformers
 
     torch.manual_seed(0)
-    mixture = dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
-    config = transformers.Qwen3MoeConfig(intermediate_size=192, **mixture, **SIZES, **HEADS)
+    mixture = dict(num_experts=4, num_experts_per_tok=2)
+    config = transformers.Qwen3MoeConfig(
+        intermediate_size=192,
+        moe_intermediate_size=moe_intermediate_size,
+        **mixture,
+        **SIZES,
+        **HEADS,
+    )
     return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
 
 

@@ -142,6 +142,8 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: convert(fmt="nf4"), "fmt: Scheme 'nf4' does not exist. Did you mean 'nvfp4'"),
     (lambda: convert(fmt=["nvfp4"]), "Scheme ['nvfp4'] does not exist"),
     (lambda: convert(fmt="nvfp4:-16"), "Format 'nvfp4:-16' does not exist"),
+    (lambda: convert(rules=[("0", {"fmt": None})]), "fmt: expected the name of a scheme, got None"),
+    (lambda: convert(fmt="fp8", block=128), "'fp8' has one scale for a row, and no blocks"),
     (lambda: convert(block=16.0), "block: Format 'nvfp4' has no block of 16.0"),
     (lambda: convert(block="16"), "no block of '16'"),
     (lambda: convert(block=True), "no block of True"),

@@ -7,9 +7,24 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from .layouts import FUSED, LAYOUTS, CompressedTensors, PackedLayer, join
-from .readers import Because, Facts, problem
+from .readers import Because, problem
+
+
+class Folder(NamedTuple):
+    """A folder of a model of transformers.
+
+    Attributes:
+        layers: what is packed, as it lies in the folder.
+        declared: the quantization_config.
+    """
+
+    layers: Mapping[str, PackedLayer]
+    declared: Mapping[str, Any]
+
 
 # An expert of a mixture, by its name in a folder.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -21,14 +36,14 @@ _NO_EXPERTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _experts_without_method(facts: Facts) -> str:
+def _experts_without_method(facts: Folder) -> str:
     """Return the scheme of experts that engines have no method for, or ""."""
     known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
     found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
     return next((scheme for scheme in found if scheme in known), "")
 
 
-def _cut_rows(facts: Facts) -> str:
+def _cut_rows(facts: Folder) -> str:
     """Return a layer that engines put before another, though its rows end within a block."""
     for name in (n for n, each in _in_blocks(facts).items() if each.shape[0] % each.fmt.rows):
         parent, _, last = name.rpartition(".")
@@ -38,22 +53,22 @@ def _cut_rows(facts: Facts) -> str:
     return ""
 
 
-def _cut_columns(facts: Facts) -> str:
+def _cut_columns(facts: Folder) -> str:
     """Return a layer whose columns end within a block of rows and columns, or ""."""
     found = (n for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block)
     return next(found, "")
 
 
-def _in_blocks(facts: Facts) -> dict[str, PackedLayer]:
+def _in_blocks(facts: Folder) -> dict[str, PackedLayer]:
     """Return the layers in which rows share scales of blocks."""
     return {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
 
 
-def _is_stock(facts: Facts) -> bool:
+def _is_stock(facts: Folder) -> bool:
     return facts.declared["quant_method"] == CompressedTensors.name
 
 
-def _schemes(facts: Facts) -> set[str]:
+def _schemes(facts: Folder) -> set[str]:
     return {each.scheme for each in facts.layers.values()}
 
 
@@ -102,11 +117,11 @@ _SILENT = (
 )
 
 
-def of_engines(facts: Facts) -> dict[str, str]:
+def of_engines(folder: Folder) -> dict[str, str]:
     """Return why each engine does not load a folder, or ""; warn where vLLM may say nothing.
 
-    `facts` have the layers as they lie in the folder.
+    Whatever writes a folder for engines calls it.
     """
-    if silent := problem(_SILENT, facts):
+    if silent := problem(_SILENT, folder):
         warnings.warn(f"{silent}.", stacklevel=4)
-    return {engine: problem(reasons, facts) for engine, reasons in _REFUSED.items()}
+    return {engine: problem(reasons, folder) for engine, reasons in _REFUSED.items()}

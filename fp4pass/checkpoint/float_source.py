@@ -71,20 +71,20 @@ class Fp8Weight:
         with opened(self.reader.files[name]) as file:
             return [file.get_tensor(self.reader.on_disk.get(name, name))]
 
-    def state(self) -> QuantState:
-        """Return codes and scales. Raises CheckpointError for numbers that are none."""
+    def states(self) -> list[QuantState]:
+        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
         parts = self.reader.parts(self.layer, (PACKED, SCALE))
         qdata, scale = parts[PACKED], parts[SCALE]
         assert qdata is not None and scale is not None, "open_checkpoint requires both"
         dtype: torch.dtype = getattr(torch, self.record.weight_dtype)
-        return QuantState(qdata, scale, 1.0, self.record.fmt, self.record.shape, dtype)
+        return [QuantState(qdata, scale, 1.0, self.record.fmt, self.record.shape, dtype)]
 
-    def input_scale(self) -> float | None:
-        """Return the one scale of inputs, None where each token has its own."""
+    def input_scales(self) -> tuple[float, ...]:
+        """Return the one scale of inputs, () where each token has its own."""
         if not self.record.static_inputs:
-            return None
+            return ()
         scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
-        return None if scale is None else scale.item()
+        return () if scale is None else (scale.item(),)
 
     def get_shape(self) -> list[int]:
         """Return the shape of the dense weight."""

@@ -105,7 +105,7 @@ def _owner(root: nn.Module, stack: str) -> Any:
 class Because(NamedTuple):
     """A fact for which a folder is not read, and the sentence that says so."""
 
-    is_so: Callable[[Facts], object]  # what the sentence has in place of {found}
+    is_so: Callable[[Any], object]  # what the sentence has in place of {found}
     sentence: str
 
 
@@ -212,7 +212,7 @@ def of_stock(facts: Facts) -> tuple[str, dict[str, Any]]:
     return found, {} if found or not facts.error else DEQUANTIZE
 
 
-def problem(reasons: Sequence[Because], facts: Facts) -> str:
+def problem(reasons: Sequence[Because], facts: Any) -> str:
     """Return the first reason for which a folder is not read, "" if it is."""
     for is_so, sentence in reasons:
         if found := is_so(facts):

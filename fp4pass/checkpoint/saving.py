@@ -32,7 +32,7 @@ from ..sources.beside import Beside, read_carried
 from ..sources.files import MANIFEST
 from ..sources.unread import require_writable
 from ..state import get_state, has_adapters, unwrap
-from .engines import of_engines
+from .engines import Folder, of_engines
 from .layer_files import ConvertedState, files_to_take
 from .layouts import (
     BUFFERS,
@@ -207,7 +207,7 @@ def _save(
             why, entries = of_stock(Facts(root, layers, declared, [*split], merged))
             problems["transformers"], declared = why, declared | entries
         if chosen.engines:
-            problems |= of_engines(Facts(root, written, declared))
+            problems |= of_engines(Folder(written, declared))
     if unread := problems.get("transformers"):
         warnings.warn(
             f"transformers cannot load this folder by itself: {unread}. fp4pass.load reads it.",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from ..rows import Report
 from ..sources.beside import copy_beside
 from ..sources.files import MANIFEST, require_config, well_formed, write_json
 from .checks import cache_format_in, require_input_scales
+from .engines import Folder, of_engines
 from .layouts import (
     CACHE_SCALES,
     LAYOUTS,
     WEIGHTS,
     CompressedTensors,
     Layout,
+    fused_problems,
     get_layout,
     is_plain,
     join,
@@ -37,6 +40,8 @@ from .opening import open_checkpoint
 from .reader import CheckpointReader, declared_config
 from .readers import DEQUANTIZE
 from .writer import CheckpointWriter, ShardWriter, bytes_of
+
+_log = logging.getLogger(__name__)
 
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"
@@ -124,7 +129,10 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         config["dtype"] = layout.dtype
     writer = CheckpointWriter(folder, layout, reader.layers, limit)
     ignored = _ignored(reader)
-    writer.declare(config, ignored, _declared(reader, layout, ignored))
+    declared = _declared(reader, layout, ignored)
+    if config and layout.engines:
+        _say_of_engines(reader, declared)
+    writer.declare(config, ignored, declared)
     names = reader.packed_names()
     for name, tensor in _counted(reader):
         if name in names:
@@ -134,6 +142,19 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
+
+
+def _say_of_engines(reader: CheckpointReader, declared: Mapping[str, Any]) -> None:
+    """Say which engines do not load the new folder; warn of scales that they would read wrongly."""
+    for parent, what in list(fused_problems(reader.layers, reader.dense_layers()))[:1]:
+        warnings.warn(
+            f"{parent}: {what}. Serving engines multiply by these as by one matrix, and would "
+            "read scales that do not exist. fp4pass convert --to bf16 makes dense weights.",
+            stacklevel=4,
+        )
+    for engine, why in of_engines(Folder(reader.layers, declared)).items():
+        if why:
+            _log.info("%s does not load this folder: %s", engine, why)
 
 
 def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:

@@ -74,9 +74,14 @@ class Format(Record):
         return self.scale.storage == torch.float32
 
     @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the only scale of a weight is a float32 number."""
+        return self.has_float_scale and self.rows == WHOLE
+
+    @property
     def has_input_scale(self) -> bool:
         """Whether calibration finds a scale of inputs: a global one, or of weights with one."""
-        return self.has_global_scale or (self.has_float_scale and self.rows == WHOLE)
+        return self.has_global_scale or self.has_tensor_scale
 
     @property
     def tile(self) -> str:
@@ -230,6 +235,11 @@ def get_format(name: str, block: int | str = "default") -> Format:
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
     # A float would be found among them, and True is 1.
     if not isinstance(wanted, SupportsIndex) or wanted not in fmt.blocks:
+        if fmt.block == WHOLE:
+            raise OptionError(
+                f"block: Format {base!r} has one scale for {fmt.tile}, and no blocks, got "
+                f"{wanted!r}. Leave block out."
+            )
         raise OptionError(
             f"block: Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or "
             "'default'."

@@ -14,8 +14,9 @@ from ..config import LinearConfig
 from ..core.elements import scale_table
 from ..core.formats import power_reaching
 from ..errors import OptionError, StateError
+from ..kernels.search.float_scales import codes_at
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..methods import Gptq, Sse, Stats
+from ..methods import Gptq, Sse, Stats, resolve_method
 from ..packed_linear import scale_bits
 from ..quantization.adapters import (
     applied_adapters,
@@ -73,9 +74,18 @@ class Target:
         return None if change is None else self.layer.get_parameter("bias").float() + change
 
     def planned(
-        self, global_scale: float, stats: Stats | None = None, config: LinearConfig | None = None
+        self,
+        number: float | None,
+        stats: Stats | None = None,
+        config: LinearConfig | None = None,
     ) -> LayerPlan:
-        """Return the plan of the merged weight, which is made in float32 here."""
+        """Return the plan of the merged weight, which is made in float32 here.
+
+        number: its global scale, or its only one; None to choose that.
+        """
+        config = self.config if config is None else config
+        is_given = config.format.has_tensor_scale and number is not None
+        able = config.method is None or resolve_method(config.method)[0].objective is not None
         change = lora_change(self.around)[0]
         weight = dense_weight(self.layer) + change
         rows, columns = weight.shape
@@ -86,8 +96,9 @@ class Target:
             module=held,
             weight_key=id(held.weight),
             shape=tuple(weight.shape),
-            config=self.config if config is None else config,
-            global_scales=(global_scale,),
+            config=config,
+            global_scales=(1.0 if is_given or number is None else number,),
+            tensor_scale=number if is_given and able else None,
             stats=Stats() if stats is None else stats,
         )
 
@@ -185,11 +196,11 @@ class Scales:
     """The global scales of merged layers, and of those that share a raised one.
 
     Attributes:
-        of: the global scale of each merged layer.
+        of: the global scale of each merged layer, or its only one; None for one to be chosen.
         rescaled: the factor of each other layer whose group has a larger one now.
     """
 
-    of: Mapping[nn.Module, float]
+    of: Mapping[nn.Module, float | None]
     rescaled: Mapping[QuantizedLinear, float]
 
 
@@ -215,7 +226,7 @@ def shared_scales(root: nn.Module, targets: Sequence[Target]) -> Scales:
         if isinstance(module, QuantizedLinear)
     ]
     changed = {target.layer: target for target in targets}
-    of: dict[nn.Module, float] = {}
+    of: dict[nn.Module, float | None] = {}
     rescaled: dict[QuantizedLinear, float] = {}
     for group in scale_groups(packed):
         members: list[Any] = [layer.module for layer in group]
@@ -228,6 +239,9 @@ def shared_scales(root: nn.Module, targets: Sequence[Target]) -> Scales:
             own = [changed[each] for each in sharers if each in changed]
             if not own:
                 continue
+            if sharers[0].config.format.has_tensor_scale and len(sharers) == 1:
+                of[sharers[0]] = None
+                continue
             amax = max(max(stored_amax(target.planned(before))) for target in own)
             factor = _factor(amax, before, sharers[0].config)
             of |= {target.layer: before * factor for target in own}
@@ -237,26 +251,33 @@ def shared_scales(root: nn.Module, targets: Sequence[Target]) -> Scales:
 
 
 def global_scale_of(layer: QuantizedLinear) -> float:
-    """Return the global scale of a packed layer, 1 for a format without."""
-    stored = layer.packed_weight.global_scale
-    return 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
+    """Return the global scale of a packed layer, or its only one; 1 for a format without."""
+    stored, fmt = layer.packed_weight.global_scale, layer.config.format
+    if fmt.has_tensor_scale:
+        return float(layer.weight_scale)
+    return 1.0 if stored is None else fmt.global_scale_of(float(stored))
 
 
 def _factor(amax: float, global_scale: float, config: LinearConfig) -> float:
     """Return the smallest power of two, at least 1, by which a global scale reaches a magnitude."""
     fmt = config.format
-    if not fmt.has_global_scale:
+    if not (fmt.has_global_scale or fmt.has_tensor_scale):
         return 1.0
-    full = global_scale * fmt.scale.max * fmt.element.max
+    full = global_scale * fmt.element.max * (1 if fmt.has_tensor_scale else fmt.scale.max)
     return max(1.0, float(power_reaching(torch.tensor(amax, dtype=torch.float64), full)))
 
 
 def rescaled_buffers(layer: QuantizedLinear, factor: float) -> dict[str, Tensor]:
-    """Return the scales of a layer whose global scale is larger by a power of two.
+    """Return the scales of a layer whose global scale, or only one, is larger by a power of two.
 
-    Block scales are divided by it, which is exact but for the smallest.
+    Block scales, or codes, are divided by it, which is exact but for the smallest.
     """
-    fmt, bits = layer.config.format, scale_bits(layer.weight_scale)
+    fmt = layer.config.format
+    if fmt.has_tensor_scale:
+        scale = layer.weight_scale * factor
+        weight = layer.stored_weight(torch.float32)
+        return {PACKED: codes_at(weight, scale, fmt), SCALE: scale}
+    bits = scale_bits(layer.weight_scale)
     table = scale_table(fmt.scale, bits.device)
     wanted = table[bits.long()] / factor
     known = table[: fmt.scale.last + 1]

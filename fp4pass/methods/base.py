@@ -97,6 +97,8 @@ class Method:
             have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
             `rows` a slice of them to quantize alone; it starts at a multiple of so many.
+        objective: if not None, what it chooses float32 scales by: "naive", "sse" or "hessian".
+            `function` then takes as `scale` the one scale of a weight, where it is known.
 
     Example:
         >>> fp4pass.methods.METHODS["gptq"].needs
@@ -110,11 +112,20 @@ class Method:
     target: TargetFunction | None = None
     stack: StackFunction | None = None
     rows_at_once: int | None = None
+    objective: str | None = None
 
     def quantize(
-        self, weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Any
+        self,
+        weight: Tensor,
+        stats: Stats,
+        fmt: Format,
+        global_scale: float,
+        options: Any,
+        **part: Any,
     ) -> MethodResult:
         """Quantize a weight that nobody has looked at.
+
+        part: `rows` and `scale`, as far as the method takes them.
 
         Raises:
             ShapeError: the weight is not [N, K] of whole blocks.
@@ -122,7 +133,7 @@ class Method:
             NonFiniteError: it holds NaN or infinity.
         """
         require_weight(weight, fmt)
-        return MethodResult.of(self.function(weight, stats, fmt, global_scale, options))
+        return MethodResult.of(self.function(weight, stats, fmt, global_scale, options, **part))
 
 
 METHODS: dict[str, Method] = {}
@@ -137,7 +148,7 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, `stack` and `rows_at_once` of `Method`.
+        **more: `target`, `stack`, `rows_at_once` and `objective` of `Method`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
 from ..kernels.search.blocks import upper_factor
-from ..kernels.search.gptq_reference import ROWS, damp
+from ..kernels.search.gptq_reference import ROWS, damp, gptq_float_scales
 from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.naive import ieee_products
 from .base import method
@@ -109,7 +109,7 @@ def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
     return found
 
 
-@method("gptq", Gptq, needs=("hessian",), target=target, rows_at_once=ROWS)
+@method("gptq", Gptq, needs=("hessian",), target=target, rows_at_once=ROWS, objective="hessian")
 def gptq(
     weight: Tensor,
     stats: Stats,
@@ -117,13 +117,21 @@ def gptq(
     global_scale: float,
     options: Gptq,
     rows: slice = slice(None),
+    scale: float | None = None,
 ) -> QuantState:
     """Choose scales and codes of small tr (W - Q) H (W - Q)^T, the error of the layer's output."""
     if stats.hessian is None:
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
     start, stop, _ = rows.indices(len(weight))
+    shape = (stop - start, weight.shape[1])
+    if scale is not None:
+        of_tensor = weight.new_full((1, 1), scale, dtype=torch.float32)
+        given = (options.damping, options.shrinkage, options.order, start, stop, of_tensor)
+        with ieee_products():
+            found = gptq_float_scales(weight.detach(), stats.hessian, fmt, *given)
+        return QuantState(*found, global_scale, fmt, shape, weight.dtype)
     with ieee_products():
-        packed, scale = ops.gptq(
+        packed, bits = ops.gptq(
             weight.detach(),
             stats.hessian,
             global_scale,
@@ -137,5 +145,4 @@ def gptq(
             start,
             stop,
         )
-    shape = (stop - start, weight.shape[1])
-    return QuantState(packed, scale, global_scale, fmt, shape, weight.dtype)
+    return QuantState(packed, bits, global_scale, fmt, shape, weight.dtype)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
+from ..kernels.search.float_scales import codes_at
 from ..kernels.statistics.naive import ieee_products
 from ..ops.checks import require_weight
 from .base import Certificate, MethodResult, StackFunction, method
@@ -56,10 +58,20 @@ def search_scales(
 
 
 def _search(
-    weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
+    weight: Tensor,
+    fmt: Format,
+    global_scale: float,
+    objective: str,
+    hessian: Tensor | None = None,
+    scale: float | None = None,
 ) -> QuantState:
-    packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
-    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
+    weight, shape, dtype = weight.detach(), tuple(weight.shape), weight.dtype
+    if scale is not None:
+        of_tensor = weight.new_full((1, 1), scale, dtype=torch.float32)
+        codes = codes_at(weight, of_tensor, fmt)
+        return QuantState(codes, of_tensor, global_scale, fmt, shape, dtype)
+    packed, bits = ops.search(weight, hessian, global_scale, fmt.key, objective)
+    return QuantState(packed, bits, global_scale, fmt, shape, dtype)
 
 
 def _search_stack(objective: str) -> StackFunction:
@@ -87,12 +99,17 @@ class Naive:
     """
 
 
-@method("naive", Naive, stack=_search_stack("naive"))
+@method("naive", Naive, stack=_search_stack("naive"), objective="naive")
 def naive(
-    weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
+    weight: Tensor,
+    stats: Stats,
+    fmt: Format,
+    global_scale: float,
+    options: Naive,
+    scale: float | None = None,
 ) -> QuantState:
     """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
-    return _search(weight, fmt, global_scale, "naive")
+    return _search(weight, fmt, global_scale, "naive", scale=scale)
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,20 @@ class Sse:
     """
 
 
-@method("sse", Sse, stack=_search_stack("sse"))
-def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
+@method("sse", Sse, stack=_search_stack("sse"), objective="sse")
+def sse(
+    weight: Tensor,
+    stats: Stats,
+    fmt: Format,
+    global_scale: float,
+    options: Sse,
+    scale: float | None = None,
+) -> QuantState:
     """Choose the scale of each block that minimizes sum(r^2), over all scales of the format.
 
     For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
     """
-    return _search(weight, fmt, global_scale, "sse")
+    return _search(weight, fmt, global_scale, "sse", scale=scale)
 
 
 @dataclass(frozen=True)
@@ -181,22 +205,27 @@ def certify(
     return dataclasses.replace(state, qdata=qdata, scale=scale), Certificate(loss, bound)
 
 
-@method("hessian", Hessian, needs=("block_hessian",))
+@method("hessian", Hessian, needs=("block_hessian",), objective="hessian")
 def hessian(
-    weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Hessian
+    weight: Tensor,
+    stats: Stats,
+    fmt: Format,
+    global_scale: float,
+    options: Hessian,
+    scale: float | None = None,
 ) -> QuantState | MethodResult:
     """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse".
 
     A row, or a tile of more columns than a block of the Hessian has, has the sum over its blocks.
     """
     block_hessian = stats.block_hessian
-    state = _search(weight, fmt, global_scale, "hessian", block_hessian)
+    state = _search(weight, fmt, global_scale, "hessian", block_hessian, scale)
     assert block_hessian is not None, "the search refuses it"
     if options.codes == "joint" or options.exact:
         stored = (state.qdata, state.scale)
         with ieee_products():
-            qdata, scale = ops.joint(weight.detach(), *stored, block_hessian, global_scale, fmt.key)
-        state = dataclasses.replace(state, qdata=qdata, scale=scale)
+            qdata, bits = ops.joint(weight.detach(), *stored, block_hessian, global_scale, fmt.key)
+        state = dataclasses.replace(state, qdata=qdata, scale=bits)
     if not options.exact:
         return state
     return MethodResult(*certify(weight, state, block_hessian, options.node_budget))

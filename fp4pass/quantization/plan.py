@@ -17,7 +17,7 @@ from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..observers.observer import collect, observers_of
 from ..ops.checks import weight_problem
-from .kept import KeptWeight, kept_weight
+from .kept import NOTE, KeptWeight, kept_weight
 from .rules import BuiltInRules, matching_rule, require_matches
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
@@ -32,10 +32,14 @@ class LayerPlan(LinearLayer):
     config: LinearConfig = field(kw_only=True)
     # One for each matrix; known after `with_shared_scales`.
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
+    # The scale of the tensor that layers share which engines fuse; None to choose its own.
+    tensor_scale: float | None = field(default=None, kw_only=True)
     # Known after `with_statistics`: of its inputs, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
     # The codes that a source in FP8 has, which are taken in place of a search.
     kept: KeptWeight | None = field(default=None, kw_only=True)
+    # Said in the report.
+    note: str = field(default="", kw_only=True)
     searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
 
     @property
@@ -150,8 +154,12 @@ def _plan_layer(
     if reason:
         return skip(layer, reason)
     if (kept := kept_weight(layer.module, config)) is not None:
+        if kept.problem:
+            note = f"quantized again, not kept as in the source: {kept.problem}"
+            return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
-        return LayerPlan(**vars(layer), config=config.override({"method": "naive"}), kept=kept)
+        config = config.override({"method": "naive", "fmt": kept.stored})
+        return LayerPlan(**vars(layer), config=config, kept=kept, note=NOTE)
     return LayerPlan(**vars(layer), config=config)
 
 

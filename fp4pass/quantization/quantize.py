@@ -23,12 +23,13 @@ from ..methods import Stats, resolve_method
 from ..rows import Report, Row
 from ..stacks import packed_class
 from ..state import get_state, set_state, unwrap
-from .kept import NOTE, forget_kept
+from .kept import forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
 from .search import Found, gather_parts, joined_rows, search_parts, stored_amax
 from .search_costs import SearchStore, layer_places, search_cost, search_kind
+from .tensor_scales import shared_tensor_scales
 
 # The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -36,6 +37,8 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
     """Return the plan with the global scale of its group of layers for each layer.
+
+    So it is with the scale of a tensor, among layers that engines fuse.
 
     The ranks that have the plan must all make the call.
     """
@@ -47,7 +50,14 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
         for layer in members:
             fmt = layer.config.format
             found[layer.weight_key] = tuple(map(fmt.global_scale_for, shared))
-    return plan.map(lambda layer: dataclasses.replace(layer, global_scales=found[layer.weight_key]))
+    tensors = shared_tensor_scales(plan.layers, largest, group)
+    return plan.map(
+        lambda layer: dataclasses.replace(
+            layer,
+            global_scales=found[layer.weight_key],
+            tensor_scale=tensors.get(layer.weight_key),
+        )
+    )
 
 
 def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]]:
@@ -196,18 +206,20 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
-        config, note = dataclasses.replace(config, method=None), NOTE
+        config = dataclasses.replace(config, method=None)
+    note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
     rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
-    input_scale = None
+    input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
         amax = amax.rotated(config.rotation) if config.rotation else amax
-        input_scale = config.format.input_scale_for(amax.input_amax)
+        scale = config.format.input_scale_for(amax.input_amax)
+        input_scales = () if scale is None else (scale,)
     if first.kept is not None and not config.weight_only:
-        input_scale = first.kept.input_scale()
-    tensors = kind.buffers_of(states, input_scale)
-    return PackedWeight(rows, (first.parent, config.format.key, input_scale), tensors)
+        input_scales = first.kept.input_scales()
+    tensors = kind.buffers_of(states, input_scales)
+    return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
 
 
 def _replace(

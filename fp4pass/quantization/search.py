@@ -18,6 +18,7 @@ from ..core.formats import WHOLE, get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
+from ..kernels.search.float_scales import in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from ..stacks import dense_stack
@@ -78,6 +79,27 @@ def stored_amax(layer: LayerPlan) -> list[float]:
         return found
 
 
+def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
+    """Return the error of a weight with each of some scales of its tensor [C].
+
+    None if the method needs statistics that are not there.
+    """
+    config, method = layer.config, resolve_method(layer.config.method)[0]
+    if not all(map(layer.stats.has, config.needs)):
+        return None
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device).matrix(0, config.expert_prior)
+        matrix = _stored(_target(weight[0], config, lambda: stats), config)
+        stats = stats.rotated(config.rotation) if config.rotation else stats
+        hessian = stats.block_hessian
+        if hessian is None and stats.hessian is not None:
+            hessian = in_blocks(stats.hessian)
+        known = scales.to(weight.device).view(-1, 1, 1)
+        objective = method.objective
+        assert objective is not None, "the caller has looked"
+        return scale_errors(matrix, hessian, known, config.format, objective).flatten().tolist()
+
+
 def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list[Found]:
     """Return the results of the parts of a weight that a process searches."""
     config = layer.config
@@ -87,9 +109,12 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list
         if layer.kept is not None:
             if rank != layer.owner:
                 return []
-            state = layer.kept.read().to(weight.device)
-            exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
-            return [(MethodResult(state), _squares(exact, state, stats, layer))]
+            states = [state.to(weight.device) for state in layer.kept.read()]
+            for i, state in enumerate(states):
+                own = stats.matrix(i, config.expert_prior)
+                exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
+                found.append((MethodResult(state), _squares(exact, state, own, layer)))
+            return found
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
         for i, rows in parts:
@@ -127,7 +152,9 @@ def _search(
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt, global_scale = layer.config.format, layer.global_scales[matrix]
-    part = {} if rows is None else {"rows": rows}
+    part: dict[str, Any] = {} if rows is None else {"rows": rows}
+    if layer.tensor_scale is not None:
+        part["scale"] = layer.tensor_scale
 
     def search() -> MethodResult:
         return MethodResult.of(method.function(weight, stats, fmt, global_scale, options, **part))

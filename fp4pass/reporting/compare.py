@@ -16,6 +16,7 @@ from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
+from ..core.quant_state import QuantState
 from ..errors import CheckpointError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
@@ -132,14 +133,8 @@ def _weight_error(weight: Tensor, module: QuantizedLinear | QuantizedExpertStack
 
 def _other_bits(layer: LayerPlan, module: PackedBlocks) -> str:
     """Quantize a weight of the reference again; return what is stored with other bits, or ""."""
-    config, problem = layer.config, ""
-    method, options = resolve_method(config.method)
-    with dense_weight(layer) as weight:
-        states = [
-            method.quantize(config.stored(each), Stats(), config.format, scale, options).state
-            for each, scale in zip(weight, layer.global_scales, strict=True)
-        ]
-    wanted = type(module).buffers_of(states)
+    problem = ""
+    wanted = type(module).buffers_of(_quantized_again(layer))
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]
         if theirs is None or ours is None:
@@ -154,6 +149,20 @@ def _other_bits(layer: LayerPlan, module: PackedBlocks) -> str:
                 f"{differ} bytes of {part} differ from those of the reference, quantized again"
             )
     return problem
+
+
+def _quantized_again(layer: LayerPlan) -> list[QuantState]:
+    """Return what the recipe makes of a weight, or what a source in FP8 has."""
+    if layer.kept is not None:
+        return list(layer.kept.read())
+    method, options = resolve_method(layer.config.method)
+    given = {} if layer.tensor_scale is None else {"scale": layer.tensor_scale}
+    fmt = layer.config.format
+    with dense_weight(layer) as weight:
+        return [
+            method.quantize(layer.config.stored(each), Stats(), fmt, scale, options, **given).state
+            for each, scale in zip(weight, layer.global_scales, strict=True)
+        ]
 
 
 def _other_global(layer: LayerPlan, module: QuantizedLinear | QuantizedExpertStack) -> str:

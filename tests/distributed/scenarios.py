@@ -37,6 +37,18 @@ class Readers(nn.Module):
         return torch.cat([self.q(x), self.k(x), self.o(x)], -1)
 
 
+class Fused(nn.Module):
+    """Linears that serving engines multiply by as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(64, 32), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], -1)
+
+
 class Tall(nn.Module):
     """A linear with more rows than gptq takes at once, and a small one."""
 
@@ -121,6 +133,19 @@ def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
     search._search = before
 
 
+def kept(folder: Path) -> Any:
+    """Return a mixture with the codes of a folder in FP8."""
+    import fp8_folders
+
+    from fp4pass.float_models import load_float
+
+    if RANK == 0:
+        fp8_folders.make(fp8_folders.mixture_model(), folder, "finegrained")
+    dist.barrier()
+    model = load_float(str(folder), "auto", "cpu").to(DEVICE)
+    return fp4pass.convert(model, "fp8_block", "naive", progress=False)
+
+
 def facts(model: Any) -> dict[str, Any]:
     report = fp4pass.report(model).to_dict()
     state = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
@@ -140,6 +165,9 @@ def together(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in ("hessian", "gptq"):
         found[method] = facts(quantized(Readers(), share(integers()), method))
+    for method in ("hessian", "gptq"):
+        one = quantized(Fused(), share(integers()), method, fmt="fp8_tensora16")
+        found[f"{method}, one scale"] = facts(one)
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
     normed = nn.Sequential(nn.LayerNorm(64), Readers()).to(DEVICE).eval()
     with torch.no_grad():
@@ -162,6 +190,7 @@ def together(folder: Path) -> dict[str, Any]:
         method = "gptq" if sequential else "hessian"
         with noting_searches() as found[f"{name}, searched"]:
             found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
+    found["kept"] = facts(kept(folder / "fp8"))
     streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
     fp4pass.calibrate(streamed, share(texts()), progress=False)
     for name in ("streamed", "resumed"):

@@ -53,6 +53,9 @@ MODELS = [
     "cross",
     "experts",
     "experts, one by one",
+    "hessian, one scale",
+    "gptq, one scale",
+    "kept",
     "streamed",
     "resumed",
     "saved",
@@ -67,12 +70,27 @@ def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str)
     assert first["report"] == second["report"]
 
 
-@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "smooth", "rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hessian",
+        "gptq",
+        "hessian, one scale",
+        "gptq, one scale",
+        "sse",
+        "smooth",
+        "rows",
+        "kept",
+    ],
+)
 def test_sums_that_are_exact_give_the_bits_of_one_process(
     two: list[dict[str, Any]], one: dict[str, Any], name: str
 ) -> None:
     assert_equal(two[0][name]["state"], one[name]["state"])
     assert two[0][name]["report"] == one[name]["report"]
+    state = one[name]["state"]
+    if "one scale" in name:
+        assert torch.equal(state["q_proj.weight_scale"], state["k_proj.weight_scale"])
 
 
 def test_processes_share_the_rows_of_a_large_layer(

@@ -191,6 +191,26 @@ def test_scales_stay_where_they_reach() -> None:
     assert before == {name: global_scale_of(each) for name, each in layers(model).items()}
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_what_engines_fuse_keeps_one_scale_of_tensors(size: float) -> None:
+    model = converted(fmt="fp8_tensora16")
+    before = {name: float(each.weight_scale) for name, each in layers(model).items()}
+    dense = {name: dense_weight(each) for name, each in layers(model).items()}
+    found = fp4pass.merge(adapted(model, ["q_proj", "o_proj"], size=size), "sse", progress=False)
+    path = "model.layers.0.self_attn"
+    scales = {name: float(each.weight_scale) for name, each in layers(model).items()}
+    (own,) = {scales[f"{path}.{name}_proj"] for name in "qkv"}
+    factor = own / before[f"{path}.q_proj"]
+    assert factor in [2.0**k for k in range(12)] and (factor > 8 or size < 100)
+    if factor > 1:
+        assert found.rescaled[f"{path}.k_proj"] == factor
+    # Only the smallest codes lose a bit.
+    for name in "kv":
+        full = f"{path}.{name}_proj"
+        error = (dense_weight(layers(model)[full]) - dense[full]).abs().max()
+        assert error <= own * 2**-10 * 1.01
+
+
 def test_several_adapters() -> None:
     model = converted()
     tuned = adapted(model)

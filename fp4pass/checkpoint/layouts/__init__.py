@@ -19,4 +19,11 @@ from .foreign import expected_shapes, read_layers
 from .known import get_layout, layout_of, side_files
 from .layer import BUFFERS, FUSED, PackedLayer, Scheme, fused_problems, join
 from .patterns import as_globs, below, is_plain, matches
-from .pieces import Piece, has_whole_tiles, join_layers, split_layer
+from .pieces import (
+    Piece,
+    has_whole_tiles,
+    join_layers,
+    join_part,
+    joined_record,
+    split_layer,
+)

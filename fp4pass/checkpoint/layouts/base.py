@@ -290,10 +290,11 @@ class Layout:
         """Raise CheckpointError for the first layer that this layout has no place for."""
         for name, layer in layers.items():
             if problem := self.problem(layer):
+                others = [n for n, o in LAYOUTS.items() if not any(map(o.problem, layers.values()))]
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for {problem}; it holds "
                     f"{' and '.join(self.formats)}. Choose another layout "
-                    f"({', '.join(LAYOUTS)}), or convert the model to what it holds."
+                    f"({', '.join(others)}), or convert the model to what it holds."
                 )
 
     def for_layers(self, layers: Mapping[str, PackedLayer]) -> Layout:

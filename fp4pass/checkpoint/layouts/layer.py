@@ -13,6 +13,7 @@ from torch import Tensor
 from ..._compat.transformers_experts import StackView
 from ...config import LinearConfig
 from ...core.formats import Format
+from ...core.fused import FUSED
 from ...errors import OptionError, expected
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 
@@ -160,16 +161,6 @@ class Scheme(NamedTuple):
     block: int | None = None
     rotation: int = 0
     static_inputs: bool = False
-
-
-# Linear layers of one module that serving engines multiply by as one matrix (vLLM, SGLang).
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-)
 
 
 # The names that engines give to some of them.

@@ -59,25 +59,19 @@ def split_layer(
         yield piece.name, piece.of(part, tensor, rows, fmt)
 
 
-def join_layers(
-    name: str,
-    pieces: Sequence[Piece],
-    layers: Mapping[str, PackedLayer],
-    whole: PackedLayer,
-    state: Mapping[str, Tensor],
-) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return the stack that linear layers are pieces of, and its buffers.
+def joined_record(
+    name: str, pieces: Sequence[Piece], layers: Mapping[str, PackedLayer], whole: PackedLayer
+) -> PackedLayer:
+    """Return how the stack is packed that linear layers are pieces of.
 
     Args:
         name: of the stack.
         pieces: its layers.
         layers: how each of them is packed.
         whole: how the stack lies in the model; its config is that of the layers.
-        state: their buffers, as a state dict has them.
 
     Raises:
-        UnreadError: the layers are quantized in several ways.
-        CheckpointError: what reads one input has several scales of it.
+        UnreadError: the layers are quantized in several ways, or share tiles.
     """
     records = [layers[piece.name] for piece in pieces]
     if not has_whole_tiles(pieces, records[0].fmt):
@@ -86,8 +80,7 @@ def join_layers(
             f"stack can hold, got {pieces[0].stop - pieces[0].start} rows. Make it dense by "
             "fp4pass convert --to bf16, or give it to fp4pass quantize."
         )
-    # Which way a number goes may differ by expert, as some are powers of two by chance.
-    multiplies = any(each.config.multiplies for each in records)
+    multiplies = _multiplies(records)
     configs = {
         (dataclasses.replace(each.config, multiplies=multiplies), each.static_inputs)
         for each in records
@@ -102,37 +95,82 @@ def join_layers(
     if config.format.rows == WHOLE:
         # Gate and up have a scale each, and all rows of a layer the same.
         config = config.override({"fmt": _by_rows(config.format).name})
-    whole = dataclasses.replace(whole, config=config, static_inputs=is_static)
-    experts, rows, _ = whole.shape
-    parts = len(pieces) // experts
+    return dataclasses.replace(whole, config=config, static_inputs=is_static)
+
+
+def _multiplies(records: Sequence[PackedLayer]) -> bool:
+    # Which way a number goes may differ by expert, as some are powers of two by chance.
+    return any(each.config.multiplies for each in records)
+
+
+def join_layers(
+    name: str,
+    pieces: Sequence[Piece],
+    layers: Mapping[str, PackedLayer],
+    whole: PackedLayer,
+    state: Mapping[str, Tensor],
+) -> tuple[PackedLayer, dict[str, Tensor]]:
+    """Return the stack that linear layers are pieces of, and its buffers.
+
+    Args:
+        name: as for `joined_record`.
+        pieces: as for `joined_record`.
+        layers: as for `joined_record`.
+        whole: as for `joined_record`.
+        state: their buffers, as a state dict has them.
+
+    Raises:
+        UnreadError: as for `joined_record`.
+        CheckpointError: what reads one input has several scales of it.
+    """
+    whole = joined_record(name, pieces, layers, whole)
     joined = {}
     for part in BUFFERS:
         found = [state.get(join(piece.name, part)) for piece in pieces]
-        if part in (PACKED, SCALE):
-            first = found[0]
-            assert first is not None, "open_checkpoint requires both"
-            shape = whole.scale_shape if part == SCALE else (experts, rows, first.shape[1])
-            stack = first.new_empty(shape)
-            for piece, own in zip(pieces, found, strict=True):
-                where = slice(piece.start, piece.stop)
-                where = piece.scales(whole.fmt) if part == SCALE else where
-                stack[piece.expert, where] = own  # type: ignore[assignment]
-            joined[part] = stack
-            continue
-        table = torch.full((experts, parts), math.nan, dtype=torch.float32)
-        for piece, record, own in zip(pieces, records, found, strict=True):
-            if own is not None:
-                # A divisor is a power of two where others multiply.
-                own = own if record.config.multiplies == multiplies else 1 / own
-                table[piece.expert, piece.start * parts // rows] = own.item()
-        if part == INPUT_GLOBAL:
-            # Those of inputs in FP8 multiply everywhere.
-            is_factor = multiplies or not whole.fmt.has_global_scale
-            scales = _input_scales(name, table, is_factor)
-            joined |= {} if scales is None else {part: scales}
-        elif whole.fmt.has_global_scale:
-            joined[part] = table[:, 0].clone() if (table == table[:, :1]).all() else table
-    return whole, {join(name, part): tensor for part, tensor in joined.items()}
+        tensor = join_part(name, pieces, layers, whole, part, found)
+        if tensor is not None:
+            joined[join(name, part)] = tensor
+    return whole, joined
+
+
+def join_part(
+    name: str,
+    pieces: Sequence[Piece],
+    layers: Mapping[str, PackedLayer],
+    whole: PackedLayer,
+    part: str,
+    found: Sequence[Tensor | None],
+) -> Tensor | None:
+    """Return one buffer of a stack, given those of its pieces; None for one that it lacks.
+
+    whole: as `joined_record` returns it. Raises CheckpointError for several scales of one input.
+    """
+    experts, rows, _ = whole.shape
+    parts = len(pieces) // experts
+    if part in (PACKED, SCALE):
+        first = found[0]
+        assert first is not None, "open_checkpoint requires both"
+        shape = whole.scale_shape if part == SCALE else (experts, rows, first.shape[1])
+        stack = first.new_empty(shape)
+        for piece, own in zip(pieces, found, strict=True):
+            where = slice(piece.start, piece.stop)
+            where = piece.scales(whole.fmt) if part == SCALE else where
+            stack[piece.expert, where] = own  # type: ignore[assignment]
+        return stack
+    records = [layers[piece.name] for piece in pieces]
+    multiplies = _multiplies(records)
+    table = torch.full((experts, parts), math.nan, dtype=torch.float32)
+    for piece, record, own in zip(pieces, records, found, strict=True):
+        if own is not None:
+            # A divisor is a power of two where others multiply.
+            own = own if record.config.multiplies == multiplies else 1 / own
+            table[piece.expert, piece.start * parts // rows] = own.item()
+    if part == INPUT_GLOBAL:
+        # Those of inputs in FP8 multiply everywhere.
+        return _input_scales(name, table, multiplies or not whole.fmt.has_global_scale)
+    if not whole.fmt.has_global_scale:
+        return None
+    return table[:, 0].clone() if (table == table[:, :1]).all() else table
 
 
 def _by_rows(fmt: Format) -> Format:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ...core.formats import WHOLE, Format
 from ..common.float_scales import band_of, bands, row_amax, scale_of, spread, tile_sums
 from ..common.rounding import round_to_codes_, round_to_values_
-from ..statistics.naive import HESSIAN_BLOCK
+from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 
 # Scales in an octave, 2.2 % apart.
 CANDIDATES = 32
@@ -32,31 +32,50 @@ def search_float_scales(
     "naive" takes amax / element.max, "sse" and "hessian" the best of `candidate_scales`, of equal
     ones the smaller; columns that no token excited are searched by squared error.
     """
-    numbers = _TILE_CPU if weight.device.type == "cpu" else _TILE_GPU
-    parts = list(bands(weight.shape, fmt, numbers))
-    scale = scale_of(_amax(weight, parts, fmt), fmt)
+    scale = scale_of(_amax(weight, _parts(weight, fmt), fmt), fmt)
     if objective != "naive" and weight.numel():
-        metric = _metric(hessian, fmt) if objective == "hessian" else None
         known = candidate_scales(scale)  # [C, I, J], ascending
-        errors = torch.zeros(known.shape, dtype=torch.float64, device=weight.device)
-        for part in parts:
-            x = weight[part].to(torch.float32)
-            for candidates, error in zip(known, errors, strict=True):
-                own = band_of(candidates, part, fmt)
-                residual = _residual(x, spread(own, x.shape, fmt), fmt)
-                of_rows = _row_errors(residual, metric, fmt)
-                band_of(error, part, fmt).add_(_sum_rows(of_rows, fmt))
+        errors = scale_errors(weight, hessian, known, fmt, objective)
         # The first of equal ones, which argmin does not promise.
         places = torch.arange(len(known), device=weight.device).view(-1, 1, 1)
         best = torch.where(errors == errors.amin(0), places, len(known)).amin(0)
         scale = known.gather(0, best.unsqueeze(0))[0]
+    return codes_at(weight, scale, fmt), scale
+
+
+def scale_errors(
+    weight: Tensor, hessian: Tensor | None, known: Tensor, fmt: Format, objective: str
+) -> Tensor:
+    """Return the errors float64 [C, I, J] of a weight [N, K] with each of some scales [C, I, J].
+
+    objective: "sse" or "hessian".
+    """
+    metric = _metric(hessian, fmt) if objective == "hessian" else None
+    errors = torch.zeros(known.shape, dtype=torch.float64, device=weight.device)
+    for part in _parts(weight, fmt):
+        x = weight[part].to(torch.float32)
+        for candidates, error in zip(known, errors, strict=True):
+            own = band_of(candidates, part, fmt)
+            residual = _residual(x, spread(own, x.shape, fmt), fmt)
+            of_rows = _row_errors(residual, metric, fmt)
+            band_of(error, part, fmt).add_(_sum_rows(of_rows, fmt))
+    return errors
+
+
+def codes_at(weight: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """Return the codes uint8 [N, K] of a weight, rounded to nearest at scales [I, J]."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    for part in parts:
+    for part in _parts(weight, fmt):
         x = weight[part].to(torch.float32)
         codes[part] = round_to_codes_(
             x / spread(band_of(scale, part, fmt), x.shape, fmt), fmt.element
         )
-    return codes, scale
+    return codes
+
+
+def _parts(weight: Tensor, fmt: Format) -> list[slice]:
+    numbers = _TILE_CPU if weight.device.type == "cpu" else _TILE_GPU
+    return list(bands(weight.shape, fmt, numbers))
 
 
 def candidate_scales(naive: Tensor) -> Tensor:
@@ -64,6 +83,12 @@ def candidate_scales(naive: Tensor) -> Tensor:
     steps = torch.arange(1 - CANDIDATES, 1, dtype=torch.float64, device=naive.device)
     factors = torch.exp2(steps / CANDIDATES).view(-1, *[1] * naive.ndim)
     return (naive.double() * factors).float().clamp_(min=2.0**-126)
+
+
+def in_blocks(hessian: Tensor) -> Tensor:
+    """Return the diagonal blocks [ceil(K / 32), 32, 32] of a Hessian [K, K], zeros beyond it."""
+    missing = -len(hessian) % HESSIAN_BLOCK
+    return diagonal_blocks(F.pad(hessian, (0, missing, 0, missing)), HESSIAN_BLOCK)
 
 
 def _amax(weight: Tensor, parts: list[slice], fmt: Format) -> Tensor:

@@ -24,7 +24,7 @@ from ..common.float_scales import band_of, bands, spread
 from ..common.rounding import round_to_codes_, round_to_values_
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
-from .float_scales import search_float_scales
+from .float_scales import in_blocks, search_float_scales
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
 # Rows at a time: they share nothing but the Hessian. Bits may depend on it, for products of other
@@ -154,15 +154,19 @@ def gptq_float_scales(
     order: str,
     start: int,
     stop: int,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Round rows of a weight [N, K] column by column, with the float32 scales of its tiles."""
+    """Round rows of a weight [N, K] column by column, with the float32 scales of its tiles.
+
+    scale: [I, J], where they are known; else they are those of "hessian".
+    """
     # order "loss": columns with the largest inputs first. Blocks of the Hessian are of 32 columns,
     # which zeros fill.
     rows, columns = weight.shape
     missing = -columns % HESSIAN_BLOCK
+    if scale is None:
+        scale = search_float_scales(weight, in_blocks(hessian), fmt, "hessian")[1]
     hessian = F.pad(hessian, (0, missing, 0, missing))
-    in_blocks = diagonal_blocks(hessian, HESSIAN_BLOCK)
-    scale = search_float_scales(weight, in_blocks, fmt, "hessian")[1]
     damped = damp(hessian, damping, shrinkage, HESSIAN_BLOCK)[:columns, :columns]
     visited = torch.arange(columns, device=weight.device)
     if order == "loss":
