@@ -9,9 +9,9 @@ from kernels.test_fp8 import as_weight, packed, seeded
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.operands_triton import operands
+from fp4pass.kernels.fp8.triton import multiply_with
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
-from fp4pass.kernels.linear.gluon_triton import multiply_wide, runs_wide
+from fp4pass.kernels.linear.gluon_triton import count_tiles, multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
 needs_hopper = pytest.mark.skipif(
@@ -38,17 +38,17 @@ def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> Non
     x = torch.randn(m, k, generator=seeded(6)).cuda().bfloat16()
     out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
 
-    rows, of_weight = operands(x, weight, fmt, 8, fours=True)
-    stored = weight._replace(global_scale=None, bias=bias)
-    found = multiply_wide(*rows, stored, *of_weight, out.clone(), fmt, tiles)
+    stored = weight._replace(bias=bias)
+    found = multiply_with(tiles, x, stored, out.clone(), fmt)
+    assert torch.equal(found, multiply_with(tiles, x, stored, out.clone(), fmt))
     values, factor = fp8.quantize_rows_ref(x)
     dense, w_factor = fp8.expand_ref(weight, fmt)
     left, right = values.double() * factor[:, None], dense.double() * w_factor[:, None]
     _compare(found, left, right, bias, 2.0**-10)
 
     x_sorted = arranged(InputRows.of_numbers(x), m, k, tiles.words, fmt, False)[0]
-    stored = weight._replace(bias=bias)
-    found = multiply_wide(x_sorted, None, stored, None, None, out, fmt, tiles)
+    finished = torch.zeros(count_tiles(m, n, tiles), dtype=torch.int32, device="cuda")
+    found = multiply_wide(x_sorted, None, stored, finished, out, fmt, tiles)
     dense = dequantize_ref(*weight[:3], fmt, torch.float32)
     _compare(found, x.double(), dense.double(), bias, 1e-5)
 

@@ -72,13 +72,35 @@ def operands(
     of_weight = Powers(*torch.empty((2, n), dtype=torch.float32, device=device))
     _operands[(m + cdiv(n, _ROWS),)](
         *_read(x), values.view(torch.uint8), rows.factors,
-        weight.scale.contiguous(), weight.global_scale, *of_weight, m, n,
+        weight.scale.contiguous(), weight.global_scale, *of_weight, None, m, n, 0,
         K=k, WORDS=words, GROUP=group, FOURS=fours, FMT=fmt,
         BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
         TILE=min(max(_WORDS, group), triton.next_power_of_2(words)),
         num_warps=4 if words <= _FEW else 8, **LAUNCH, **overlapping(device, releases),
     )  # fmt: skip
     return rows, of_weight
+
+
+def sorted_rows(
+    x: Tensor | PackedInput, fmt: Format, k: int, tiles: int, releases: bool
+) -> tuple[Rows, Tensor | None]:
+    """Return rows x [M, K] as operands, sorted as `fours` above, K being whole groups of eight.
+
+    Beside them int32 zeros [tiles], made in the same launch, or None for no tiles.
+    """
+    first = x.packed if isinstance(x, PackedInput) else x
+    m, device = len(first), first.device
+    values = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=device)
+    rows = Rows(values, torch.empty(m, dtype=torch.float32, device=device))
+    zeros = torch.empty(tiles, dtype=torch.int32, device=device) if tiles else None
+    _operands[(m,)](
+        *_read(x), values.view(torch.uint8), rows.factors, None, None, None, None, zeros,
+        m, 0, tiles, K=k, WORDS=k // 8, GROUP=8, FOURS=True, FMT=fmt,
+        BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
+        TILE=min(max(_WORDS, 8), triton.next_power_of_2(k // 8)),
+        num_warps=4 if k // 8 <= _FEW else 8, **LAUNCH, **overlapping(device, releases),
+    )  # fmt: skip
+    return rows, zeros
 
 
 def _read(x: Tensor | PackedInput) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -186,9 +208,10 @@ def expand_row(
         tl.store(out + at, bits, mask=at < 8 * WORDS)
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@triton.jit(do_not_specialize=["M", "N", "ZEROS"])
 def _operands(
-    x, x_scales, x_global_scale, x_out, x_factors, scales, global_scale, powers, factors, M, N,
+    x, x_scales, x_global_scale, x_out, x_factors, scales, global_scale, powers, factors, zeros,
+    M, N, ZEROS,
     K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, FOURS: tl.constexpr,
     FMT: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
@@ -197,6 +220,10 @@ def _operands(
     wait(OVERLAP, RELEASES)
     blocks: tl.constexpr = K // FMT.block
     program = tl.program_id(0)
+    if zeros is not None:
+        for start in range(program * 32, ZEROS, M * 32):
+            at = start + tl.arange(0, 32)
+            tl.store(zeros + at, tl.zeros((32,), tl.int32), mask=at < ZEROS)
     if program < M:
         row = program.to(tl.int64)
         x_out += row * (8 * WORDS)
@@ -207,7 +234,7 @@ def _operands(
                 x + row * (K // 8), x_scales + row * blocks, x_global_scale, x_out,
                 x_factors + row, K, WORDS, GROUP, FOURS, FMT, BLOCKS, TILE,
             )  # fmt: skip
-    else:
+    elif scales is not None:
         n = (program - M).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         i = tl.arange(0, BLOCKS)
         inside = (n < N)[:, None] & (i < blocks)[None, :]

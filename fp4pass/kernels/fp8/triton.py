@@ -14,11 +14,11 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, decode_scale, overlapping, rounded, wait
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
-from ..linear.gluon_triton import multiply_wide, runs_wide
+from ..linear.gluon_triton import count_tiles, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, split, wide_tiles
 from .decode_triton import decode_e4m3, operand
 from .expand_triton import expanded
-from .operands_triton import operands
+from .operands_triton import operands, sorted_rows
 
 # From the largest, measured on an H200.
 SIZES = (
@@ -81,12 +81,7 @@ def multiply_fp8(
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
     out = torch.empty((m, n), dtype=dtype, device=device)
     if runs_wide(k, device) and (tiles := wide_config(m, n, k)):
-        # Where programs are few or small, starting early took longer.
-        early = tiles.m == 256 and tiles.parts == 1
-        rows, of_weight = operands(x, weight, fmt, 8, fours=True, releases=early)
-        # Its factors hold the global scale.
-        weight = weight._replace(global_scale=None)
-        return multiply_wide(*rows, weight, *of_weight, out, fmt, tiles)
+        return multiply_with(tiles, x, weight, out, fmt)
     tiles = tiles_of(m, n, shared_memory_of(device))
     rows, of_weight = operands(x, weight, fmt, tiles.words)
     fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
@@ -96,6 +91,16 @@ def multiply_fp8(
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
     return out
+
+
+def multiply_with(
+    tiles: Tiles, x: Tensor | PackedInput, weight: PackedWeight, out: Tensor, fmt: Format,
+    early: bool = True,
+) -> Tensor:  # fmt: skip
+    """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
+    (m, n), k = out.shape, 2 * weight.packed.shape[1]
+    rows, zeros = sorted_rows(x, fmt, k, count_tiles(m, n, tiles), early)
+    return multiply_wide(*rows, weight, zeros, out, fmt, tiles)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -10,8 +10,6 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
-from .matmul_triton import add_parts
-from .ptx_triton import offset
 from .tiling import Tiles, shared_memory_of
 
 try:
@@ -66,30 +64,34 @@ def runs_wide(k: int, device: torch.device) -> bool:
     return known and _capability(device)[0] == 9
 
 
+def count_tiles(m: int, n: int, tiles: Tiles) -> int:
+    """Return the tiles of results whose sums several programs share: 0 if none does."""
+    return cdiv(m, tiles.m) * cdiv(n, tiles.n) if tiles.parts > 1 else 0
+
+
 def multiply_wide(
     x: Tensor,
     x_factors: Tensor | None,
     weight: PackedWeight,
-    powers: Tensor | None,
-    factors: Tensor | None,
+    finished: Tensor | None,
     out: Tensor,
     fmt: Format,
     tiles: Tiles,
 ) -> Tensor:
     """Fill `out` [M, N] with the product of sorted rows x [M, K] and a weight, and return it."""
-    # x of E4M3 has factors, as the weight then has powers and factors; else it is bfloat16.
-    (m, k), n, fp8 = x.shape, out.shape[-1], powers is not None
-    whole = tiles.parts == 1
-    sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
+    # x of E4M3 has factors; else it is bfloat16. finished: zeros int32 [count_tiles] or None.
+    (m, k), n, fp8 = x.shape, out.shape[-1], x_factors is not None
+    count = count_tiles(m, n, tiles)
+    sums = None
+    if count:
+        sums = out.new_empty(count * tiles.parts * tiles.m * tiles.n, dtype=torch.float32)
     block = [tiles.m, 8 * tiles.words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if fp8 else gl.bfloat16)
-    words = wider(weight.packed, torch.int64)
-    stored = weight._replace(packed=words, scale=weight.scale.contiguous())
+    words, bytes_ = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)
+    stored = weight._replace(packed=words, scale=bytes_.view(torch.uint8))
     wide_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
-        TensorDescriptor.from_tensor(x, block, layout), x_factors, stored, powers, factors,
-        sums, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
+        TensorDescriptor.from_tensor(x, block, layout), x_factors, stored, sums, finished,
+        out, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
         **overlapping(x.device, tiles.releases),
     )  # fmt: skip
-    if not whole:
-        add_parts(sums, None, weight, out, fmt, 0 if fp8 else offset(fmt))
     return out

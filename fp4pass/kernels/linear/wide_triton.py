@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..._compat.triton import barrier, load_tile, warpgroup_mma_init
 from ..common.tiles import global_multiplier, power
 from ..fp8.decode_triton import table_assembly
+from ..fp8.operands_triton import row_factor, shift_from, two_to_the
 from .ptx_triton import offset, scale_assembly, wide_assembly
 
 
@@ -113,14 +114,70 @@ def multiply(
     return warpgroup_mma(operand(values, FP8, BN, WORDS, MMA), x_tile, acc, is_async=True)
 
 
+@gluon.jit
+def largest_bytes(
+    scales, start_n, N, K: gl.constexpr, FMT: gl.constexpr, BN: gl.constexpr, WARPS: gl.constexpr
+):
+    """Return the largest scale byte of each of BN rows, int32 [BN]."""
+    row_words: gl.constexpr = K // FMT.block // 4
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.minimum(start_n + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)), N - 1)
+    column = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
+    at = scales.to(gl.pointer_type(gl.int32)) + row.to(gl.int64)[:, None] * row_words + column
+    even = gl.zeros((BN, 32), gl.int32, LAYOUT)
+    odd = even
+    for start in gl.static_range(0, row_words, 32):
+        word = gl.load(at + start, mask=start + column < row_words, other=0)
+        even = larger_halves(even, word & 0xFF00FF)
+        # The high byte of a half decides.
+        odd = larger_halves(odd, word)
+    both = larger_halves(even, (odd >> 8) & 0xFF00FF)
+    return gl.max(gl.maximum(both & 0xFFFF, both >> 16), axis=1)
+
+
+@gluon.jit
+def larger_halves(a, b):
+    """Return the larger of the 16-bit halves of int32."""
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def finish(
+    y, x_factors, shift, weight, out, start_m, start_n, M, N, FMT: gl.constexpr, FP8: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Store the sums y [BN, BM], times the factors of their rows."""
+    n = start_n + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+    if FP8:
+        m = start_m + gl.arange(0, BM, gl.SliceLayout(0, MMA))
+        y *= gl.load(x_factors + m, mask=m < M, other=0.0)[None, :]
+        y *= row_factor(shift, weight.global_scale, FMT)[:, None]
+    else:
+        y *= power(-offset(FMT))
+        if weight.global_scale is not None:
+            y *= global_multiplier(weight.global_scale, FMT)
+    if weight.bias is not None:
+        y += gl.load(weight.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    across: gl.constexpr = BN // 64
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [across, WARPS // across], [0, 1])
+    y = gl.convert_layout(y.to(out.dtype.element_ty), STORE)
+    m = start_m + gl.arange(0, BM, gl.SliceLayout(0, STORE))
+    n = start_n + gl.arange(0, BN, gl.SliceLayout(1, STORE))
+    at = m.to(gl.int64)[None, :] * N + n[:, None]
+    gl.store(out + at, y, mask=(n < N)[:, None] & (m < M)[None, :])
+
+
 @gluon.jit(do_not_specialize=["M"])
 def wide_kernel(
-    x, x_factors, weight, powers, factors, out, M, N,
+    x, x_factors, weight, sums, finished, out, M, N,
     K: gl.constexpr, FMT: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr,
     OVERLAP: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply sorted rows x, a tensor descriptor, and packed weights, or a part of K."""
-    # FP8: x and weights are E4M3 with `powers` and factors of rows, else bfloat16.
+    """Multiply sorted rows x, a tensor descriptor, and packed weights."""
+    # FP8: x and weights are E4M3 with a factor for each row, else bfloat16. Programs that share a
+    # sum leave theirs in `sums`, of whole tiles, and count in `finished`, which begins at 0.
     BM: gl.constexpr = TILES.m
     BN: gl.constexpr = TILES.n
     COLUMNS: gl.constexpr = 8 * TILES.words
@@ -151,15 +208,19 @@ def wide_kernel(
     word_c, byte_c = load_words(
         words, scales, row, first + gl.minimum(2, count - 1), FMT, K, WORDS, LAYOUT
     )
+    power_of_row = 1.0
+    shift = 0
+    if FP8:
+        # Of the whole row, whose bytes a part reads as well.
+        shift = shift_from(largest_bytes(weight.scale, start_n, N, K, FMT, BN, WARPS), FMT)
+        power_of_row = two_to_the(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)))[:, None]
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, MMA))
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if RELEASES:
         tl.extra.cuda.gdc_launch_dependents()
     for s in gl.static_range(STAGES):
         fetch(x, ring, full, start_m, first, s, count, COLUMNS, STAGES)
-    power_of_row = 1.0
-    if FP8:
-        power_of_row = gl.load(powers + row)
     a = decode_words(word_a, byte_a, power_of_row, FMT, FP8, BN, WORDS)
     acc = gl.zeros((BN, BM), gl.float32, MMA)
     acc = multiply(a, ring, full, acc, 0, STAGES, FP8, BN, WORDS, MMA)
@@ -185,21 +246,23 @@ def wide_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(s))
 
-    n = start_n + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-    if FP8:
-        m = start_m + gl.arange(0, BM, gl.SliceLayout(0, MMA))
-        y *= gl.load(x_factors + m, mask=m < M, other=0.0)[None, :]
-        y *= gl.load(factors + n, mask=n < N, other=0.0)[:, None]
-    elif PARTS == 1:
-        y *= power(-offset(FMT))
-        if weight.global_scale is not None:
-            y *= global_multiplier(weight.global_scale, FMT)
-    if weight.bias is not None and PARTS == 1:
-        y += gl.load(weight.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    across: gl.constexpr = BN // 64
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [across, WARPS // across], [0, 1])
-    y = gl.convert_layout(y.to(out.dtype.element_ty), STORE)
-    m = start_m + gl.arange(0, BM, gl.SliceLayout(0, STORE))
-    n = start_n + gl.arange(0, BN, gl.SliceLayout(1, STORE))
-    at = (part * M + m).to(gl.int64)[None, :] * N + n[:, None]
-    gl.store(out + at, y, mask=(n < N)[:, None] & (m < M)[None, :])
+    if PARTS == 1:
+        finish(
+            y, x_factors, shift, weight, out, start_m, start_n, M, N, FMT, FP8, BM, BN, WARPS, MMA
+        )
+    else:
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        at = gl.arange(0, BN, gl.SliceLayout(1, MMA))[:, None] * BM
+        at += gl.arange(0, BM, gl.SliceLayout(0, MMA))[None, :]
+        sums += tile.to(gl.int64) * (PARTS * BN * BM)
+        gl.store(sums + part * (BN * BM) + at, y)
+        # The last to finish adds all parts, in their order; the atomic orders the memory.
+        barrier()
+        if gl.atomic_add(finished + tile, 1) == PARTS - 1:
+            y = gl.load(sums + at, cache_modifier=".cg")
+            for i in gl.static_range(1, PARTS):
+                y += gl.load(sums + i * (BN * BM) + at, cache_modifier=".cg")
+            finish(
+                y, x_factors, shift, weight, out, start_m, start_n, M, N, FMT, FP8, BM, BN, WARPS,
+                MMA,
+            )  # fmt: skip
