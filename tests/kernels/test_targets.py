@@ -53,7 +53,7 @@ from fp4pass.kernels.quantize.triton import (
 )
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
-from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
+from fp4pass.kernels.search.joint_reference import CODES, Metric, Solution
 from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.kernels.search.triton import search_triton
@@ -240,8 +240,8 @@ def _launch_choices(fmt: Format, every_codes: Sequence[str]) -> None:
     for codes in every_codes:
         unit, byte = _empty(1, rows), given if codes == "babai" else None
         choose_blocks_triton(_empty(6, n, rows), metric, unit, fmt, codes, byte)
-    column = Column(*(_empty(n, rows) for _ in range(3)), given[:1], None)
-    settle_triton(_empty(n, rows), column, metric[:1], unit, fmt, "joint", False)
+    flat = Solution(64, unit[0], *(_empty(6 * n * rows) for _ in range(3)), given.flatten(), None)
+    settle_triton(_empty(n * rows), flat, 1, metric, fmt, "joint", False)
 
 
 def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int) -> None:
