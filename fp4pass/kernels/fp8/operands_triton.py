@@ -15,6 +15,7 @@ from ..common.tiles import (
     LAUNCH,
     bits_of,
     cdiv,
+    clear,
     corrected_quotient,
     decode_scale,
     float_of,
@@ -82,25 +83,24 @@ def operands(
 
 
 def sorted_rows(
-    x: Tensor | PackedInput, fmt: Format, k: int, tiles: int, releases: bool
-) -> tuple[Rows, Tensor | None]:
-    """Return rows x [M, K] as operands, sorted as `fours` above, K being whole groups of eight.
+    x: Tensor | PackedInput, k: int, fmt: Format, zeros: Tensor | None, releases: bool
+) -> Rows:
+    """Return rows x [M, K] as operands, sorted as `fours` above; K is whole groups of eight words.
 
-    Beside them int32 zeros [tiles], made in the same launch, or None for no tiles.
+    zeros: int32, set to 0 in the same launch.
     """
     first = x.packed if isinstance(x, PackedInput) else x
-    m, device = len(first), first.device
-    values = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=device)
-    rows = Rows(values, torch.empty(m, dtype=torch.float32, device=device))
-    zeros = torch.empty(tiles, dtype=torch.int32, device=device) if tiles else None
+    m, words = len(first), k // 8
+    values = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=first.device)
+    rows = Rows(values, torch.empty(m, dtype=torch.float32, device=first.device))
     _operands[(m,)](
         *_read(x), values.view(torch.uint8), rows.factors, None, None, None, None, zeros,
-        m, 0, tiles, K=k, WORDS=k // 8, GROUP=8, FOURS=True, FMT=fmt,
+        m, 0, 0 if zeros is None else len(zeros), K=k, WORDS=words, GROUP=8, FOURS=True, FMT=fmt,
         BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
-        TILE=min(max(_WORDS, 8), triton.next_power_of_2(k // 8)),
-        num_warps=4 if k // 8 <= _FEW else 8, **LAUNCH, **overlapping(device, releases),
+        TILE=min(_WORDS, triton.next_power_of_2(words)), num_warps=4 if words <= _FEW else 8,
+        **LAUNCH, **overlapping(first.device, releases),
     )  # fmt: skip
-    return rows, zeros
+    return rows
 
 
 def _read(x: Tensor | PackedInput) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -208,10 +208,10 @@ def expand_row(
         tl.store(out + at, bits, mask=at < 8 * WORDS)
 
 
-@triton.jit(do_not_specialize=["M", "N", "ZEROS"])
+@triton.jit(do_not_specialize=["M", "N", "count"])
 def _operands(
     x, x_scales, x_global_scale, x_out, x_factors, scales, global_scale, powers, factors, zeros,
-    M, N, ZEROS,
+    M, N, count,
     K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, FOURS: tl.constexpr,
     FMT: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
@@ -220,10 +220,7 @@ def _operands(
     wait(OVERLAP, RELEASES)
     blocks: tl.constexpr = K // FMT.block
     program = tl.program_id(0)
-    if zeros is not None:
-        for start in range(program * 32, ZEROS, M * 32):
-            at = start + tl.arange(0, 32)
-            tl.store(zeros + at, tl.zeros((32,), tl.int32), mask=at < ZEROS)
+    clear(zeros, count)
     if program < M:
         row = program.to(tl.int64)
         x_out += row * (8 * WORDS)

@@ -64,9 +64,11 @@ def runs_wide(k: int, device: torch.device) -> bool:
     return known and _capability(device)[0] == 9
 
 
-def count_tiles(m: int, n: int, tiles: Tiles) -> int:
-    """Return the tiles of results whose sums several programs share: 0 if none does."""
-    return cdiv(m, tiles.m) * cdiv(n, tiles.n) if tiles.parts > 1 else 0
+def counters(m: int, n: int, tiles: Tiles, device: torch.device) -> Tensor | None:
+    """Return room for what `multiply_wide` counts in, which begins at 0, or None for nothing."""
+    if tiles.parts == 1:
+        return None
+    return torch.empty(cdiv(m, tiles.m) * cdiv(n, tiles.n), dtype=torch.int32, device=device)
 
 
 def multiply_wide(
@@ -79,12 +81,12 @@ def multiply_wide(
     tiles: Tiles,
 ) -> Tensor:
     """Fill `out` [M, N] with the product of sorted rows x [M, K] and a weight, and return it."""
-    # x of E4M3 has factors; else it is bfloat16. finished: zeros int32 [count_tiles] or None.
+    # x of E4M3 has factors; else it is bfloat16. finished: zeros in the place of `counters`.
     (m, k), n, fp8 = x.shape, out.shape[-1], x_factors is not None
-    count = count_tiles(m, n, tiles)
     sums = None
-    if count:
-        sums = out.new_empty(count * tiles.parts * tiles.m * tiles.n, dtype=torch.float32)
+    if finished is not None:
+        size = len(finished) * tiles.parts * tiles.m * tiles.n
+        sums = torch.empty(size, dtype=torch.float32, device=out.device)
     block = [tiles.m, 8 * tiles.words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if fp8 else gl.bfloat16)
     words, bytes_ = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)

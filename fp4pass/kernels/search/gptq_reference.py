@@ -31,7 +31,7 @@ from .joint_reference import REFERENCE, Chooser, Metric, Solution, make_metric
 # shapes add in another order.
 ROWS = 1 << 12
 
-# Elements that are quantized together, a multiple of ROWS.
+# Elements that are quantized together, so that a step of all their rows is one launch.
 _ELEMENTS = 1 << 25
 
 # Float32 sums of many tokens are wrong by at most about this part of the trace.
@@ -134,11 +134,11 @@ def gptq_ref(
         visited = cost.argsort(descending=True, stable=True)
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
-    step = max(1, _ELEMENTS // (ROWS * weight.shape[1])) * ROWS
-    parts = range(start, len(weight) if stop is None else stop, step)
+    together = rows_together(weight.shape[1])
+    parts = range(start, len(weight) if stop is None else stop, together)
     packed, scale = empty_weight(weight[start:stop], fmt)
     for here in parts:
-        rows = weight[here : min(here + step, parts.stop)]
+        rows = weight[here : min(here + together, parts.stop)]
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
         given = None
         if scales == "static":
@@ -214,6 +214,11 @@ def each_alone(
     x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
     _, byte, loss = chooser.choose(as_blocks(x, fmt.block), blocks, unit.t(), fmt, "rtn")
     return byte, (loss.double() * (unit.t().double() / global_scale) ** -2).sum(1)
+
+
+def rows_together(columns: int) -> int:
+    """Return how many rows are quantized together, a multiple of ROWS."""
+    return max(1, _ELEMENTS // (ROWS * columns)) * ROWS
 
 
 def solve(

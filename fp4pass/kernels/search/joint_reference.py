@@ -76,10 +76,7 @@ class Solution:
         """Return the parts [L, R] of flat values [L * N]."""
         rows = len(self.unit)
         lines = len(values) // rows
-        starts = range(0, rows, self.part)
-        ends = (min(start + self.part, rows) for start in starts)
-        pairs = zip(starts, ends, strict=True)
-        return [values[start * lines : end * lines].view(lines, end - start) for start, end in pairs]
+        return [part.view(lines, -1) for part in values.split(self.part * lines)]
 
 
 @dataclass(frozen=True)

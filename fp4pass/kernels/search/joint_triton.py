@@ -52,9 +52,7 @@ def choose_blocks_triton(
         given = None if byte is None else byte.contiguous()
         unit, out = unit.expand(shape), (q, found, loss, None, None)
         sizes = (rows, rows, columns, 0)
-        _launch(
-            x.contiguous(), metric, unit, unit.stride(), fmt, codes, given, out, sizes, columns
-        )
+        _launch(x.contiguous(), metric, unit, unit.stride(), fmt, codes, given, out, sizes, columns)
     return q, found, loss
 
 
