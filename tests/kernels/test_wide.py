@@ -11,7 +11,7 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.triton import multiply_with
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
-from fp4pass.kernels.linear.gluon_triton import counters, multiply_wide, runs_wide
+from fp4pass.kernels.linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
 needs_hopper = pytest.mark.skipif(
@@ -48,7 +48,7 @@ def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> Non
 
     finished = counters(m, n, tiles, x.device)
     x_sorted = arranged(InputRows.of_numbers(x), m, k, tiles.words, fmt, False, finished)[0]
-    found = multiply_wide(x_sorted, None, stored, finished, out, fmt, tiles)
+    found = multiply_wide(x_sorted, None, in_words(stored), finished, out, fmt, tiles)
     dense = dequantize_ref(*weight[:3], fmt, torch.float32)
     _compare(found, x.double(), dense.double(), bias, 1e-5)
 

@@ -14,7 +14,7 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, decode_scale, overlapping, rounded, wait
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
-from ..linear.gluon_triton import counters, multiply_wide, runs_wide
+from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, split, wide_tiles
 from .decode_triton import decode_e4m3, operand
 from .expand_triton import expanded
@@ -99,7 +99,7 @@ def multiply_with(
 ) -> Tensor:  # fmt: skip
     """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
     (m, n), k = out.shape, 2 * weight.packed.shape[1]
-    finished = counters(m, n, tiles, out.device)
+    weight, finished = in_words(weight), counters(m, n, tiles, out.device)
     rows = sorted_rows(x, k, fmt, finished, early)
     return multiply_wide(*rows, weight, finished, out, fmt, tiles)
 

@@ -64,11 +64,20 @@ def runs_wide(k: int, device: torch.device) -> bool:
     return known and _capability(device)[0] == 9
 
 
+def in_words(weight: PackedWeight) -> PackedWeight:
+    """Return a weight whose codes are int64 words, and whose scales begin at a word, as copies.
+
+    Make them before the kernel that sorts x: `wide_kernel` reads them while that one runs.
+    """
+    words, scale = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)
+    return weight._replace(packed=words, scale=scale.view(torch.uint8))
+
+
 def counters(m: int, n: int, tiles: Tiles, device: torch.device) -> Tensor | None:
     """Return room for what `multiply_wide` counts in, which begins at 0, or None for nothing."""
     if tiles.parts == 1:
         return None
-    return torch.empty(cdiv(m, tiles.m) * cdiv(n, tiles.n), dtype=torch.int32, device=device)
+    return torch.empty(2 * cdiv(m, tiles.m) * cdiv(n, tiles.n), dtype=torch.int32, device=device)
 
 
 def multiply_wide(
@@ -81,18 +90,17 @@ def multiply_wide(
     tiles: Tiles,
 ) -> Tensor:
     """Fill `out` [M, N] with the product of sorted rows x [M, K] and a weight, and return it."""
-    # x of E4M3 has factors; else it is bfloat16. finished: zeros in the place of `counters`.
+    # x of E4M3 has factors; else it is bfloat16. weight: `in_words`. finished: zeros in the place
+    # of `counters`.
     (m, k), n, fp8 = x.shape, out.shape[-1], x_factors is not None
     sums = None
     if finished is not None:
-        size = len(finished) * tiles.parts * tiles.m * tiles.n
+        size = len(finished) // 2 * tiles.parts * tiles.m * tiles.n
         sums = torch.empty(size, dtype=torch.float32, device=out.device)
     block = [tiles.m, 8 * tiles.words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if fp8 else gl.bfloat16)
-    words, bytes_ = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)
-    stored = weight._replace(packed=words, scale=bytes_.view(torch.uint8))
     wide_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
-        TensorDescriptor.from_tensor(x, block, layout), x_factors, stored, sums, finished,
+        TensorDescriptor.from_tensor(x, block, layout), x_factors, weight, sums, finished,
         out, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
         **overlapping(x.device, tiles.releases),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed
 from ..fp8.naive import uses_fp8
 from ..fp8.triton import multiply_fp8
 from .decode_triton import InputRows, arranged
-from .gluon_triton import counters, multiply_row, multiply_wide, runs_wide, step_of_warps
+from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
 from .naive import linear_quantized_ref, linear_ref
 from .ptx_triton import offset
@@ -42,7 +42,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         if tiles := wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
-            finished = counters(rows, n, tiles, x.device)
+            weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
             x_sorted = arranged(
                 InputRows.of_numbers(x), rows, k, tiles.words, fmt, early, finished
             )[0]

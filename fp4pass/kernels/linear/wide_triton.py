@@ -120,17 +120,21 @@ def largest_bytes(
 ):
     """Return the largest scale byte of each of BN rows, int32 [BN]."""
     row_words: gl.constexpr = K // FMT.block // 4
+    # Loads under way at once, of 32 words; of rows with more all took too many registers.
+    AT_ONCE: gl.constexpr = 2 if row_words <= 64 else 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     row = gl.minimum(start_n + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)), N - 1)
     column = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
     at = scales.to(gl.pointer_type(gl.int32)) + row.to(gl.int64)[:, None] * row_words + column
     even = gl.zeros((BN, 32), gl.int32, LAYOUT)
     odd = even
-    for start in gl.static_range(0, row_words, 32):
-        word = gl.load(at + start, mask=start + column < row_words, other=0)
-        even = larger_halves(even, word & 0xFF00FF)
-        # The high byte of a half decides.
-        odd = larger_halves(odd, word)
+    for start in range(0, row_words, 32 * AT_ONCE):
+        for i in gl.static_range(AT_ONCE):
+            k = start + 32 * i + column
+            word = gl.load(at + start + 32 * i, mask=k < row_words, other=0)
+            even = larger_halves(even, word & 0xFF00FF)
+            # The high byte of a half decides.
+            odd = larger_halves(odd, word)
     both = larger_halves(even, (odd >> 8) & 0xFF00FF)
     return gl.max(gl.maximum(both & 0xFFFF, both >> 16), axis=1)
 
@@ -169,6 +173,21 @@ def finish(
     gl.store(out + at, y, mask=(n < N)[:, None] & (m < M)[None, :])
 
 
+@gluon.jit
+def added(y, sums, at, part, PARTS: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
+    """Return the sum of all parts in their order, of which y is `part` and others are stored."""
+    if PARTS == 2:
+        # The same in either order.
+        total = y + gl.load(sums + (1 - part) * (BN * BM) + at, cache_modifier=".cg")
+    else:
+        total = gl.zeros_like(y)
+        for i in gl.static_range(PARTS):
+            stored = (at >= 0) & (part != i)
+            other = gl.load(sums + i * (BN * BM) + at, mask=stored, other=0.0, cache_modifier=".cg")
+            total += gl.where(stored, other, y)
+    return total
+
+
 @gluon.jit(do_not_specialize=["M"])
 def wide_kernel(
     x, x_factors, weight, sums, finished, out, M, N,
@@ -177,7 +196,8 @@ def wide_kernel(
 ):  # fmt: skip
     """Multiply sorted rows x, a tensor descriptor, and packed weights."""
     # FP8: x and weights are E4M3 with a factor for each row, else bfloat16. Programs that share a
-    # sum leave theirs in `sums`, of whole tiles, and count in `finished`, which begins at 0.
+    # sum leave theirs in `sums`, of whole tiles, and count in `finished`, which begins at 0, who
+    # comes and who has stored.
     BM: gl.constexpr = TILES.m
     BN: gl.constexpr = TILES.n
     COLUMNS: gl.constexpr = 8 * TILES.words
@@ -188,12 +208,14 @@ def wide_kernel(
     words, scales = weight.packed, weight.scale
     LAYOUT: gl.constexpr = word_layout(WARPS, WORDS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 32 if FP8 else 16])
-    pairs: gl.constexpr = K // (2 * COLUMNS)
+    # Steps come in whole iterations.
+    AHEAD: gl.constexpr = 4 if K % (4 * COLUMNS) == 0 else 2
+    whole: gl.constexpr = K // (AHEAD * COLUMNS)
     part = gl.program_id(2)
     # Not PARTS: where the loop is known to run, ptxas waits for each instruction of a product.
     parts = gl.num_programs(2)
-    first = part * pairs // parts * 2
-    count = (part + 1) * pairs // parts * 2 - first
+    first = part * whole // parts * AHEAD
+    count = (part + 1) * whole // parts * AHEAD - first
     start_m = gl.program_id(0) * BM
     start_n = gl.program_id(1) * BN
     row = start_n + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
@@ -202,12 +224,13 @@ def wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-    # Words are under way two steps before they are decoded: one in each half of an iteration.
-    word_a, byte_a = load_words(words, scales, row, first, FMT, K, WORDS, LAYOUT)
-    word_b, byte_b = load_words(words, scales, row, first + 1, FMT, K, WORDS, LAYOUT)
-    word_c, byte_c = load_words(
-        words, scales, row, first + gl.minimum(2, count - 1), FMT, K, WORDS, LAYOUT
-    )
+    # Words are under way AHEAD steps before they are decoded: after the first, one of each step of
+    # an iteration.
+    first_words = load_words(words, scales, row, first, FMT, K, WORDS, LAYOUT)
+    ring_words = ()
+    for i in gl.static_range(AHEAD):
+        at = first + gl.minimum(i + 1, count - 1)
+        ring_words = ring_words + (load_words(words, scales, row, at, FMT, K, WORDS, LAYOUT),)
     power_of_row = 1.0
     shift = 0
     if FP8:
@@ -221,27 +244,32 @@ def wide_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     for s in gl.static_range(STAGES):
         fetch(x, ring, full, start_m, first, s, count, COLUMNS, STAGES)
-    a = decode_words(word_a, byte_a, power_of_row, FMT, FP8, BN, WORDS)
+    a = decode_words(first_words[0], first_words[1], power_of_row, FMT, FP8, BN, WORDS)
     acc = gl.zeros((BN, BM), gl.float32, MMA)
     acc = multiply(a, ring, full, acc, 0, STAGES, FP8, BN, WORDS, MMA)
-    for step in range(1, count - 1, 2):
-        b = decode_words(word_b, byte_b, power_of_row, FMT, FP8, BN, WORDS)
-        ahead = first + gl.minimum(step + 2, count - 1)
-        word_b, byte_b = load_words(words, scales, row, ahead, FMT, K, WORDS, LAYOUT)
+    for start in range(1, count - AHEAD + 1, AHEAD):
+        for i in gl.static_range(AHEAD):
+            step = start + i
+            b = decode_words(ring_words[i][0], ring_words[i][1], power_of_row, FMT, FP8, BN, WORDS)
+            later = first + gl.minimum(step + AHEAD, count - 1)
+            loaded = load_words(words, scales, row, later, FMT, K, WORDS, LAYOUT)
+            ring_words = ring_words[:i] + (loaded,) + ring_words[i + 1 :]
+            acc = multiply(b, ring, full, acc, step, STAGES, FP8, BN, WORDS, MMA)
+            acc, a = warpgroup_mma_wait(1, deps=[acc, a])
+            if i == AHEAD - 1:
+                acc = warpgroup_mma_init(acc)
+            barrier()
+            fetch(x, ring, full, start_m, first, step - 1 + STAGES, count, COLUMNS, STAGES)
+            a = b
+    for i in gl.static_range(AHEAD - 1):
+        step = count - AHEAD + 1 + i
+        b = decode_words(ring_words[i][0], ring_words[i][1], power_of_row, FMT, FP8, BN, WORDS)
         acc = multiply(b, ring, full, acc, step, STAGES, FP8, BN, WORDS, MMA)
-        acc, a = warpgroup_mma_wait(1, deps=[acc, a])
-        barrier()
-        fetch(x, ring, full, start_m, first, step - 1 + STAGES, count, COLUMNS, STAGES)
-        a = decode_words(word_c, byte_c, power_of_row, FMT, FP8, BN, WORDS)
-        ahead = first + gl.minimum(step + 3, count - 1)
-        word_c, byte_c = load_words(words, scales, row, ahead, FMT, K, WORDS, LAYOUT)
-        acc = multiply(a, ring, full, acc, step + 1, STAGES, FP8, BN, WORDS, MMA)
-        acc, b = warpgroup_mma_wait(1, deps=[acc, b])
-        acc = warpgroup_mma_init(acc)
-        barrier()
-        fetch(x, ring, full, start_m, first, step + STAGES, count, COLUMNS, STAGES)
-    b = decode_words(word_b, byte_b, power_of_row, FMT, FP8, BN, WORDS)
-    acc = multiply(b, ring, full, acc, count - 1, STAGES, FP8, BN, WORDS, MMA)
+        if i < AHEAD - 2:
+            acc, a = warpgroup_mma_wait(1, deps=[acc, a])
+            barrier()
+            fetch(x, ring, full, start_m, first, step - 1 + STAGES, count, COLUMNS, STAGES)
+            a = b
     y, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(s))
@@ -251,17 +279,21 @@ def wide_kernel(
             y, x_factors, shift, weight, out, start_m, start_n, M, N, FMT, FP8, BM, BN, WARPS, MMA
         )
     else:
+        tiles = gl.num_programs(0) * gl.num_programs(1)
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         at = gl.arange(0, BN, gl.SliceLayout(1, MMA))[:, None] * BM
         at += gl.arange(0, BM, gl.SliceLayout(0, MMA))[None, :]
         sums += tile.to(gl.int64) * (PARTS * BN * BM)
-        gl.store(sums + part * (BN * BM) + at, y)
-        # The last to finish adds all parts, in their order; the atomic orders the memory.
-        barrier()
-        if gl.atomic_add(finished + tile, 1) == PARTS - 1:
-            y = gl.load(sums + at, cache_modifier=".cg")
-            for i in gl.static_range(1, PARTS):
-                y += gl.load(sums + i * (BN * BM) + at, cache_modifier=".cg")
+        if gl.atomic_add(finished + tile, 1, sem="relaxed") != PARTS - 1:
+            gl.store(sums + part * (BN * BM) + at, y)
+            barrier()
+            gl.atomic_add(finished + tiles + tile, 1, sem="release")
+        else:
+            # The last to finish waits for the others, which are running, and adds all parts.
+            stored = gl.atomic_add(finished + tiles + tile, 0, sem="acquire")
+            while stored < PARTS - 1:
+                stored = gl.atomic_add(finished + tiles + tile, 0, sem="acquire")
+            y = added(y, sums, at, part, PARTS, BN, BM)
             finish(
                 y, x_factors, shift, weight, out, start_m, start_n, M, N, FMT, FP8, BM, BN, WARPS,
                 MMA,
