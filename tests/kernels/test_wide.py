@@ -47,7 +47,8 @@ def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> Non
     _compare(found, left, right, bias, 2.0**-10)
 
     finished = counters(m, n, tiles, x.device)
-    x_sorted = arranged(InputRows.of_numbers(x), m, k, tiles.words, fmt, False, finished)[0]
+    numbers = InputRows.of_numbers(x)
+    x_sorted = arranged(numbers, m, k, tiles.words, fmt, False, finished, tiles.m)[0]
     found = multiply_wide(x_sorted, None, in_words(stored), finished, out, fmt, tiles)
     dense = dequantize_ref(*weight[:3], fmt, torch.float32)
     _compare(found, x.double(), dense.double(), bias, 1e-5)

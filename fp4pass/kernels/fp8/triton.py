@@ -100,7 +100,7 @@ def multiply_with(
     """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
     (m, n), k = out.shape, 2 * weight.packed.shape[1]
     weight, finished = in_words(weight), counters(m, n, tiles, out.device)
-    rows = sorted_rows(x, k, fmt, finished, early)
+    rows = sorted_rows(x, k, tiles.m, fmt, finished, early)
     return multiply_wide(*rows, weight, finished, out, fmt, tiles)
 
 

@@ -61,13 +61,15 @@ class InputRows(NamedTuple):
 
 def arranged(
     x: InputRows, m: int, k: int, group: int, fmt: Format, releases: bool,
-    zeros: Tensor | None = None,
+    zeros: Tensor | None = None, tile: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return x in bfloat16 terms, its columns sorted to follow decoded codes: [terms, m, K]."""
     # group: words whose columns are sorted by their place in a word; zeros fill the last group.
     # releases: as `overlapping` takes it. zeros: int32, set to 0 in the same launch.
+    # tile: of one term, room is left for whole tiles of so many rows.
     words = cdiv(k // 8, group) * group
-    out = x.words.new_empty((x.terms, m, 8 * words), dtype=torch.bfloat16)
+    padded = cdiv(m, tile) * tile
+    out = x.words.new_empty((x.terms, padded, 8 * words), dtype=torch.bfloat16)
     _arrange[(cdiv(m * words, _BLOCK),)](
         x.words, x.scale, out, zeros, m * words, 0 if zeros is None else len(zeros),
         K=k, FMT=fmt, DTYPE=None if x.dtype is None else DTYPES[x.dtype], TERMS=x.terms,

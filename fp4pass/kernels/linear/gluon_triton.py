@@ -89,10 +89,10 @@ def multiply_wide(
     fmt: Format,
     tiles: Tiles,
 ) -> Tensor:
-    """Fill `out` [M, N] with the product of sorted rows x [M, K] and a weight, and return it."""
-    # x of E4M3 has factors; else it is bfloat16. weight: `in_words`. finished: zeros in the place
-    # of `counters`.
-    (m, k), n, fp8 = x.shape, out.shape[-1], x_factors is not None
+    """Fill `out` [M, N] with the product of sorted rows x and a weight, and return it."""
+    # x: [R, K], of whole tiles of rows; if it is E4M3 it has factors, else it is bfloat16. weight:
+    # `in_words`. finished: zeros in the place of `counters`.
+    (m, n), k, fp8 = out.shape, x.shape[1], x_factors is not None
     sums = None
     if finished is not None:
         size = len(finished) // 2 * tiles.parts * tiles.m * tiles.n

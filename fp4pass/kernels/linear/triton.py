@@ -44,7 +44,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
             early = n > 8192 and tiles.parts == 1
             weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
             x_sorted = arranged(
-                InputRows.of_numbers(x), rows, k, tiles.words, fmt, early, finished
+                InputRows.of_numbers(x), rows, k, tiles.words, fmt, early, finished, tiles.m
             )[0]
             y = x.new_empty((rows, n))
             multiply_wide(x_sorted, None, weight, finished, y, fmt, tiles)
