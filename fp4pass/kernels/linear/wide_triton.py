@@ -275,7 +275,9 @@ def wide_kernel(
             later = first + gl.minimum(step + AHEAD, count - 1)
             loaded = load_words(words, scales, row, later, FMT, K, WORDS, LAYOUT)
             ring_words = ring_words[:i] + (loaded,) + ring_words[i + 1 :]
-            acc = multiply(b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA)
+            acc = multiply(
+                b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA
+            )
             acc, a = warpgroup_mma_wait(1, deps=[acc, a])
             if i == AHEAD - 1:
                 acc = warpgroup_mma_init(acc)
@@ -288,7 +290,9 @@ def wide_kernel(
     for i in gl.static_range(AHEAD - 1):
         step = count - AHEAD + 1 + i
         b = decode_words(ring_words[i][0], ring_words[i][1], power_of_row, FMT, FP8, BN, WORDS)
-        acc = multiply(b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA)
+        acc = multiply(
+            b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA
+        )
         if i < AHEAD - 2:
             acc, a = warpgroup_mma_wait(1, deps=[acc, a])
             if begins_group(i, STAGES) and (SLOTS - 1) * TOGETHER < AHEAD - 1 - i:
