@@ -10,6 +10,7 @@ from fp4pass.core.formats import get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.triton import multiply_with
+from fp4pass.kernels.fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 from fp4pass.kernels.linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
@@ -85,3 +86,29 @@ def _compare(
 )
 def test_tiles(key: str, m: int, n: int, k: int, tiles: Tiles | None) -> None:
     assert wide_config(m, n, k, get_format(key)) == tiles
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiles"),
+    [
+        (64, 4096, 4096, wide_tiles(64, 4, 128, 4, 2)),
+        (64, 4096, 14336, wide_tiles(64, 4, 128, 4, 4)),
+        (64, 2560, 9728, wide_tiles(64, 4, 128, 4, 3)),
+        (64, 9728, 2560, wide_tiles(64, 4, 128, 4)),
+        (128, 2560, 9728, wide_tiles(64, 4, 128, 4, 3)),
+        (128, 4096, 4096, wide_tiles(64, 4, 128, 4, 2)),
+        (128, 9728, 2560, wide_tiles(128, 4, 128, 4)),
+        (96, 14336, 4096, wide_tiles(128, 8, 128, 4)),
+        (192, 4096, 4096, wide_tiles(128, 4, 128, 4, 2)),
+        (256, 2560, 9728, wide_tiles(128, 4, 128, 4, 3)),
+        (256, 9728, 2560, wide_tiles(256, 4, 128, 3)),
+        (512, 14336, 4096, wide_tiles(256, 4, 128, 3)),
+        (512, 4096, 4096, None),
+        (1024, 4096, 4096, wide_tiles(256, 8, 128, 3)),
+        (1024, 14336, 4096, None),
+        (64, 64, 256, wide_tiles(64, 4, 128, 4)),
+    ],
+)
+def test_tiles_of_fp8(m: int, n: int, k: int, tiles: Tiles | None) -> None:
+    assert fp8_config(m, n, k) == tiles

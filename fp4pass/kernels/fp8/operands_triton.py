@@ -53,17 +53,12 @@ class Powers(NamedTuple):
 
 
 def operands(
-    x: Tensor | PackedInput,
-    weight: PackedWeight,
-    fmt: Format,
-    group: int,
-    fours: bool = False,
-    releases: bool = False,
+    x: Tensor | PackedInput, weight: PackedWeight, fmt: Format, group: int
 ) -> tuple[Rows, Powers]:
     """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch.
 
     The columns of each `group` words of eight are sorted as decoded codes lie: by their place in a
-    word, or, as `fours`, fours of columns by their place in sixteen. Zeros fill the last group.
+    word. Zeros fill the last group.
     """
     m, k = len(x.packed if isinstance(x, PackedInput) else x), 2 * weight.packed.shape[1]
     n, words = len(weight.packed), cdiv(k // 8, group) * group
@@ -74,33 +69,36 @@ def operands(
     _operands[(m + cdiv(n, _ROWS),)](
         *_read(x), values.view(torch.uint8), rows.factors,
         weight.scale.contiguous(), weight.global_scale, *of_weight, None, m, n, 0,
-        K=k, WORDS=words, GROUP=group, FOURS=fours, FMT=fmt,
+        K=k, WORDS=words, GROUP=group, FOURS=False, FMT=fmt,
         BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
         TILE=min(max(_WORDS, group), triton.next_power_of_2(words)),
-        num_warps=4 if words <= _FEW else 8, **LAUNCH, **overlapping(device, releases),
+        num_warps=4 if words <= _FEW else 8, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
     return rows, of_weight
 
 
 def sorted_rows(
-    x: Tensor | PackedInput, k: int, tile: int, fmt: Format, zeros: Tensor | None, releases: bool
+    x: Tensor | PackedInput, k: int, tile: int, fmt: Format, zeros: Tensor | None
 ) -> Rows:
-    """Return rows x [M, K] as operands, sorted as `fours` above; K is whole groups of eight words.
+    """Return rows x [M, K] as operands of `wide_kernel`, fours of columns sorted in each 64.
 
-    There is room for whole tiles of rows: loading a tile that ends early took up to 1.4 times as
-    long. zeros: int32, set to 0 in the same launch.
+    They lie by their place in sixteen, and zeros fill the last 64. There is room for whole tiles of
+    rows: loading a tile that ends early took up to 1.4 times as long. zeros: int32, set to 0 in the
+    same launch.
     """
     first = x.packed if isinstance(x, PackedInput) else x
-    m, words = len(first), k // 8
-    padded = cdiv(m, tile) * tile
-    values = torch.empty((padded, k), dtype=torch.float8_e4m3fn, device=first.device)
+    m, words = len(first), cdiv(k, 64) * 8
+    values = torch.empty(
+        (cdiv(m, tile) * tile, 8 * words), dtype=torch.float8_e4m3fn, device=first.device
+    )
     rows = Rows(values, torch.empty(m, dtype=torch.float32, device=first.device))
     _operands[(m,)](
         *_read(x), values.view(torch.uint8), rows.factors, None, None, None, None, zeros,
         m, 0, 0 if zeros is None else len(zeros), K=k, WORDS=words, GROUP=8, FOURS=True, FMT=fmt,
         BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
         TILE=min(_WORDS, triton.next_power_of_2(words)), num_warps=4 if words <= _FEW else 8,
-        **LAUNCH, **overlapping(first.device, releases),
+        # The product finds the powers of its weights meanwhile.
+        **LAUNCH, **overlapping(first.device, True),
     )  # fmt: skip
     return rows
 
@@ -137,7 +135,7 @@ def row_factor(shift, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def sorted_bits(bits, TILE: tl.constexpr, GROUP: tl.constexpr, FOURS: tl.constexpr):
-    """Return bits [TILE, 8] in the order of `operands`, flat."""
+    """Return bits [TILE, 8] in the order of `operands`, or, as FOURS, of `sorted_rows`, flat."""
     if FOURS:
         bits = tl.reshape(bits, (TILE // GROUP, GROUP // 2, 4, 4))
         bits = tl.permute(bits, (0, 2, 1, 3))

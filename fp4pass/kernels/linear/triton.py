@@ -35,7 +35,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         return linear_ref(x, weight, fmt, compute)
     n, k = weight.packed.shape[0], x.shape[-1]
     rows = x.numel() // k
-    if uses_fp8(compute, rows, n):
+    if uses_fp8(compute, rows):
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
     if x.dtype == torch.bfloat16 and runs_wide(k, x.device):
@@ -70,7 +70,7 @@ def linear_quantized_triton(
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     (x_packed, x_scale, x_global_scale), (packed, scale, *_) = x_rows, weight
     rows, n = x_packed.numel() // x_packed.shape[-1], packed.shape[0]
-    if uses_fp8(compute, rows, n):
+    if uses_fp8(compute, rows):
         codes, bits = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale))
         y = multiply_fp8(PackedInput(codes, bits, x_global_scale), weight, dtype, fmt)
         return y.view(*x_packed.shape[:-1], n)

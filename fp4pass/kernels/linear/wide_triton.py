@@ -91,44 +91,26 @@ def load_words(
     return word, byte
 
 
-@gluon.constexpr_function
-def steps_together(STAGES):
-    """Return of how many steps tiles of x are asked for at a time, which costs barriers."""
-    return 2 - STAGES % 2
-
-
-@gluon.constexpr_function
-def begins_group(i, STAGES):
-    """Return whether step i of an iteration, whose first is odd, is the first of those."""
-    return (i + 1) % (2 - STAGES % 2) == 0
-
-
 @gluon.jit
-def fetch(x, ring, full, start_m, first, group, count, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Ask for the tiles of x of a group of steps, if there are any."""
-    TOGETHER: gl.constexpr = steps_together(STAGES)
-    slot = group % (STAGES // TOGETHER)
-    there = group * TOGETHER < count
-    mbarrier.expect(full.index(slot), TOGETHER * x.block_type.nbytes, pred=there)
-    for i in gl.static_range(TOGETHER):
-        load_tile(
-            x, [start_m, (first + group * TOGETHER + i) * COLUMNS], full.index(slot),
-            ring.index(slot * TOGETHER + i), pred=there,
-        )  # fmt: skip
+def fetch(x, ring, full, start_m, first, step, count, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Ask for the tile of x of a step, if there is one."""
+    slot = step % STAGES
+    mbarrier.expect(full.index(slot), x.block_type.nbytes, pred=step < count)
+    load_tile(
+        x, [start_m, (first + step) * COLUMNS], full.index(slot), ring.index(slot),
+        pred=step < count,
+    )  # fmt: skip
 
 
 @gluon.jit
 def multiply(
-    values, ring, full, acc, step, WAITS: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
-    BN: gl.constexpr, WORDS: gl.constexpr, MMA: gl.constexpr,
+    values, ring, full, acc, step, STAGES: gl.constexpr, FP8: gl.constexpr, BN: gl.constexpr,
+    WORDS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Start to add the product of a step; WAITS: the first of its group."""
-    TOGETHER: gl.constexpr = steps_together(STAGES)
-    if WAITS:
-        group = step // TOGETHER
-        slots: gl.constexpr = STAGES // TOGETHER
-        mbarrier.wait(full.index(group % slots), (group // slots) & 1)
-    x_tile = ring.index(step % STAGES).permute((1, 0))
+    """Start to add the product of a step."""
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    x_tile = ring.index(slot).permute((1, 0))
     return warpgroup_mma(operand(values, FP8, BN, WORDS, MMA), x_tile, acc, is_async=True)
 
 
@@ -223,8 +205,6 @@ def wide_kernel(
     WARPS: gl.constexpr = TILES.warps
     STAGES: gl.constexpr = TILES.stages
     PARTS: gl.constexpr = TILES.parts
-    TOGETHER: gl.constexpr = steps_together(STAGES)
-    SLOTS: gl.constexpr = STAGES // TOGETHER
     words, scales = weight.packed, weight.scale
     LAYOUT: gl.constexpr = word_layout(WARPS, WORDS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 32 if FP8 else 16])
@@ -241,8 +221,8 @@ def wide_kernel(
     row = start_n + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, N - 1).to(gl.int64)[:, None]
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, COLUMNS], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     # Words are under way AHEAD steps before they are decoded: after the first, one of each step of
     # an iteration.
@@ -262,46 +242,36 @@ def wide_kernel(
         tl.extra.cuda.gdc_wait()
     if RELEASES:
         tl.extra.cuda.gdc_launch_dependents()
-    for s in gl.static_range(SLOTS):
+    for s in gl.static_range(STAGES):
         fetch(x, ring, full, start_m, first, s, count, COLUMNS, STAGES)
     a = decode_words(first_words[0], first_words[1], power_of_row, FMT, FP8, BN, WORDS)
     acc = gl.zeros((BN, BM), gl.float32, MMA)
-    acc = multiply(a, ring, full, acc, 0, True, STAGES, FP8, BN, WORDS, MMA)
+    acc = multiply(a, ring, full, acc, 0, STAGES, FP8, BN, WORDS, MMA)
     for start in range(1, count - AHEAD + 1, AHEAD):
-        # Steps begin at odd ones.
         for i in gl.static_range(AHEAD):
             step = start + i
             b = decode_words(ring_words[i][0], ring_words[i][1], power_of_row, FMT, FP8, BN, WORDS)
             later = first + gl.minimum(step + AHEAD, count - 1)
             loaded = load_words(words, scales, row, later, FMT, K, WORDS, LAYOUT)
             ring_words = ring_words[:i] + (loaded,) + ring_words[i + 1 :]
-            acc = multiply(
-                b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA
-            )
+            acc = multiply(b, ring, full, acc, step, STAGES, FP8, BN, WORDS, MMA)
             acc, a = warpgroup_mma_wait(1, deps=[acc, a])
             if i == AHEAD - 1:
                 acc = warpgroup_mma_init(acc)
-            if begins_group(i, STAGES):
-                # All steps of the group before this one's are over.
-                barrier()
-                group = step // TOGETHER - 1 + SLOTS
-                fetch(x, ring, full, start_m, first, group, count, COLUMNS, STAGES)
+            barrier()
+            fetch(x, ring, full, start_m, first, step - 1 + STAGES, count, COLUMNS, STAGES)
             a = b
     for i in gl.static_range(AHEAD - 1):
         step = count - AHEAD + 1 + i
         b = decode_words(ring_words[i][0], ring_words[i][1], power_of_row, FMT, FP8, BN, WORDS)
-        acc = multiply(
-            b, ring, full, acc, step, begins_group(i, STAGES), STAGES, FP8, BN, WORDS, MMA
-        )
+        acc = multiply(b, ring, full, acc, step, STAGES, FP8, BN, WORDS, MMA)
         if i < AHEAD - 2:
             acc, a = warpgroup_mma_wait(1, deps=[acc, a])
-            if begins_group(i, STAGES) and (SLOTS - 1) * TOGETHER < AHEAD - 1 - i:
-                barrier()
-                group = step // TOGETHER - 1 + SLOTS
-                fetch(x, ring, full, start_m, first, group, count, COLUMNS, STAGES)
+            barrier()
+            fetch(x, ring, full, start_m, first, step - 1 + STAGES, count, COLUMNS, STAGES)
             a = b
     y, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
-    for s in gl.static_range(SLOTS):
+    for s in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(s))
 
     if PARTS == 1:
