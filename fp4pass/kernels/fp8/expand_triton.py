@@ -154,5 +154,5 @@ def _expand_rows_kernel(
             word, byte = _load_some(words, scales, start + lane, row_words, share, False)
             _store_some(out, start + lane, word, byte, by, row_words, FMT, False)
     if BESIDE:
-        # What follows this kernel reads what the one before has made, too.
+        # The kernel behind this one reads the results of the one before, too.
         wait(OVERLAP, RELEASES)

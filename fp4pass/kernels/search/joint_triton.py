@@ -268,26 +268,10 @@ def _best_candidate(
     ]
 )  # fmt: skip
 def _choose(
-    x_ptr,
-    metric,
-    unit_ptr,
-    given_ptr,
-    out,
-    rows,
-    part_rows,
-    columns,
-    first_column,
-    unit_column,
-    unit_row,
-    revise,
-    zero,
-    LANES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FMT: tl.constexpr,
-    STEPS: tl.constexpr,
-    ALONE: tl.constexpr,
-    PASSES: tl.constexpr,
-):
+    x_ptr, metric, unit_ptr, given_ptr, out, rows, part_rows, columns, first_column, unit_column,
+    unit_row, revise, zero, LANES: tl.constexpr, GROUPS: tl.constexpr, FMT: tl.constexpr,
+    STEPS: tl.constexpr, ALONE: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
     """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
     sequential_ptr, pivots_ptr, descent_ptr = metric
     q_ptr, byte_ptr, loss_ptr, original_ptr, residual_ptr = out
