@@ -44,7 +44,14 @@ from eval.bench.harness import (
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.search.gptq_reference import ROWS, damp, each_alone, make_problem, solve
+from fp4pass.kernels.search.gptq_reference import (
+    ROWS,
+    damp,
+    each_alone,
+    make_problem,
+    rows_together,
+    solve,
+)
 from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
@@ -158,7 +165,7 @@ def stages(weight: Tensor, hessian: Tensor, fmt: Format, global_scale: float) ->
             each_alone(rows, global_scale, made[0], fmt, chooser)
 
     def visits(sweeps: int) -> None:
-        for rows in weight.split(ROWS):
+        for rows in weight.split(rows_together(weight.shape[1])):
             x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
             solve(x.t(), unit.t(), made[1], fmt, options.codes, None, sweeps, chooser)
 

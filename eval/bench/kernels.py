@@ -409,7 +409,7 @@ def linears(bench: Bench) -> None:
                 ("w4a16", DENSE, forced, x[some].double() @ exact),
                 ("w4a16", CUBLAS, [lambda f=f, x=x: f(x) for f in dense], dot(x[some], weight)),
             ]
-            if uses_fp8("fp8", tokens, shape[0]):
+            if uses_fp8("fp8", tokens):
                 fast = [lambda c=c, x=x: ops.linear(x, *c, None, "nvfp4", "fp8") for c in copies]
                 rows.append(("fp8", OURS, fast, x[some].double() @ exact))
             if tokens in QUANTIZED_TOKENS or tokens not in TOKENS:

@@ -18,8 +18,8 @@ from fp4pass.kernels.search.blocks import as_blocks, block_hessians, losses, nor
 from fp4pass.kernels.search.gptq_reference import damp, gptq_ref
 from fp4pass.kernels.search.joint_reference import (
     CODES,
-    Column,
     Metric,
+    Solution,
     candidate_scales,
     choose_blocks,
     joint_ref,
@@ -190,24 +190,52 @@ def test_the_candidates_are_those_of_the_reference(key: str) -> None:
 def test_settling(static: bool) -> None:
     """In place; a revision keeps what costs no more, which is most of what was settled."""
     fmt = get_format("mxfp4:16")
-    x, unit, hessian = problem(fmt, 1)
-    metric, given = make_metric(hessian), torch.full((1, x.shape[2]), 126)
+    x, unit, hessian = problem(fmt, 2, 150)
+    # Rows in three parts, of which the second block is settled.
+    n, rows = x.shape[1:]
+    metric, given = make_metric(hessian), torch.full((2 * rows,), 126)
     both = []
     for run, on in ((settle, lambda t: t.clone()), (settle_triton, put)):
-        empty = on(torch.full_like(x[0], torch.nan))
-        place = on(torch.zeros(1, x.shape[2], dtype=torch.int64))
-        column = Column(on(x[0]), empty, empty.clone(), place, on(given) if static else None)
-        m, u = put(metric) if run is settle_triton else metric, on(unit)
-        run(on(x[0] * 1.01), column, m, u, fmt, "joint", False)
-        first = column.q.clone()
+        empty = torch.full((2 * n * rows,), torch.nan)
+        place = on(torch.zeros(2 * rows, dtype=torch.int64))
+        x_parts = [x.flatten(0, 1)[:, i : i + 64] for i in (0, 64, 128)]
+        flat = Solution(
+            64, on(unit[1]), on(torch.cat([part.flatten() for part in x_parts])), on(empty),
+            on(empty.clone()), place, on(given) if static else None,
+        )  # fmt: skip
+        m = put(metric) if run is settle_triton else metric
+        wanted = torch.cat([part[n:].flatten() for part in x_parts])
+        run(on(wanted * 1.01), flat, 1, m, fmt, "joint", False)
+        q = torch.cat(flat.parts_of(flat.q), 1)
+        first = q[n:].clone()
+        assert q[:n].isnan().all() and first.isfinite().all()
         # Towards what it is, and for every second block away from it.
-        target = torch.where(torch.arange(x.shape[2], device=first.device) % 2 == 0, first, -first)
-        run(target.contiguous(), column, m, u, fmt, "joint", True)
-        assert torch.equal(column.q[:, ::2], first[:, ::2])
-        assert torch.equal(column.residual, column.x - column.q)
-        both.append([each.cpu() for each in (first, column.q, column.byte)])
+        target = torch.where(torch.arange(rows, device=first.device) % 2 == 0, first, -first)
+        target = torch.cat([target[:, i : i + 64].flatten() for i in (0, 64, 128)])
+        run(target, flat, 1, m, fmt, "joint", True)
+        q, residual = (torch.cat(flat.parts_of(each), 1)[n:] for each in (flat.q, flat.residual))
+        assert torch.equal(q[:, ::2], first[:, ::2])
+        assert torch.equal(residual, x[1].to(q.device) - q)
+        byte = torch.cat(flat.parts_of(flat.byte), 1)
+        assert not byte[0].any() and byte[1].all()
+        both.append([each.cpu() for each in (first, q, byte[1])])
     for expected, found in zip(*both, strict=True):
         assert (expected != found).double().mean() <= 0.01
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_warps_that_share_the_scales_of_a_block_choose_the_same(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = get_format(key)
+    x, unit, hessian = problem(fmt, 1)
+    arguments = (put(x), put(make_metric(hessian)), put(unit), fmt, "joint")
+    found = []
+    for most in (1, 4, 8):
+        monkeypatch.setattr("fp4pass.kernels.search.joint_triton._MOST_GROUPS", most)
+        found.append(choose_blocks_triton(*arguments))
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
 
 
 @pytest.mark.quick(3)

@@ -9,9 +9,10 @@ from kernels.test_fp8 import as_weight, packed, seeded
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.operands_triton import operands
+from fp4pass.kernels.fp8.triton import multiply_with
+from fp4pass.kernels.fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
-from fp4pass.kernels.linear.gluon_triton import multiply_wide, runs_wide
+from fp4pass.kernels.linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
 
 needs_hopper = pytest.mark.skipif(
@@ -38,17 +39,18 @@ def test_products(key: str, cut: tuple[int, ...], m: int, n: int, k: int) -> Non
     x = torch.randn(m, k, generator=seeded(6)).cuda().bfloat16()
     out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
 
-    rows, of_weight = operands(x, weight, fmt, 8, fours=True)
-    stored = weight._replace(global_scale=None, bias=bias)
-    found = multiply_wide(*rows, stored, *of_weight, out.clone(), fmt, tiles)
+    stored = weight._replace(bias=bias)
+    found = multiply_with(tiles, x, stored, out.clone(), fmt)
+    assert torch.equal(found, multiply_with(tiles, x, stored, out.clone(), fmt))
     values, factor = fp8.quantize_rows_ref(x)
     dense, w_factor = fp8.expand_ref(weight, fmt)
     left, right = values.double() * factor[:, None], dense.double() * w_factor[:, None]
     _compare(found, left, right, bias, 2.0**-10)
 
-    x_sorted = arranged(InputRows.of_numbers(x), m, k, tiles.words, fmt, False)[0]
-    stored = weight._replace(bias=bias)
-    found = multiply_wide(x_sorted, None, stored, None, None, out, fmt, tiles)
+    finished = counters(m, n, tiles, x.device)
+    numbers = InputRows.of_numbers(x)
+    x_sorted = arranged(numbers, m, k, tiles.words, fmt, False, finished, tiles.m)[0]
+    found = multiply_wide(x_sorted, None, in_words(stored), finished, out, fmt, tiles)
     dense = dequantize_ref(*weight[:3], fmt, torch.float32)
     _compare(found, x.double(), dense.double(), bias, 1e-5)
 
@@ -84,3 +86,29 @@ def _compare(
 )
 def test_tiles(key: str, m: int, n: int, k: int, tiles: Tiles | None) -> None:
     assert wide_config(m, n, k, get_format(key)) == tiles
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiles"),
+    [
+        (64, 4096, 4096, wide_tiles(64, 4, 128, 4, 2)),
+        (64, 4096, 14336, wide_tiles(64, 4, 128, 4, 4)),
+        (64, 2560, 9728, wide_tiles(64, 4, 128, 4, 3)),
+        (64, 9728, 2560, wide_tiles(64, 4, 128, 4)),
+        (128, 2560, 9728, wide_tiles(64, 4, 128, 4, 3)),
+        (128, 4096, 4096, wide_tiles(64, 4, 128, 4, 2)),
+        (128, 9728, 2560, wide_tiles(128, 4, 128, 4)),
+        (96, 14336, 4096, wide_tiles(128, 8, 128, 4)),
+        (192, 4096, 4096, wide_tiles(128, 4, 128, 4, 2)),
+        (256, 2560, 9728, wide_tiles(128, 4, 128, 4, 3)),
+        (256, 9728, 2560, wide_tiles(256, 4, 128, 3)),
+        (512, 14336, 4096, wide_tiles(256, 4, 128, 3)),
+        (512, 4096, 4096, None),
+        (1024, 4096, 4096, wide_tiles(256, 8, 128, 3)),
+        (1024, 14336, 4096, None),
+        (64, 64, 256, wide_tiles(64, 4, 128, 4)),
+    ],
+)
+def test_tiles_of_fp8(m: int, n: int, k: int, tiles: Tiles | None) -> None:
+    assert fp8_config(m, n, k) == tiles

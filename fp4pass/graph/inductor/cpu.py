@@ -83,7 +83,7 @@ def _call(
     if rows <= FEW_ROWS:
         # In the dtype of x, whatever `compute` says of many rows.
         return _few_rows(x, stored, bias, record)
-    if n * k > TILE or uses_fp8(compute, rows, n):
+    if n * k > TILE or uses_fp8(compute, rows):
         return None
     return DenseProduct(x, _dense(x.dtype, stored, n, k, record), bias)
 

@@ -63,6 +63,15 @@ def wait(OVERLAP: tl.constexpr, RELEASES: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def clear(zeros, count):
+    """Set int32 zeros [count], if there are any, to 0: all programs of axis 0 together."""
+    if zeros is not None:
+        for start in range(tl.program_id(0) * 32, count, tl.num_programs(0) * 32):
+            at = start + tl.arange(0, 32)
+            tl.store(zeros + at, tl.zeros((32,), tl.int32), mask=at < count)
+
+
 def cdiv(a: int, b: int) -> int:
     """Return a / b rounded up. triton.cdiv takes the host as long as a small operator of torch."""
     return -(-a // b)

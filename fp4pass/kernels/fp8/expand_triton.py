@@ -25,8 +25,11 @@ _AT_ONCE = 1024
 
 def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tuple[Rows, Rows]:
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
+    weight = weight._replace(packed=wider(weight.packed, torch.int64))
+    weight = weight._replace(scale=weight.scale.contiguous())
     rows = _expand(x, fmt) if isinstance(x, PackedInput) else _quantize(x)
-    return rows, _expand(weight, fmt)
+    # While rows of numbers are rounded, which wait for what came before.
+    return rows, _expand(weight, fmt, not isinstance(x, PackedInput))
 
 
 def _rows(count: int, k: int, device: torch.device) -> Rows:
@@ -46,15 +49,15 @@ def _quantize(x: Tensor) -> Rows:
     return found
 
 
-def _expand(packed: PackedInput | PackedWeight, fmt: Format) -> Rows:
-    """Return packed rows [R, K] as operands."""
-    codes = packed.packed
-    n, k = len(codes), 2 * codes.shape[1]
+def _expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False) -> Rows:
+    """Return packed rows [R, K] as operands; beside: made while the kernel before runs."""
+    codes = wider(packed.packed, torch.int64)
+    n, k = len(codes), 16 * codes.shape[1]
     found = _rows(n, k, codes.device)
     _expand_rows_kernel[(n,)](
-        wider(codes, torch.int64), packed.scale.contiguous(), packed.global_scale,
+        codes, packed.scale.contiguous(), packed.global_scale,
         found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES,
-        AT_ONCE=_AT_ONCE, num_warps=1, **LAUNCH, **overlapping(codes.device, False),
+        AT_ONCE=_AT_ONCE, BESIDE=beside, num_warps=1, **LAUNCH, **overlapping(codes.device, False),
     )  # fmt: skip
     return found
 
@@ -103,10 +106,12 @@ def _store_some(
 @triton.jit
 def _expand_rows_kernel(
     words, scales, global_scale, out, factors, K: tl.constexpr, FMT: tl.constexpr,
-    LANES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    LANES: tl.constexpr, AT_ONCE: tl.constexpr, BESIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Round a row of codes, in int64 words of sixteen."""
-    wait(OVERLAP, RELEASES)
+    if not BESIDE:
+        wait(OVERLAP, RELEASES)
     share: tl.constexpr = FMT.block // 16
     row_words: tl.constexpr = K // 16
     lane = tl.arange(0, LANES)
@@ -148,3 +153,6 @@ def _expand_rows_kernel(
         for start in range(0, row_words, LANES):
             word, byte = _load_some(words, scales, start + lane, row_words, share, False)
             _store_some(out, start + lane, word, byte, by, row_words, FMT, False)
+    if BESIDE:
+        # The kernel behind this one reads the results of the one before, too.
+        wait(OVERLAP, RELEASES)

@@ -14,11 +14,11 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, decode_scale, overlapping, rounded, wait
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
-from ..linear.gluon_triton import multiply_wide, runs_wide
-from ..linear.tiling import Tiles, shared_memory_of, split, wide_tiles
+from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
+from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
 from .decode_triton import decode_e4m3, operand
 from .expand_triton import expanded
-from .operands_triton import operands
+from .operands_triton import operands, sorted_rows
 
 # From the largest, measured on an H200.
 SIZES = (
@@ -32,8 +32,8 @@ SIZES = (
 # Rows of a weight that tiles of 256 rows of x cut into programs enough for 512 rows of x.
 _WIDE = 12288
 
-# Programs of which an H200 has nearly a round.
-_ENOUGH = 112
+# Programs of which an H200 has nearly a round, and its multiprocessors.
+_ENOUGH, _AT_ONCE = 112, 132
 
 
 def tiles_of(m: int, n: int, shared_memory: int) -> Tiles:
@@ -55,12 +55,30 @@ def expands(m: int, n: int) -> bool:
 
 def wide_config(m: int, n: int, k: int) -> Tiles | None:
     """Return the tiles of `wide_kernel` for x [m, k] in E4M3, or None if that is slower."""
-    if m > 256 or (n >= _WIDE and m <= 128):
-        return None
-    rows = min(256, max(64, 1 << (m - 1).bit_length()))
-    programs = cdiv(m, rows) * cdiv(n, 64)
-    parts = split(programs, 512 if rows == 64 else 256, k, max(1536, 16 * rows))
-    return wide_tiles(rows, 4, 128, 3 if rows == 256 else 4, parts)
+    if expands(m, n):
+        # The largest tiles, one on each multiprocessor and hardly one without.
+        rounds = cdiv(m, 256) * cdiv(n, 128) / _AT_ONCE
+        return wide_tiles(256, 8, 128, 3) if 0.95 < rounds <= 1 else None
+    if m > 128 and n >= 8192:
+        return wide_tiles(256, 4, 128, 3)
+    rows = 128 if m > 128 or (m > 64 and n >= 8192) else 64
+    large = rows == 128 and 0.8 < cdiv(m, 128) * cdiv(n, 128) / _AT_ONCE <= 1
+    warps, at_once = (8, _AT_ONCE) if large else (4, 2 * _AT_ONCE)
+    return wide_tiles(rows, warps, 128, 4, _parts(cdiv(m, rows) * cdiv(n, 16 * warps), at_once, k))
+
+
+def _parts(tiles: int, at_once: int, k: int) -> int:
+    """Return how many programs share the sums of a tile, so that most multiprocessors have work."""
+    found, most = 1, 0.0
+    for parts in range(1, 5):
+        programs = tiles * parts
+        if parts > 1 and (programs > at_once or k < 512 * parts):
+            break
+        full = programs / (_AT_ONCE * cdiv(programs, _AT_ONCE))
+        # Parts that are no fuller pay where each is long.
+        if full > most + 0.05 or (full >= most - 0.05 and k >= 2048 * parts):
+            found, most = parts, full
+    return found
 
 
 def multiply_fp8(
@@ -75,18 +93,13 @@ def multiply_fp8(
         )
     m = len(x.packed if isinstance(x, PackedInput) else x)
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
+    out = torch.empty((m, n), dtype=dtype, device=device)
+    if runs_wide(k, device) and (wide := wide_config(m, n, k)):
+        return multiply_with(wide, x, weight, out, fmt)
     # cuBLAS takes factors for rows with results in bfloat16 alone.
     if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
         rows, dense = expanded(x, weight, fmt)
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
-    out = torch.empty((m, n), dtype=dtype, device=device)
-    if runs_wide(k, device) and (tiles := wide_config(m, n, k)):
-        # Where programs are few or small, starting early took longer.
-        early = tiles.m == 256 and tiles.parts == 1
-        rows, of_weight = operands(x, weight, fmt, 8, fours=True, releases=early)
-        # Its factors hold the global scale.
-        weight = weight._replace(global_scale=None)
-        return multiply_wide(*rows, weight, *of_weight, out, fmt, tiles)
     tiles = tiles_of(m, n, shared_memory_of(device))
     rows, of_weight = operands(x, weight, fmt, tiles.words)
     fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
@@ -96,6 +109,16 @@ def multiply_fp8(
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
     return out
+
+
+def multiply_with(
+    tiles: Tiles, x: Tensor | PackedInput, weight: PackedWeight, out: Tensor, fmt: Format
+) -> Tensor:
+    """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
+    (m, n), k = out.shape, 2 * weight.packed.shape[1]
+    weight, finished = in_words(weight), counters(m, n, tiles, out.device)
+    rows = sorted_rows(x, k, tiles.m, fmt, finished)
+    return multiply_wide(*rows, weight, finished, out, fmt, tiles)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -40,7 +40,7 @@ def linear_cpu(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
         and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
         and (bias is None or (bias.is_cpu and bias.shape == (n,)))
     )
-    if not fits or (compute != "input" and uses_fp8(compute, rows, n)):
+    if not fits or (compute != "input" and uses_fp8(compute, rows)):
         return linear_ref(x, weight, fmt, compute)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     packed, scale = packed.contiguous(), scale.contiguous()

@@ -17,6 +17,7 @@ from ..common.tiles import (
     as_words,
     bits_of,
     cdiv,
+    clear,
     decode_scale,
     float_of,
     overlapping,
@@ -58,14 +59,19 @@ class InputRows(NamedTuple):
         return 1 if self.dtype is None else TERMS[self.dtype]
 
 
-def arranged(x: InputRows, m: int, k: int, group: int, fmt: Format, releases: bool) -> Tensor:
+def arranged(
+    x: InputRows, m: int, k: int, group: int, fmt: Format, releases: bool,
+    zeros: Tensor | None = None, tile: int = 1,
+) -> Tensor:  # fmt: skip
     """Return x in bfloat16 terms, its columns sorted to follow decoded codes: [terms, m, K]."""
     # group: words whose columns are sorted by their place in a word; zeros fill the last group.
-    # releases: as `overlapping` takes it.
+    # releases: as `overlapping` takes it. zeros: int32, set to 0 in the same launch.
+    # tile: of one term, room is left for whole tiles of so many rows.
     words = cdiv(k // 8, group) * group
-    out = x.words.new_empty((x.terms, m, 8 * words), dtype=torch.bfloat16)
+    padded = cdiv(m, tile) * tile
+    out = x.words.new_empty((x.terms, padded, 8 * words), dtype=torch.bfloat16)
     _arrange[(cdiv(m * words, _BLOCK),)](
-        x.words, x.scale, out, m * words,
+        x.words, x.scale, out, zeros, m * words, 0 if zeros is None else len(zeros),
         K=k, FMT=fmt, DTYPE=None if x.dtype is None else DTYPES[x.dtype], TERMS=x.terms,
         GROUP=group, BLOCK=_BLOCK, **overlapping(out.device, releases), **LAUNCH,
     )  # fmt: skip
@@ -178,11 +184,12 @@ def joined(v):
 
 @triton.jit
 def _arrange(
-    x, scales, out, count, K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
-    TERMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
+    x, scales, out, zeros, count, zero_count, K: tl.constexpr, FMT: tl.constexpr,
+    DTYPE: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAP, RELEASES)
+    clear(zeros, zero_count)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     arrange_words(x, scales, out, i, count, K, FMT, DTYPE, TERMS, GROUP)
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
-from .matmul_triton import add_parts
-from .ptx_triton import offset
 from .tiling import Tiles, shared_memory_of
 
 try:
@@ -66,30 +64,44 @@ def runs_wide(k: int, device: torch.device) -> bool:
     return known and _capability(device)[0] == 9
 
 
+def in_words(weight: PackedWeight) -> PackedWeight:
+    """Return a weight whose codes are int64 words, and whose scales begin at a word, as copies.
+
+    Make them before the kernel that sorts x: `wide_kernel` reads them while that one runs.
+    """
+    words, scale = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)
+    return weight._replace(packed=words, scale=scale.view(torch.uint8))
+
+
+def counters(m: int, n: int, tiles: Tiles, device: torch.device) -> Tensor | None:
+    """Return room for what `multiply_wide` counts in, which begins at 0, or None for nothing."""
+    if tiles.parts == 1:
+        return None
+    return torch.empty(2 * cdiv(m, tiles.m) * cdiv(n, tiles.n), dtype=torch.int32, device=device)
+
+
 def multiply_wide(
     x: Tensor,
     x_factors: Tensor | None,
     weight: PackedWeight,
-    powers: Tensor | None,
-    factors: Tensor | None,
+    finished: Tensor | None,
     out: Tensor,
     fmt: Format,
     tiles: Tiles,
 ) -> Tensor:
-    """Fill `out` [M, N] with the product of sorted rows x [M, K] and a weight, and return it."""
-    # x of E4M3 has factors, as the weight then has powers and factors; else it is bfloat16.
-    (m, k), n, fp8 = x.shape, out.shape[-1], powers is not None
-    whole = tiles.parts == 1
-    sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
+    """Fill `out` [M, N] with the product of sorted rows x and a weight, and return it."""
+    # x: [R, K], of whole tiles of rows; if it is E4M3 it has factors, else it is bfloat16. weight:
+    # `in_words`. finished: zeros in the place of `counters`.
+    (m, n), k, fp8 = out.shape, x.shape[1], x_factors is not None
+    sums = None
+    if finished is not None:
+        size = len(finished) // 2 * tiles.parts * tiles.m * tiles.n
+        sums = torch.empty(size, dtype=torch.float32, device=out.device)
     block = [tiles.m, 8 * tiles.words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if fp8 else gl.bfloat16)
-    words = wider(weight.packed, torch.int64)
-    stored = weight._replace(packed=words, scale=weight.scale.contiguous())
     wide_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
-        TensorDescriptor.from_tensor(x, block, layout), x_factors, stored, powers, factors,
-        sums, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
+        TensorDescriptor.from_tensor(x, block, layout), x_factors, weight, sums, finished,
+        out, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
         **overlapping(x.device, tiles.releases),
     )  # fmt: skip
-    if not whole:
-        add_parts(sums, None, weight, out, fmt, 0 if fp8 else offset(fmt))
     return out

@@ -18,7 +18,7 @@ from ..fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
     """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
     # compute: "fp8" rounds both operands of many rows to E4M3 (kernels/fp8).
-    if uses_fp8(compute, math.prod(x.shape[:-1]), len(weight.packed)):
+    if uses_fp8(compute, math.prod(x.shape[:-1])):
         rows = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
         return multiply_ref(rows, weight, fmt).to(x.dtype).view(*x.shape[:-1], -1)
     # The product of a code and a float32 scale is not exact in 16 bits.
@@ -44,7 +44,7 @@ def linear_quantized_ref(
     # dense product, as if rounding were the identity (straight-through). rotation: columns of x
     # that were rotated together before; its gradient is rotated back.
     leading = x_rows.packed.shape[:-1]
-    if uses_fp8(compute, math.prod(leading), len(weight.packed)):
+    if uses_fp8(compute, math.prod(leading)):
         codes, bits = (each.reshape(-1, each.shape[-1]) for each in x_rows[:2])
         rows = expand_ref(PackedInput(codes, bits, x_rows.global_scale), fmt)
         return multiply_ref(rows, weight, fmt).to(x.dtype).view(*leading, -1)

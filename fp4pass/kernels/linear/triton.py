@@ -17,7 +17,7 @@ from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed
 from ..fp8.naive import uses_fp8
 from ..fp8.triton import multiply_fp8
 from .decode_triton import InputRows, arranged
-from .gluon_triton import multiply_row, multiply_wide, runs_wide, step_of_warps
+from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
 from .naive import linear_quantized_ref, linear_ref
 from .ptx_triton import offset
@@ -35,16 +35,19 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         return linear_ref(x, weight, fmt, compute)
     n, k = weight.packed.shape[0], x.shape[-1]
     rows = x.numel() // k
-    if uses_fp8(compute, rows, n):
+    if uses_fp8(compute, rows):
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
     if x.dtype == torch.bfloat16 and runs_wide(k, x.device):
         if tiles := wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
-            x_sorted = arranged(InputRows.of_numbers(x), rows, k, tiles.words, fmt, early)[0]
+            weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
+            x_sorted = arranged(
+                InputRows.of_numbers(x), rows, k, tiles.words, fmt, early, finished, tiles.m
+            )[0]
             y = x.new_empty((rows, n))
-            multiply_wide(x_sorted, None, weight, None, None, y, fmt, tiles)
+            multiply_wide(x_sorted, None, weight, finished, y, fmt, tiles)
             return y.view(*x.shape[:-1], n)
     if not fuses(rows, n, x.dtype, fmt):
         dense = dequantize_triton(*weight[:3], fmt, x.dtype)
@@ -67,7 +70,7 @@ def linear_quantized_triton(
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     (x_packed, x_scale, x_global_scale), (packed, scale, *_) = x_rows, weight
     rows, n = x_packed.numel() // x_packed.shape[-1], packed.shape[0]
-    if uses_fp8(compute, rows, n):
+    if uses_fp8(compute, rows):
         codes, bits = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale))
         y = multiply_fp8(PackedInput(codes, bits, x_global_scale), weight, dtype, fmt)
         return y.view(*x_packed.shape[:-1], n)

@@ -25,11 +25,14 @@ from ..common.rounding import round_to_codes_, round_to_values_
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .float_scales import in_blocks, search_float_scales
-from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
+from .joint_reference import REFERENCE, Chooser, Metric, Solution, make_metric
 
 # Rows at a time: they share nothing but the Hessian. Bits may depend on it, for products of other
 # shapes add in another order.
 ROWS = 1 << 12
+
+# Elements that are quantized together, so that a step of all their rows is one launch.
+_ELEMENTS = 1 << 25
 
 # Float32 sums of many tokens are wrong by at most about this part of the trace.
 _ROUNDING = 2.0**-23
@@ -131,12 +134,16 @@ def gptq_ref(
         visited = cost.argsort(descending=True, stable=True)
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
-    parts = range(start, len(weight) if stop is None else stop, ROWS)
+    together = rows_together(weight.shape[1])
+    parts = range(start, len(weight) if stop is None else stop, together)
     packed, scale = empty_weight(weight[start:stop], fmt)
     for here in parts:
-        rows = weight[here : min(here + ROWS, parts.stop)]
+        rows = weight[here : min(here + together, parts.stop)]
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
-        given = alone[here // ROWS][0] if scales == "static" else None
+        given = None
+        if scales == "static":
+            own = alone[here // ROWS : -(-(here + len(rows)) // ROWS)]
+            given = torch.cat([byte for byte, _ in own], dim=1)[:, : len(rows)]
         q, byte = solve(x.t(), unit.t(), problem, fmt, codes, given, sweeps, chooser)
         step = step_sizes(byte, unit.t(), fmt).repeat_interleave(fmt.block, 0)
         found = round_to_codes_((q / step).t().contiguous(), fmt.element)
@@ -213,6 +220,11 @@ def each_alone(
     return byte, (loss.double() * (unit.t().double() / global_scale) ** -2).sum(1)
 
 
+def rows_together(columns: int) -> int:
+    """Return how many rows are quantized together, a multiple of ROWS."""
+    return max(1, _ELEMENTS // (ROWS * columns)) * ROWS
+
+
 def solve(
     x: Tensor,
     unit: Tensor,
@@ -226,16 +238,11 @@ def solve(
     """Round normalized rows x [K, N] block after block, then again for each sweep: q and scales."""
     # unit: [1, N], what scales are multiplied by. given: int64 [J, N], the scales if they are
     # fixed. Returned are q float32 [K, N] and scales int64 [J, N], in the order of the weight.
-    block = fmt.block
-    x = x[problem.columns].contiguous()
-    q, residual = torch.empty_like(x), torch.zeros_like(x)
-    byte = torch.empty((len(problem.order), x.shape[1]), dtype=torch.int64, device=x.device)
-    fixed = None if given is None else given[problem.order]
-    columns = []
-    for b in range(len(byte)):
-        here, one = slice(b * block, (b + 1) * block), slice(b, b + 1)
-        own = None if fixed is None else fixed[one]
-        columns.append(Column(x[here], q[here], residual[here], byte[one], own))
+    block, solution = fmt.block, _begin(x, unit, problem, given)
+    xs = [part.split(block) for part in solution.parts_of(solution.x)]
+    residuals = solution.parts_of(solution.residual)
+    target = x.new_empty(block * x.shape[1])
+    targets = solution.parts_of(target)
     visits = [(problem.rounding, problem.effective, False)]
     if sweeps:
         assert problem.sweeping is not None and problem.whole is not None
@@ -243,11 +250,36 @@ def solve(
     # A product reads all residuals so far, for 4096 x 14336 0.3 TB with a sweep: 0.1 s at 4 TB/s.
     # Updating 128 columns at once, as GPTQ does, would read less and need more launches.
     for coefficients, metrics, revise in visits:
-        for b, column in enumerate(columns):
-            here = slice(b * block, (b + 1) * block)
+        for b, line in enumerate(coefficients.split(block)):
             # On the first visit the blocks after it have no residual yet.
-            seen = len(x) if revise else here.start
-            target = torch.addmm(column.x, coefficients[here, :seen], residual[:seen])
-            chooser.settle(target, column, metrics[b : b + 1], unit, fmt, codes, revise)
-    back = problem.columns.argsort()
-    return q[back], byte[problem.order.argsort()]
+            seen = len(x) if revise else b * block
+            line = line[:, :seen]
+            for own, residual, out in zip(xs, residuals, targets, strict=True):
+                torch.addmm(own[b], line, residual[:seen], out=out)
+            chooser.settle(target, solution, b, metrics, fmt, codes, revise)
+    q = _in_order(solution.q, problem.columns, solution)
+    return q, _in_order(solution.byte, problem.order, solution)
+
+
+def _begin(x: Tensor, unit: Tensor, problem: Problem, given: Tensor | None) -> Solution:
+    """Return nothing settled yet for normalized rows x [K, N] (`solve`)."""
+    rows = x.shape[1]
+    byte = torch.empty(len(problem.order) * rows, dtype=torch.int64, device=x.device)
+    fixed = None if given is None else torch.empty_like(byte)
+    solution = Solution(
+        ROWS, unit.flatten().contiguous(), x.new_empty(x.numel()), x.new_empty(x.numel()),
+        x.new_zeros(x.numel()), byte, fixed,
+    )  # fmt: skip
+    for start, part in zip(range(0, rows, ROWS), solution.parts_of(solution.x), strict=True):
+        part.copy_(x[:, start : start + ROWS][problem.columns])
+    if given is not None:
+        assert fixed is not None
+        for start, part in zip(range(0, rows, ROWS), solution.parts_of(fixed), strict=True):
+            part.copy_(given[:, start : start + ROWS][problem.order])
+    return solution
+
+
+def _in_order(values: Tensor, lines: Tensor, solution: Solution) -> Tensor:
+    """Return values of parts as [L, N], their lines in the order of the weight."""
+    back = lines.argsort()
+    return torch.cat([part[back] for part in solution.parts_of(values)], dim=1)

@@ -58,14 +58,25 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A block column of a weight that is quantized step by step; q, residual and byte change."""
+class Solution:
+    """Rows of a weight that are quantized block after block; q, residual and byte change.
 
-    x: Tensor  # [n, R], the normalized weight
-    q: Tensor  # [n, R], its quantized values
-    residual: Tensor  # [n, R], x - q
-    byte: Tensor  # int64 [1, R], the scales
-    given: Tensor | None  # int64 [1, R], the scales if they are fixed
+    Tensors are flat and hold rows in parts, one after the other, [K, R] or [J, R] each.
+    """
+
+    part: int  # the rows of a part, of which the last may have fewer
+    unit: Tensor  # [N], what scales are multiplied by
+    x: Tensor  # [K * N], the normalized weight
+    q: Tensor  # [K * N], its quantized values
+    residual: Tensor  # [K * N], x - q
+    byte: Tensor  # int64 [J * N], the scales
+    given: Tensor | None  # int64 [J * N], the scales if they are fixed
+
+    def parts_of(self, values: Tensor) -> list[Tensor]:
+        """Return the parts [L, R] of flat values [L * N]."""
+        rows = len(self.unit)
+        lines = len(values) // rows
+        return [part.view(lines, -1) for part in values.split(self.part * lines)]
 
 
 @dataclass(frozen=True)
@@ -148,22 +159,28 @@ def choose_blocks(
 
 def settle(
     target: Tensor,
-    column: Column,
+    solution: Solution,
+    block: int,
     metric: Metric,
-    unit: Tensor,
     fmt: Format,
     codes: str,
     revise: bool,
 ) -> None:
-    """Choose scales and codes of one block column for target [n, R], in place, J = 1."""
+    """Choose scales and codes of a block column for targets [n * N] in parts, in place."""
     # revise: whether blocks keep what they have unless the new choice costs less.
-    q, byte, loss = choose_blocks(target.unsqueeze(0), metric, unit, fmt, codes, column.given)
-    if revise:
-        better = loss < losses(target - column.q, metric.hessian)
-        q, byte = torch.where(better, q, column.q), torch.where(better, byte, column.byte)
-    column.q.copy_(q[0])
-    column.byte.copy_(byte)
-    torch.sub(column.x, column.q, out=column.residual)
+    here, one = slice(block * fmt.block, (block + 1) * fmt.block), slice(block, block + 1)
+    values = (target, solution.unit, solution.x, solution.q, solution.residual, solution.byte)
+    parts = zip(*map(solution.parts_of, values), strict=True)
+    given = None if solution.given is None else solution.parts_of(solution.given)
+    for i, (wanted, unit, x, old, residual, scales) in enumerate(parts):
+        fixed = None if given is None else given[i][one]
+        q, byte, loss = choose_blocks(wanted[None], metric[one], unit, fmt, codes, fixed)
+        if revise:
+            better = loss < losses(wanted - old[here], metric[one].hessian)
+            q, byte = torch.where(better, q, old[here]), torch.where(better, byte, scales[one])
+        old[here].copy_(q[0])
+        scales[one].copy_(byte)
+        torch.sub(x[here], old[here], out=residual[here])
 
 
 REFERENCE = Chooser(choose_blocks, settle)

@@ -1,9 +1,10 @@
 """Choose scale and codes of a block together in Triton, one block a thread, in one launch.
 
 The choice is that of joint_reference.py; losses come from the factor of H, as sums of squares. A
-thread holds a block in its registers and tries its scales in turn: threads that share a block would
+thread holds a block in its registers and tries scales in turn: threads that share a block would
 finish sooner, but would exchange every residual. Tiles are [n, 32] with the threads of a warp along
-the rows, and memory is accessed in one dimension, so values stay in their registers.
+the rows, and memory is accessed in one dimension, so values stay in their registers. Warps of a
+program that hold the same blocks try different scales, and then all do the same.
 """
 
 from __future__ import annotations
@@ -29,37 +30,46 @@ from ..common.tiles import (
     shift,
 )
 from .gptq_reference import gptq_ref
-from .joint_reference import PASSES, Chooser, Column, Metric, candidate_steps, joint_ref
+from .joint_reference import PASSES, Chooser, Metric, Solution, candidate_steps, joint_ref
 from .tiles import floor_byte
 
-# Blocks of one program, one a thread: 4096 rows are 128 programs, as many as a large GPU has SMs.
+# Blocks of one program: 4096 rows are 128 programs, as many as a large GPU has SMs.
 _LANES = 32
+
+# Where few programs run, up to so many warps of one share the scales of its blocks, of the warps
+# that a large GPU runs at a time.
+_MOST_GROUPS, _WARPS = 8, 1056
 
 
 def choose_blocks_triton(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_reference.py)."""
-    shape = (len(x), x.shape[2])
+    shape = columns, rows = (len(x), x.shape[2])
     q, loss = x.new_empty(x.shape), x.new_empty(shape)
     found = x.new_empty(shape, dtype=torch.int64)
-    given = None if byte is None else byte.contiguous()
-    _launch(x.contiguous(), metric, unit, fmt, codes, given, (q, found, loss, None, None))
+    if x.numel():
+        given = None if byte is None else byte.contiguous()
+        unit, out = unit.expand(shape), (q, found, loss, None, None)
+        sizes = (rows, rows, columns, 0)
+        _launch(x.contiguous(), metric, unit, unit.stride(), fmt, codes, given, out, sizes, columns)
     return q, found, loss
 
 
 def settle_triton(
     target: Tensor,
-    column: Column,
+    solution: Solution,
+    block: int,
     metric: Metric,
-    unit: Tensor,
     fmt: Format,
     codes: str,
     revise: bool,
 ) -> None:
-    """Choose scales and codes of one block column, in place (joint_reference.py)."""
-    out = (column.q, column.byte, None, column.x, column.residual)
-    _launch(target.unsqueeze(0), metric, unit, fmt, codes, column.given, out, revise)
+    """Choose scales and codes of a block column, in place (joint_reference.py)."""
+    rows, given = len(solution.unit), solution.given
+    out = (solution.q, solution.byte, None, solution.x, solution.residual)
+    sizes = (rows, solution.part, len(solution.byte) // rows, block)
+    _launch(target, metric, solution.unit, (0, 1), fmt, codes, given, out, sizes, 1, revise)
 
 
 CHOOSER = Chooser(choose_blocks_triton, settle_triton)
@@ -73,29 +83,28 @@ def _launch(
     x: Tensor,
     metric: Metric,
     unit: Tensor,
+    unit_strides: tuple[int, int],
     fmt: Format,
     codes: str,
     given: Tensor | None,
     out: tuple[Tensor | None, ...],
+    sizes: tuple[int, int, int, int],
+    columns: int,
     revise: bool = False,
 ) -> None:
-    """Choose for x [J, n, R], and fill `out`: q, byte, and loss or residual = original - q."""
+    """Choose for `columns` block columns, and fill `out`: q, byte, and loss or residual = x - q."""
+    # sizes: rows, those of a part, block columns of all tensors but x, and the first to choose.
     # All tensors but unit are contiguous.
-    columns, _, rows = x.shape
-    if not x.numel():
-        return
-    unit = unit.expand(columns, rows)
-    _choose[(cdiv(rows, _LANES), columns)](
-        *(x, (metric.sequential, metric.pivots, metric.descent), unit, given, out),
-        *(rows, *unit.stride(), revise, 0),
-        _LANES,
-        fmt,
-        candidate_steps(fmt.scale),
-        codes == "rtn",
-        PASSES if codes == "joint" else 0,
-        num_warps=1,
-        **LAUNCH,
-    )
+    programs = cdiv(sizes[0], _LANES) * columns
+    groups = 1
+    while given is None and groups < _MOST_GROUPS and 2 * groups * programs <= _WARPS:
+        groups *= 2
+    _choose[(cdiv(sizes[0], _LANES), columns)](
+        x, (metric.sequential, metric.pivots, metric.descent), unit, given, out,
+        *sizes, *unit_strides, revise, 0,
+        _LANES, groups, fmt, candidate_steps(fmt.scale), codes == "rtn",
+        PASSES if codes == "joint" else 0, num_warps=groups, **LAUNCH,
+    )  # fmt: skip
 
 
 # Tiles are [N, LANES], and a thread holds one column. Memory is accessed through one-dimensional
@@ -212,18 +221,38 @@ def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
 
 
 @triton.jit
+def _best_of_groups(best, least, GROUPS: tl.constexpr):
+    """Return for each block the byte of the least loss that any of its lanes has found."""
+    LANES: tl.constexpr = best.shape[0] // GROUPS
+    losses = tl.reshape(least, (GROUPS, LANES))
+    found = losses == tl.min(losses, axis=0)[None, :]
+    # The first of equal ones, as bytes ascend.
+    byte = tl.min(tl.where(found, tl.reshape(best, (GROUPS, LANES)), 256), axis=0)
+    return tl.reshape(tl.broadcast_to(byte[None, :], (GROUPS, LANES)), best.shape)
+
+
+@triton.jit
 def _best_candidate(
-    x, unit, first, index, factor, zero, COUNT: tl.constexpr, FMT: tl.constexpr, ALONE: tl.constexpr
-):
+    x, unit, first, index, factor, zero, COUNT: tl.constexpr, GROUPS: tl.constexpr,
+    FMT: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
     """Try COUNT scales from byte `first` on: the best one's q [N, LANES], byte and loss [LANES]."""
+    # GROUPS of lanes have the same blocks, and share the scales.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
+    LANES: tl.constexpr = x.shape[1]
+    share: tl.constexpr = (COUNT + GROUPS - 1) // GROUPS
+    own = first + tl.arange(0, LANES) // (LANES // GROUPS) * share
+    last = tl.minimum(first + (COUNT - 1), SCALE.last)
     best = tl.minimum(tl.maximum(first, 1), SCALE.last)
     least = tl.full(best.shape, float("inf"), tl.float32)
     q = x
     # After all candidates the best of them once more, so that only its q is held.
-    for step in range(COUNT + 1):
-        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
+    for step in range(share + 1):
+        if GROUPS > 1:
+            if step == share:
+                best = _best_of_groups(best, least, GROUPS)
+        byte = tl.where(step < share, tl.maximum(tl.minimum(own + step, last), 1), best)
         # A compiler that knew zero would read the coefficients once, into too many registers.
         here = (factor[0] + step * zero, factor[1])
         q, loss = _round(x, index, _step_size(byte, unit, SCALE), here, ALONE, ELEMENT)
@@ -233,43 +262,47 @@ def _best_candidate(
     return q, best, least
 
 
-@triton.jit(do_not_specialize=["rows", "unit_column", "unit_row", "revise", "zero"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "part_rows", "columns", "first_column", "unit_column", "unit_row", "revise", "zero"
+    ]
+)  # fmt: skip
 def _choose(
-    x_ptr,
-    metric,
-    unit_ptr,
-    given_ptr,
-    out,
-    rows,
-    unit_column,
-    unit_row,
-    revise,
-    zero,
-    LANES: tl.constexpr,
-    FMT: tl.constexpr,
-    STEPS: tl.constexpr,
-    ALONE: tl.constexpr,
-    PASSES: tl.constexpr,
-):
+    x_ptr, metric, unit_ptr, given_ptr, out, rows, part_rows, columns, first_column, unit_column,
+    unit_row, revise, zero, LANES: tl.constexpr, GROUPS: tl.constexpr, FMT: tl.constexpr,
+    STEPS: tl.constexpr, ALONE: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
     """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
     sequential_ptr, pivots_ptr, descent_ptr = metric
     q_ptr, byte_ptr, loss_ptr, original_ptr, residual_ptr = out
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
-    column = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * LANES
-    lane = start + tl.arange(0, LANES)
-    mask = lane < rows
-    place = column * rows + lane
-    flat = tl.arange(0, N * LANES)
-    whole = start + flat % LANES < rows
-    inside = (column * N + flat // LANES) * rows + start + flat % LANES
+    ALL: tl.constexpr = LANES * GROUPS
+    # Where the program's part begins, and the rows that it has.
+    part = (tl.program_id(0) * LANES) // part_rows * part_rows
+    count = tl.minimum(part_rows, rows - part)
+    start = tl.program_id(0) * LANES - part
+    lane = start + tl.arange(0, ALL) % LANES
+    mask = lane < count
+    kept = mask & (tl.arange(0, ALL) < LANES)
+    flat = tl.arange(0, N * ALL)
+    in_row = flat % ALL % LANES
+    whole = start + in_row < count
+    whole_kept = whole & (flat % ALL < LANES)
+    inside = flat // ALL * count + start + in_row
+    # x is of the columns that are chosen here, everything else of all.
+    x_column = tl.program_id(1).to(tl.int64)
+    column = first_column + x_column
+    x_ptr += part * (N * tl.num_programs(1)).to(tl.int64) + x_column * N * count
+    start_of_column = part * (N * columns).to(tl.int64) + column * N * count
+    place = part * columns.to(tl.int64) + column * count + lane
     # The row of each element of a tile: a constant of every register.
-    index = tl.arange(0, N)[:, None] + tl.zeros((N, LANES), tl.int32)
+    index = tl.arange(0, N)[:, None] + tl.zeros((N, ALL), tl.int32)
     factor = (sequential_ptr + column * N * N, pivots_ptr + column * N)
-    x = tl.reshape(tl.load(x_ptr + inside, mask=whole, other=0.0), (N, LANES))
-    unit = tl.load(unit_ptr + column * unit_column + lane * unit_row, mask=mask, other=1.0)
+    x = tl.reshape(tl.load(x_ptr + inside, mask=whole, other=0.0), (N, ALL))
+    unit_ptr += x_column * unit_column + part * unit_row.to(tl.int64)
+    unit = tl.load(unit_ptr + lane * unit_row, mask=mask, other=1.0)
 
     if given_ptr is None:
         COUNT: tl.constexpr = STEPS[1] - STEPS[0]
@@ -277,7 +310,7 @@ def _choose(
     else:
         COUNT: tl.constexpr = 0
         first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
-    q, best, least = _best_candidate(x, unit, first, index, factor, zero, COUNT, FMT, ALONE)
+    q, best, least = _best_candidate(x, unit, first, index, factor, zero, COUNT, GROUPS, FMT, ALONE)
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)
         descent = descent_ptr + column * N * N
@@ -286,17 +319,21 @@ def _choose(
         # Rounding may have raised the least loss there is.
         q = tl.where((descended < least)[None, :], lower, q)
         least = tl.minimum(descended, least)
+    inside += start_of_column
     if revise:
-        old = tl.reshape(tl.load(q_ptr + inside, mask=whole, other=0.0), (N, LANES))
+        old = tl.reshape(tl.load(q_ptr + inside, mask=whole, other=0.0), (N, ALL))
         better = least < _loss(x - old, index, factor)
         q = tl.where(better[None, :], q, old)
         best = tl.where(better, best, tl.load(byte_ptr + place, mask=mask, other=1).to(tl.int32))
+        if GROUPS > 1:
+            # Before one of the lanes of a block writes.
+            tl.debug_barrier()
 
-    q = tl.reshape(q, (N * LANES,))
-    tl.store(byte_ptr + place, best.to(tl.int64), mask=mask)
-    tl.store(q_ptr + inside, q, mask=whole)
+    q = tl.reshape(q, (N * ALL,))
+    tl.store(byte_ptr + place, best.to(tl.int64), mask=kept)
+    tl.store(q_ptr + inside, q, mask=whole_kept)
     if loss_ptr is not None:
-        tl.store(loss_ptr + place, least, mask=mask)
+        tl.store(loss_ptr + place, least, mask=kept)
     if residual_ptr is not None:
         original = tl.load(original_ptr + inside, mask=whole, other=0.0)
-        tl.store(residual_ptr + inside, original - q, mask=whole)
+        tl.store(residual_ptr + inside, original - q, mask=whole_kept)
