@@ -1,4 +1,4 @@
-"""Private APIs of Inductor: operators that become C++ on a CPU, kernels that start early on a GPU."""
+"""Private APIs of Inductor: operators that become C++ on a CPU, kernels that start early."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _gelu_by_tanh(x: Any, cube: Any) -> Any:
     return mul(mul(x, 0.5), add(call(aten.tanh.default, inner), 1))
 
 
-def _is_norm(source: fx.Node, bound: Bound) -> bool:
+def is_norm(source: fx.Node, bound: Bound) -> bool:
     """Return whether a norm is one of the last dimension, with parameters of its size."""
     shape = source.meta["val"].shape
     if list(bound["dims"]) not in ([-1], [len(shape) - 1]) or not isinstance(bound["eps"], float):
@@ -138,11 +138,11 @@ class Fusion:
 
 
 FUSIONS = (
-    Fusion(rms_norm(), _is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
+    Fusion(rms_norm(), is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
     *(
         Fusion(
             _layer_norm(weight, bias),
-            _is_norm,
+            is_norm,
             ops.norm_quantize,
             (WEIGHT, BIAS, "layer", EPS),
             adds=True,
@@ -228,7 +228,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     # The quantizer's arguments behind its input: global divisor, format, and method of scales.
     arguments = (*operands, *node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
-    addends = _addends(x, inputs - {x}) if fusion.adds else None
+    addends = addends_of(x, inputs - {x}) if fusion.adds else None
     leading = addends or ((x, None) if fusion.adds else (x,))
     last = next(each for each in reversed(node.graph.nodes) if each in inputs)
     with node.graph.inserting_after(last) if addends else node.graph.inserting_before(node):
@@ -252,7 +252,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
         _erase(quantizer, x)
 
 
-def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
+def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
     if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
         return None

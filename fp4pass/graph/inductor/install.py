@@ -19,8 +19,11 @@ from ...errors import VersionError, unknown_name
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
+from .gates import fuse_gates
 from .merge import group_linears, share_calls
+from .norms import fuse_norms
 from .observers import share_observers
+from .residuals import fuse_residuals
 from .rotary import fuse_rotary
 
 # The passes on every graph with operators of fp4pass, in their order.
@@ -29,9 +32,12 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_observers,
     fuse_quantizers,
     fuse_experts,
+    fuse_gates,
     fuse_attention,
     fuse_rotary,
     group_linears,
+    fuse_residuals,
+    fuse_norms,
     launch_early,
 )
 

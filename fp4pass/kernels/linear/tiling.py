@@ -31,6 +31,10 @@ _FUSED = {
 _MANY = 8192
 
 
+# Columns of a row that programs hold a norm's weight of.
+MOST_NORMED = 8192
+
+
 @dataclass(frozen=True, repr=False)
 class Tiles(Record):
     """Sizes of programs: `n` weights by `m` rows of x. Kernels read them as TILES."""
