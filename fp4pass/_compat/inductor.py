@@ -259,8 +259,9 @@ def _starts_early(kernel: Any) -> bool:
     # A cooperative kernel is launched in another way, and templates write their own code.
     if isinstance(kernel, TritonTemplateKernel) or kernel.cooperative_reduction:
         return False
-    output: Any = V.graph.module.graph.output_node()
-    return _EARLY in output.meta and _has_early_launches(V.graph.get_current_device_or_throw())
+    module: Any = V.graph.module
+    wanted = _EARLY in module.graph.output_node().meta
+    return wanted and _has_early_launches(V.graph.get_current_device_or_throw())
 
 
 def _has_early_launches(device: torch.device) -> bool:

@@ -42,21 +42,32 @@ class _Place:
     eps: float
 
 
-def is_one_row(product: fx.Node) -> bool:
+def is_one_row(product: fx.Node, normed: bool) -> bool:
     """Return whether a product is of one row, by the kernel that computes what is around it."""
+    # normed: with a norm before it, else with a residual behind it.
+    x: Any
+    packed: Any
+    x, packed = product.args[:2]
+    if not on_gpu(x):
+        return False
     # Late, for most processes launch no kernel.
-    from ...kernels.linear.fused import norms_row
+    from ...kernels.linear.fused import multiplies_row, norms_row
 
-    x: Any = product.args[0]
-    return on_gpu(x) and norms_row(x.meta["val"], format_of(product))
+    fmt = format_of(product)
+    if not normed:
+        return multiplies_row(x.meta["val"], fmt)
+    weights = [packed] if isinstance(packed, fx.Node) else packed
+    return norms_row(x.meta["val"], sum(each.meta["val"].shape[0] for each in weights), fmt)
 
 
-def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = is_one_row) -> int:
+def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node, bool], bool] = is_one_row) -> int:
     """Compute sums and norms of one row in the launches of products; return how many norms."""
     count = 0
     for node in list(graph.nodes):
         place = _place(node) if dtype_of(node) == torch.bfloat16 and _is_row(node) else None
-        if place is not None and all(map(eligible, (place.product, *node.users))):
+        if place is None or not eligible(place.product, False):
+            continue
+        if all(eligible(user, True) for user in node.users):
             _replace(graph, place)
             count += 1
     if count:

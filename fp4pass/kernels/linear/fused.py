@@ -18,7 +18,7 @@ from .around_triton import Around, RowNorm, gate_kernel
 from .decode_triton import InputRows
 from .gluon_triton import step_of_warps
 from .naive import linear_gated_ref
-from .tiling import MOST_NORMED, TERMS, config, shared_memory_of
+from .tiling import MOST_NORMED, MOST_OF_NORM, TERMS, config, shared_memory_of
 from .triton import group_tiles, linear_group_triton, linear_triton, multiply_few
 
 # Columns of a program that multiplies what is there: measured on an H200.
@@ -66,7 +66,7 @@ def linear_normed_group_triton(
 ) -> list[Tensor]:
     """Multiply the norm of x and several weights (`linear_normed_group_ref`)."""
     norm = RowNorm(squares, norm_weight.contiguous(), eps)
-    tiles = group_tiles(x, x.dtype, weights, fmt) if norms_row(x, fmt) else None
+    tiles = group_tiles(x, x.dtype, weights, fmt) if norms_row(x, 0, fmt) else None
     if tiles is None:
         normed = rms_norm_triton(x, norm_weight, eps)
         return linear_group_triton(normed, weights, fmt, compute)
@@ -86,17 +86,21 @@ def linear_normed_gated_triton(
     compute: str = "input",
 ) -> Tensor:
     """Return the gate of the norm of x (`linear_normed_gated_ref`)."""
-    if not norms_row(x, fmt):
+    if not norms_row(x, 0, fmt):
         x = rms_norm_triton(x, norm_weight, eps)
         return linear_gated_triton(x, weights, activation, fmt, compute)
     norm = RowNorm(squares, norm_weight.contiguous(), eps)
     return _gated(x, weights, fmt, compute, Around(activation, norm))
 
 
-def norms_row(x: Tensor, fmt: Format) -> bool:
-    """Return whether the launch of products of x computes a norm of it."""
-    k = x.shape[-1]
-    return k <= MOST_NORMED and bool(step_of_warps(x, x.dtype, x.numel() // k, k, fmt))
+def multiplies_row(x: Tensor, fmt: Format) -> bool:
+    """Return whether products of x are by the kernel for one row, with what is around them."""
+    return bool(step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt))
+
+
+def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
+    """Return whether the launch of products of x and so many weights computes a norm of it."""
+    return x.shape[-1] <= MOST_NORMED and weights <= MOST_OF_NORM and multiplies_row(x, fmt)
 
 
 def _gated(

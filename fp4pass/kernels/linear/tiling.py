@@ -31,8 +31,9 @@ _FUSED = {
 _MANY = 8192
 
 
-# Columns of a row that programs hold a norm's weight of.
-MOST_NORMED = 8192
+# Columns of a row that programs norm before they multiply it, and weights beyond which the many
+# programs would take longer than a norm of its own.
+MOST_NORMED, MOST_OF_NORM = 8192, 32768
 
 
 @dataclass(frozen=True, repr=False)
