@@ -54,6 +54,8 @@ class Tiles(Record):
     releases: bool = False
     # Whether the kernel in Gluon takes them, whose `stages` are steps that are loaded ahead.
     in_gluon: bool = False
+    # Registers of a thread where programs are many: with more, fewer would run at a time.
+    registers: int | None = None
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
@@ -130,10 +132,13 @@ def config(
 def _in_gluon(k: int, step: int) -> Tiles:
     """Return the tiles of one row."""
     if step > 128:
-        warps, ahead = (4, 2) if k <= 8192 else (8, 2)
+        warps, ahead, registers = (4, 2, 96) if k <= 8192 else (8, 2, None)
+    elif k < 4096:
+        warps, ahead, registers = 4, 4, 80
     else:
-        warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
-    return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
+        warps, ahead, registers = (8, 2, 64) if k <= 8192 else (8, 3, None)
+    shared: Any = {"warps_share": True, "releases": True, "in_gluon": True}
+    return Tiles(1, 16, step // 8, warps, ahead, registers=registers, **shared)
 
 
 def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:
