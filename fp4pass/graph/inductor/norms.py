@@ -14,7 +14,7 @@ from ..._compat.torch import meta_of
 from .fusions import addends_of, is_norm, on_gpu, rms_norm
 from .pattern import NARROW_DTYPES, dtype_of, match
 
-# What reads a norm that is worth a launch of its own.
+# A norm is worth a launch of its own where one of these reads it.
 PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group, ops.linear_gated)
 
 

@@ -22,7 +22,7 @@ from .pattern import Bound, dtype_of, match
 
 aten = torch.ops.aten
 
-# What reads a norm, and what does so with sums of squares.
+# The products that may read a norm, and those that read sums of squares in its place.
 _NORMED: dict[Any, Any] = {
     ops.linear: ops.linear_normed_group,
     ops.linear_group: ops.linear_normed_group,

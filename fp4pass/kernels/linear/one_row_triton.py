@@ -7,19 +7,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ..norm.naive import SQUARES
 from ..quantize.triton import narrow
-from .around_triton import gate_times_up, inverse_root, normed, power_of_two
+from .around_triton import gate_times_up, normed
 from .ptx_triton import code_lines
+from .row_triton import along, columns, halves_of, inverse_norm, stage
 
 # Tensor cores multiply 16 weights by 8 columns. Of one row all columns but one would repeat it.
 # Here column j has the row where it meets block j, and zeros elsewhere: the sums are those of the
 # blocks, and a scale is multiplied once for 16 or 32 codes. Codes are their bits, subnormal numbers
 # in bfloat16, so x is multiplied by a power of two to meet them.
 _UP = 64
-
-# Columns of a row that a sum of squares is of.
-_SQUARES = gl.constexpr(SQUARES)
 
 # The exponents that stay in the sums, for elements whose smallest exponent is 0.
 _DOWN = 126 - _UP
@@ -64,30 +61,10 @@ def _row_starts(
 
 
 @gluon.jit
-def _along(axis: gl.constexpr, count: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return 0 to count - 1 along an axis of three."""
-    if axis == 0:
-        index = gl.arange(0, count, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    elif axis == 1:
-        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    else:
-        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    return index
-
-
-@gluon.jit
 def _pairs(word, FMT: gl.constexpr):
     return gl.inline_asm_elementwise(
         _decoding(FMT), "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
-
-
-@gluon.jit
-def _halves(pairs):
-    """Return 32-bit registers as the two bfloat16 in them."""
-    low = (pairs & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return low, high
 
 
 @gluon.jit
@@ -137,85 +114,13 @@ def _load_codes(words, scales, of_word, of_scale, step, K: gl.constexpr, FMT: gl
 
 
 @gluon.jit
-def _load_row(x, FIRST: gl.constexpr, STOP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
-    """Return parts FIRST to STOP - 1 of a row: eight columns for each thread, zeros beyond K."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
-    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :]
-    loaded = ()
-    for i in gl.static_range(FIRST, STOP):
-        eight = i * (32 * WARPS) + thread
-        is_there = (eight < K // 8) & (column >= 0)
-        loaded = loaded + (gl.load(x + (eight * 8 + column), mask=is_there, other=0.0),)
-    return loaded
-
-
-@gluon.jit
-def _inverse_norm(norm, K: gl.constexpr, WARPS: gl.constexpr):
-    """Return 1 / the root mean square of a row, of which sums of squares are known."""
-    COUNT: gl.constexpr = (K + _SQUARES - 1) // _SQUARES
-    # Each warp adds all of them, and waits for no other.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    i = gl.arange(0, power_of_two(COUNT), gl.SliceLayout(0, LAYOUT))
-    squares = gl.load(norm.squares + i, mask=i < COUNT, other=0.0)
-    return inverse_root(gl.sum(squares, 0), K, norm.eps)
-
-
-@gluon.jit
-def _stage(x, norm, K: gl.constexpr, WARPS: gl.constexpr, BLOCK: gl.constexpr):
-    """Return shared memory that holds the row, times 2^64, by steps: pairs i, i + 4 of a word."""
-    # norm: None, or the RowNorm that makes the row from x.
-    PARTS: gl.constexpr = (K // 8 + 32 * WARPS - 1) // (32 * WARPS)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    memory = gl.allocate_shared_memory(gl.int32, [PARTS, 32 * WARPS, 4], PLAIN)
-    for start in gl.static_range(0, PARTS, 8):
-        stop: gl.constexpr = min(start + 8, PARTS)
-        # Loads first.
-        loaded = _load_row(x, start, stop, K, WARPS)
-        if norm is not None:
-            gains = _load_row(norm.weight, start, stop, K, WARPS)
-            inverse = _inverse_norm(norm, K, WARPS)
-        for i in gl.static_range(start, stop):
-            row = loaded[i - start]
-            if norm is not None:
-                row = normed(row, inverse, gains[i - start], row.dtype)
-            row = (row * 2.0**64).to(gl.bfloat16).reshape((32 * WARPS, 2, 4))
-            low, high = gl.split(row.permute((0, 2, 1)))
-            low = low.to(gl.uint16, bitcast=True).to(gl.int32)
-            high = high.to(gl.uint16, bitcast=True).to(gl.int32)
-            memory.index(i).store(low | high << 16)
-    steps: gl.constexpr = [PARTS * 32 // BLOCK, WARPS, 8, BLOCK // 2]
-    return memory._reinterpret(gl.int32, steps, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@gluon.jit
-def _columns(staged, BLOCK: gl.constexpr, X: gl.constexpr):
-    """Return a step of the row where each column meets its block: [warps, 8 BLOCK, 8]."""
-    WARPS: gl.constexpr = staged.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 2, BLOCK // 2], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
-    )
-    # [warps, column, block, pair]
-    row = gl.expand_dims(staged.load(gl.SliceLayout(2, LAYOUT)), 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    column = gl.arange(0, 8, COLUMN)[None, :, None, None]
-    row, meet = gl.broadcast(row, column == gl.arange(0, 8, OF_BLOCK)[None, None, :, None])
-    low, high = _halves(gl.where(meet, row, 0))
-    # As the codes of a thread lie: words, pairs of a word, and the two of a pair.
-    row = gl.join(low, high).reshape((WARPS, 8, 4, BLOCK // 4, 2, 2, 2))
-    row = row.permute((0, 3, 4, 5, 2, 6, 1)).reshape((WARPS, 8 * BLOCK, 8))
-    return gl.convert_layout(row, X, assert_trivial=True)
-
-
-@gluon.jit
 def _block_sums(word, x, FMT: gl.constexpr, L: gl.constexpr):
     """Return the sums of codes times x over each block, [warps, BN, 8]."""
     BLOCK: gl.constexpr = FMT.block
     WARPS: gl.constexpr = word.shape[0]
     BN: gl.constexpr = word.shape[1]
     p = _pairs(word, FMT)
-    low, high = _halves(gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3])))
+    low, high = halves_of(gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3])))
     codes = gl.join(low, high).reshape((WARPS, BN, 4, BLOCK // 4, 2, 2, 2))
     codes = codes.permute((0, 1, 3, 4, 5, 2, 6)).reshape((WARPS, BN, 8 * BLOCK))
     codes = gl.convert_layout(codes, gl.DotOperandLayout(0, L, 2), assert_trivial=True)
@@ -230,20 +135,20 @@ def _plain_sums(
     """Return the sums over K, of any x, one product at a time: [BN]."""
     # A word a thread, so that the kernel has no registers for this.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
-    row = _along(1, BN, LAYOUT)
+    row = along(1, BN, LAYOUT)
     words = _row_starts(weights.packed, starts, program, first, N, row, K // 8, BN, GATED)
     scales = _row_starts(weights.scale, starts, program, first, N, row, K // FMT.block, BN, GATED)
-    column = _along(0, WARPS, LAYOUT) * 2 + _along(2, 2, LAYOUT)
+    column = along(0, WARPS, LAYOUT) * 2 + along(2, 2, LAYOUT)
     acc = gl.zeros((WARPS, BN, 2), gl.float32, LAYOUT)
     inverse = 1.0
     if norm is not None:
-        inverse = _inverse_norm(norm, K, WARPS)
+        inverse = inverse_norm(norm, K, WARPS)
     for start in range(0, K // 8, 2 * WARPS):
         at = gl.minimum(start + column, K // 8 - 1)
         scale = _scale_of(gl.load(scales + at // (FMT.block // 8)), FMT)
         pairs = _pairs(gl.load(words + at), FMT)
         for i in gl.static_range(4):
-            low, high = _halves(pairs[i])
+            low, high = halves_of(pairs[i])
             one = _input(x, norm, inverse, 8 * at + i)
             other = _input(x, norm, inverse, 8 * at + i + 4)
             more = low.to(gl.float32) * 2.0**126 * scale * one
@@ -306,12 +211,12 @@ def one_row_kernel(
     N = _chosen(sizes, starts, program)
     out = _chosen(outs, starts, program)
     first = (program - _chosen(starts, starts, program)) * (BN // 2 if GATED else BN)
-    row = _along(1, BN, LW)
+    row = along(1, BN, LW)
     word_rows = _row_starts(weights.packed, starts, program, first, N, row, K // 8, BN, GATED)
-    row = _along(1, BN, L)
+    row = along(1, BN, L)
     bytes_of = _row_starts(weights.scale, starts, program, first, N, row, K // BLOCK, BN, GATED)
-    of_word = _along(0, WARPS, LW), _along(2, BLOCK, LW)
-    of_scale = _along(0, WARPS, L), _along(2, 8, L)
+    of_word = along(0, WARPS, LW), along(2, BLOCK, LW)
+    of_scale = along(0, WARPS, L), along(2, 8, L)
     # Tiles that are loaded and not used yet, the oldest first.
     loaded = ()
     for i in gl.static_range(min(AHEAD, STEPS)):
@@ -324,7 +229,7 @@ def one_row_kernel(
     added = 0.0
     if residual is not None:
         added = gl.load(residual + n, mask=n < N, other=0.0).to(gl.float32)
-    staged = _stage(x, norm, K, WARPS, BLOCK)
+    staged = stage(x, norm, K, WARPS, BLOCK)
     acc = gl.zeros((WARPS, BN, 8), gl.float32, L)
     for start in range(0, LOOP, AHEAD):
         for i in gl.static_range(AHEAD):
@@ -332,8 +237,8 @@ def one_row_kernel(
             later = (start + i + AHEAD) * WARPS
             step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
             loaded = loaded[1:] + (step,)
-            columns = _columns(staged.index(start + i), BLOCK, X)
-            acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+            row_columns = columns(staged.index(start + i), BLOCK, X)
+            acc = gl.fma(_block_sums(word, row_columns, FMT, L), _scale_of(byte, FMT), acc)
     for i in gl.static_range(LOOP, STEPS):
         word, byte = loaded[0]
         loaded = loaded[1:]
@@ -341,8 +246,8 @@ def one_row_kernel(
             later = (i + AHEAD) * WARPS
             step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
             loaded = loaded + (step,)
-        columns = _columns(staged.index(i), BLOCK, X)
-        acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+        row_columns = columns(staged.index(i), BLOCK, X)
+        acc = gl.fma(_block_sums(word, row_columns, FMT, L), _scale_of(byte, FMT), acc)
     y = gl.sum(gl.sum(acc, 2), 0) * _rest(FMT)
     size = gl.max(gl.where(y == y, gl.abs(y), float("inf")), 0)
     # Sums of a program that are all that small lost bits to underflow maybe, and are made again.
