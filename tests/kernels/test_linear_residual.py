@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernels.cases import DEVICE, GPU
-from kernels.exact import numbers
+from kernels.exact import GPU as GPU_MARKS
+from kernels.exact import assert_each_kernel_waits, numbers
 from kernels.test_linear_gated import rows, weights
 from torch import Tensor
 
@@ -85,3 +88,31 @@ def test_a_norm_of_tiny_and_huge_rows() -> None:
         .isfinite()
         .any()
     )
+
+
+class TestGpu:
+    pytestmark = GPU_MARKS
+
+    def test_each_kernel_waits_for_the_one_before(self) -> None:
+        """Layers of one row, each of which reads what the last one wrote."""
+        fmt = get_format("nvfp4")
+        up, down = weights(fmt, 9728, 2560, bias=False), weights(fmt, 2560, 9728, bias=False)[0]
+        gain = (numbers(2560, seed=8) * 2.0**-6).bfloat16()
+        first = numbers(1, 2560, seed=7).bfloat16()
+
+        def chain(wait: Callable[[], None]) -> Tensor:
+            total, squares = first.clone(), square_sums_ref(first)
+            wait()
+            for _ in range(8):
+                row = (total, squares, gain, 1e-6)
+                gated = fused.linear_normed_gated_triton(*row, up, "silu", fmt)
+                wait()
+                total, squares = fused.linear_add_triton(gated * 2.0**-6, down, total, fmt)
+                wait()
+                for each in fused.linear_normed_group_triton(total, squares, *row[2:], up, fmt):
+                    total = total + each[:, :2560]
+                squares = square_sums_ref(total)
+                wait()
+            return total
+
+        assert_each_kernel_waits(chain, eager=True)

@@ -1,4 +1,4 @@
-"""What kernels of products compute before them and behind them."""
+"""Gates, norms and residuals, as kernels of products compute them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowNorm(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What is computed in the launch of a product."""
+    """Options of a launch of products: what it computes beside them."""
 
     activation: str | None = None  # of a gate, whose factor is the product with the other weight
     norm: RowNorm | None = None  # that the row still needs
