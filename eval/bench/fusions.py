@@ -37,7 +37,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "fuse_gates": ("fuse_gates",),
     "fuse_norms": ("fuse_norms",),
     "fuse_residuals": ("fuse_residuals",),
-    "join_counters": ("join_counters",),
 }
 # Tokens before the step; steps in a burst, and bursts.
 POSITION, BURST, BURSTS = 512, 50, 7

@@ -17,7 +17,6 @@ from ..._compat import torch as compat
 from ..._compat.inductor import launch_early
 from ...errors import VersionError, unknown_name
 from .attention import fuse_attention
-from .counters import join_counters
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
@@ -36,7 +35,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_gates,
     fuse_attention,
     fuse_rotary,
-    join_counters,
     group_linears,
     fuse_residuals,
     fuse_norms,
