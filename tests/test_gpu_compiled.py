@@ -164,15 +164,17 @@ def test_what_surrounds_products_is_fused(length: int, monkeypatch: pytest.Monke
     eager = forward(model, x)
     found, (code,) = run_and_get_code(lambda: forward(torch.compile(model, fullgraph=True), x))
     (graph,) = fp4pass.compile_report().graphs
-    layers = model.config.num_hidden_layers
+    layers, few = model.config.num_hidden_layers, length <= 8
     # The head, and the products of the first norm, have no product in front of the norm.
     norms = 2 * layers - 1 if length == 1 and torch.cuda.get_device_capability() >= (8, 9) else 0
     assert graph.changes["fuse_residuals"] == graph.after.get("linear_add", 0) == norms
-    assert graph.changes["fuse_norms"] == 2 * layers - norms
-    assert graph.changes["fuse_gates"] == layers
-    if torch.cuda.get_device_capability() >= (9, 0):
-        kernels = code.count("def triton_")
-        assert kernels and code.count("gdc_wait()") == code.count("'launch_pdl': True") == kernels
+    assert graph.changes["fuse_norms"] == few * (2 * layers - norms)
+    assert graph.changes["fuse_gates"] == few * layers
+    waits, early = code.count("gdc_wait()"), code.count("'launch_pdl': True")
+    if norms and torch.cuda.get_device_capability() >= (9, 0):
+        assert waits == early == code.count("def triton_") > 0
+    else:
+        assert waits == early == 0
     torch.compiler.reset()
     with monkeypatch.context() as patch:
         patch.setenv(install.SWITCH, ",".join(ROUNDING))

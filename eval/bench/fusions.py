@@ -2,7 +2,7 @@
 
     python -m eval.bench.fusions [--models NAME...] [--layers N] [--rows N...] [--profile]
         [--json FILE] [--tiny]
-    python -m eval.bench.fusions --table docs/performance.md
+    python -m eval.bench.fusions --table docs/graphs.md
 
 Models have the sizes of those of eval/bench/generate.py, but N layers, and heavy-tailed random
 weights in NVFP4, those of the head too. A step is the model, its static cache and the choice of the
@@ -18,6 +18,7 @@ import gc
 import itertools
 import os
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from torch import Tensor
 from transformers import StaticCache
 
 from eval.bench.generate import MODELS, SMALL, nvfp4_head, print_profile
-from eval.bench.harness import number, parser_for, random_model, seconds, write_table
+from eval.bench.harness import (
+    number,
+    parser_for,
+    random_model,
+    seconds,
+    synchronize,
+    write_table,
+)
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.graph.inductor.install import SWITCH
@@ -33,13 +41,14 @@ from fp4pass.graph.inductor.install import SWITCH
 # Each adds its passes to those of the columns before it.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "none of them": (),
-    "launch_early": ("launch_early",),
     "fuse_gates": ("fuse_gates",),
     "fuse_norms": ("fuse_norms",),
     "fuse_residuals": ("fuse_residuals",),
+    "launch_early": ("launch_early",),
 }
-# Tokens before the step; steps in a burst, and bursts.
+# Tokens before the step; steps in a burst, and bursts; seconds of other work before them.
 POSITION, BURST, BURSTS = 512, 50, 7
+WARM_SECONDS = 0.5
 
 
 def main() -> None:
@@ -98,32 +107,38 @@ def step_us(model: Any, rows: int, args: argparse.Namespace) -> float:
 
     for _ in range(3):
         once()
+    warm()
     times = [seconds(burst) for _ in range(bursts)]
     if args.profile:
         print_profile(once)
     return 1e6 * statistics.median(times) / BURST
 
 
+def warm() -> None:
+    """Keep a GPU busy until its clock is what it is under load: compiling left it idle."""
+    if torch.cuda.is_available():
+        x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        end = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < end:
+            x @ x
+            synchronize()
+
+
 def page(result: Row) -> str:
     """Return the table of a file."""
     cells = []
+    # A file has the columns that were there when it was measured.
+    columns = [name for name in result["rows"][0] if name in COLUMNS]
     for row in result["rows"]:
-        first, *rest = COLUMNS
-        times = [
-            number(row[first]),
-            *(f"{row[c]:.0f} ({row[c] - row[b]:+.1f})" for b, c in pairs()),
-        ]
-        gain = f"{1 - row[rest[-1]] / row[first]:.1%}"
-        cells.append([row["model"], str(row["rows"]), *times, gain])
-    header = ["model", "rows", *COLUMNS, "saved"]
+        changes = itertools.pairwise(columns)
+        later = [f"{row[c]:.0f} ({row[c] - row[b]:+.1f})" for b, c in changes]
+        gain = f"{1 - row[columns[-1]] / row[columns[0]]:.1%}"
+        cells.append([row["model"], str(row["rows"]), number(row[columns[0]]), *later, gain])
+    header = ["model", "rows", *columns, "saved"]
     what = f"Microseconds of a decode step of {result['layers']} layers; each column adds a pass."
+    if "note" in result:
+        what += f" {result['note']}"
     return "\n".join([*origin(result), what, "", table(header, cells, left=1)])
-
-
-def pairs() -> list[tuple[str, str]]:
-    """Return each column with the one before it."""
-    names = list(COLUMNS)
-    return list(itertools.pairwise(names))
 
 
 def parse_args() -> argparse.Namespace:

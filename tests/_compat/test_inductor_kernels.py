@@ -14,7 +14,7 @@ from torch._inductor.exc import InductorError
 
 from fp4pass import ops
 from fp4pass._compat import inductor as compat
-from fp4pass.graph.inductor import install_passes
+from fp4pass.graph.inductor import install_passes, launches
 from fp4pass.graph.inductor.install import SWITCH
 
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
@@ -27,6 +27,7 @@ class Written(Exception):
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compat, "_has_early_launches", lambda device: True)
+    monkeypatch.setattr(launches, "EARLY", (ops.linear,))
     with fresh(), torch.no_grad():
         install_passes()
         yield
@@ -86,6 +87,9 @@ def test_kernels_of_other_graphs_and_gpus_stay(monkeypatch: pytest.MonkeyPatch) 
     assert is_plain(kernel_of(other, monkeypatch, x))
     with monkeypatch.context() as patch:
         patch.setenv(SWITCH, "launch_early")
+        assert is_plain(kernel_of(ours, monkeypatch, x))
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "EARLY", (ops.linear_add,))
         assert is_plain(kernel_of(ours, monkeypatch, x))
     monkeypatch.setattr(compat, "_has_early_launches", lambda device: False)
     assert is_plain(kernel_of(ours, monkeypatch, x))

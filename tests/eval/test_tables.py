@@ -19,6 +19,7 @@ RESULTS = ROOT / "eval" / "results"
 TABLES = {
     "bench/convert": ("performance.md", "--json convert-h200.json"),
     "bench/cpu": ("performance.md", "--json compiled-speed-cpu.json"),
+    "bench/fusions": ("graphs.md", "--json fusions-h100.json"),
     "bench/generate": ("performance.md", "--json generate-peers-h200.json generate-h200.json"),
     "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
     "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),

@@ -8,6 +8,7 @@ every node has a fake tensor in `meta["val"]`, and each tensor is quantized once
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ def is_like(value: Any, source: fx.Node, shape: Iterable[Any]) -> bool:
     )
 
 
+# Rows whose products are one launch, in which what is around them may be computed.
+FEW_ROWS = 8
+
+
 @dataclass(frozen=True)
 class Fusion:
     """One way to compute the input of a quantizer together with its codes.
@@ -171,6 +176,12 @@ class Quantizer:
 def on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives a tensor on an NVIDIA GPU."""
     return node.meta["val"].device.type == "cuda"
+
+
+def has_few_rows(node: fx.Node) -> bool:
+    """Return whether a node gives few rows, for every size that its graph is for."""
+    sizes = node.meta["val"].shape[:-1]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= FEW_ROWS
 
 
 def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:

@@ -13,7 +13,7 @@ from ... import ops
 from ..._compat.torch import meta_of, statically_equal
 from ...core.formats import Format, get_format
 from ...ops.registration import unserved
-from .fusions import ACTIVATIONS, UP, is_like, on_gpu
+from .fusions import ACTIVATIONS, UP, has_few_rows, is_like, on_gpu
 from .pattern import match, mul
 
 aten = torch.ops.aten
@@ -38,10 +38,10 @@ def format_of(product: fx.Node) -> Format:
 
 
 def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernels) -> int:
-    """Make one call of two products, or of one with halves, and their gate; count these."""
+    """Make one call of two products, or of one with halves, and a gate of few rows; count these."""
     count = 0
     for node in list(graph.nodes):
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not has_few_rows(node):
             continue
         found = (
             (name, _products(bound["x"], bound["up"], node))

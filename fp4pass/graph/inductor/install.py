@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from ..._compat.inductor import launch_early
 from ...errors import VersionError, unknown_name
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
+from .launches import launch_early
 from .merge import group_linears, share_calls
 from .norms import fuse_norms
 from .observers import share_observers

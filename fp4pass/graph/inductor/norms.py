@@ -11,7 +11,7 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import meta_of
-from .fusions import addends_of, is_norm, on_gpu, rms_norm
+from .fusions import addends_of, has_few_rows, is_norm, on_gpu, rms_norm
 from .pattern import NARROW_DTYPES, dtype_of, match
 
 # A norm is worth a launch of its own where one of these reads it.
@@ -19,16 +19,16 @@ PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group, ops.linear_gated)
 
 
 def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
-    """Make one call of each RMSNorm that products read, with the sum before it; count these."""
+    """Make one call of each RMSNorm of few rows that products read, and its sum; count these."""
     count = 0
     for node in list(graph.nodes):
-        if dtype_of(node) not in (*NARROW_DTYPES, torch.float32) or not eligible(node):
+        if dtype_of(node) not in (*NARROW_DTYPES, torch.float32) or not has_few_rows(node):
             continue
         if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
             continue
         found = (bound for bound in match(rms_norm(), node) if is_norm(node, bound))
         bound = next(found, None)
-        if bound is not None:
+        if bound is not None and eligible(node):
             _replace_norm(node, bound["x"], bound["weight"], bound["eps"])
             count += 1
     if count:

@@ -26,10 +26,6 @@ except ImportError:
     one_row_kernel = wide_kernel = None
 
 
-# Programs of which more should run at a time than all the registers that one takes allow.
-_MANY = 528
-
-
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     if device.type == "cpu":
@@ -63,8 +59,7 @@ def multiply_row(
     one_row_kernel[(programs,)](
         x, around.norm, weights, around.residual, outs, around.squares, sizes, starts,
         K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.activation,
-        num_warps=tiles.warps, maxnreg=tiles.registers if programs > _MANY else None, **LAUNCH,
-        **overlapping(x.device, tiles.releases),
+        num_warps=tiles.warps, **LAUNCH, **overlapping(x.device, tiles.releases),
     )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ _FUSED = {
 _MANY = 8192
 
 
-# Columns of a row that programs norm before they multiply it, and weights beyond which the many
-# programs would take longer than a norm of its own.
+# Columns of a row that programs norm before they multiply it, which are in registers, and weights
+# of such products: each program norms the row again. Chosen, not measured.
 MOST_NORMED, MOST_OF_NORM = 8192, 32768
 
 
@@ -54,8 +54,6 @@ class Tiles(Record):
     releases: bool = False
     # Whether the kernel in Gluon takes them, whose `stages` are steps that are loaded ahead.
     in_gluon: bool = False
-    # Registers of a thread where programs are many: with more, fewer would run at a time.
-    registers: int | None = None
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
@@ -132,13 +130,10 @@ def config(
 def _in_gluon(k: int, step: int) -> Tiles:
     """Return the tiles of one row."""
     if step > 128:
-        warps, ahead, registers = (4, 2, 96) if k <= 8192 else (8, 2, None)
-    elif k < 4096:
-        warps, ahead, registers = 4, 4, 80
+        warps, ahead = (4, 2) if k <= 8192 else (8, 2)
     else:
-        warps, ahead, registers = (8, 2, 64) if k <= 8192 else (8, 3, None)
-    shared: Any = {"warps_share": True, "releases": True, "in_gluon": True}
-    return Tiles(1, 16, step // 8, warps, ahead, registers=registers, **shared)
+        warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
+    return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
 
 
 def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:
