@@ -11,6 +11,9 @@ from .around_triton import inverse_root, normed, power_of_two
 # Columns of a row that a sum of squares is of.
 _SQUARES = gl.constexpr(SQUARES)
 
+# Triton 3.6 has memory in another shape under a private name, and 3.9 does not.
+_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 
 @gluon.jit
 def along(axis: gl.constexpr, count: gl.constexpr, LAYOUT: gl.constexpr):
@@ -81,7 +84,12 @@ def stage(x, norm, K: gl.constexpr, WARPS: gl.constexpr, BLOCK: gl.constexpr):
             high = high.to(gl.uint16, bitcast=True).to(gl.int32)
             memory.index(i).store(low | high << 16)
     steps: gl.constexpr = [PARTS * 32 // BLOCK, WARPS, 8, BLOCK // 2]
-    return memory._reinterpret(gl.int32, steps, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    if _IS_PUBLIC:
+        staged = memory.reinterpret(gl.int32, steps, LAYOUT)
+    else:
+        staged = memory._reinterpret(gl.int32, steps, LAYOUT)
+    return staged
 
 
 @gluon.jit
