@@ -19,6 +19,7 @@ import torch
 
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.kernels.norm.naive import SQUARES
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -82,6 +83,14 @@ def check_products(fmt: Format, dtype: torch.dtype, rows: int, count: int, token
     ops.linear_quantized(x, x_packed, x_scale, divisor, packed, scale, divisor, bias, fmt.key)
     group = [packed, packed[:17]], [scale, scale[:17]], [divisor] * 2, [bias, bias[:17]], fmt.key
     ops.linear_group(x, *group)
+    pair = [packed] * 2, [scale] * 2, [divisor] * 2, [bias] * 2
+    ops.linear_gated(x, *pair, "silu", fmt.key)
+    gain, residual = x[0].contiguous(), torch.randn(1, rows, device="cuda").to(dtype)
+    ops.linear_add(x[:1], packed, scale, divisor, bias, residual, fmt.key)
+    row = (x[:1], torch.ones(1, -(-columns // SQUARES), device="cuda"), gain, 1e-6)
+    ops.linear_normed_group(*row, *group)
+    ops.linear_normed_gated(*row, *pair, "silu", fmt.key)
+    ops.add_rms_norm(x, x, gain, 1e-6)
     ops.linear_quantized_group(x, x_packed, x_scale, divisor, *group)
     # Three experts, of which a token takes two, and ids of none.
     stack = [each.expand(3, *each.shape).contiguous() for each in (packed, scale)]
@@ -92,7 +101,7 @@ def check_products(fmt: Format, dtype: torch.dtype, rows: int, count: int, token
     ops.experts_linear_quantized(x, *codes, ids, *stored, fmt.key)
     ops.experts_linear(x[:1], ids[:1], *stored, fmt.key)
     torch.cuda.synchronize()
-    return 9
+    return 14
 
 
 def main() -> None:

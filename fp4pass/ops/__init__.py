@@ -27,6 +27,16 @@ from .experts import (
     experts_quantize,
     observe_experts,
 )
-from .linears import linear, linear_group, linear_quantized, linear_quantized_group
+from .linears import (
+    linear,
+    linear_add,
+    linear_gated,
+    linear_group,
+    linear_normed_gated,
+    linear_normed_group,
+    linear_quantized,
+    linear_quantized_group,
+)
+from .norms import add_rms_norm, rms_norm
 from .registration import call
 from .weights import dequantize, gptq, joint, observe, observe_full, search, search_stack

@@ -15,6 +15,7 @@ from ..core.formats import Format
 from ..core.packing import PackedInput, PackedWeight
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.fp8.naive import COMPUTES
+from ..kernels.norm.naive import SQUARES
 from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS, NORMS
 from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
@@ -110,8 +111,43 @@ def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
         )
 
 
+require_norm_weight = _check(
+    "x norm_weight", lambda x, weight: require_norm(x, weight, None, "rms")
+)
+require_rms_weight = _check("x weight", lambda x, weight: require_norm(x, weight, None, "rms"))
 require_residual = _check("x residual", _like_input, "residual")
 require_factor = _check("x up", _like_input, "factor")
+
+
+def require_gate(weights: Sequence[PackedWeight]) -> None:
+    """Raise ShapeError unless these are two weights of one shape, or one of halves."""
+    shapes = [tuple(each.packed.shape) for each in weights]
+    if shapes != shapes[:1] * 2 and not (len(shapes) == 1 and shapes[0][0] % 2 == 0):
+        raise ShapeError(
+            "The weights of a gate and its factor: expected packed codes of two in one shape, or "
+            f"of one with an even number of rows, got {shapes}. Multiply each and apply the "
+            "activation to the results."
+        )
+
+
+def require_added(x: Tensor, weight: PackedWeight, residual: Tensor) -> None:
+    """Raise ShapeError unless a residual is like the product of x and a weight."""
+    shape = (*x.shape[:-1], weight.packed.shape[0])
+    if residual.shape != shape or residual.dtype != x.dtype:
+        raise ShapeError(
+            f"The residual: expected {shape} {x.dtype} as the product, got "
+            f"{tuple(residual.shape)} {residual.dtype}. Expand or cast it before the call."
+        )
+
+
+def require_squares(x: Tensor, squares: Tensor) -> None:
+    """Raise ShapeError unless these are sums of the squares of x."""
+    shape = (*x.shape[:-1], math.ceil(x.shape[-1] / SQUARES))
+    if squares.shape != shape or squares.dtype != torch.float32:
+        raise ShapeError(
+            f"squares: expected {shape} torch.float32, those of every {SQUARES} columns of x, got "
+            f"{tuple(squares.shape)} {squares.dtype}. `linear_add` returns them."
+        )
 
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:

@@ -10,13 +10,26 @@ from torch import Tensor
 
 from ..core.packing import PackedWeight
 from ..kernels.linear.naive import (
+    linear_add_ref,
+    linear_gated_ref,
     linear_group_ref,
+    linear_normed_gated_ref,
+    linear_normed_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
 )
+from ..kernels.norm.naive import SQUARES
 from .activations import rotate
-from .checks import require_compute, require_float
+from .checks import (
+    require_activation,
+    require_added,
+    require_compute,
+    require_float,
+    require_gate,
+    require_norm_weight,
+    require_squares,
+)
 from .registration import Backward, operator, save_product
 from .weights import dequantize
 
@@ -27,6 +40,16 @@ def _product(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def _products(x: Tensor, weights: Sequence[PackedWeight]) -> list[Tensor]:
     return [_product(x, each) for each in weights]
+
+
+def _gate(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weights[0].packed.shape[0] * len(weights) // 2))
+
+
+def _sum_and_squares(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    total = _product(x, weight)
+    count = (total.shape[-1] + SQUARES - 1) // SQUARES
+    return total, x.new_empty((*x.shape[:-1], count), dtype=torch.float32)
 
 
 def gradients_of(
@@ -90,7 +113,7 @@ linear_quantized = operator(
     checks=(require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
 )
-# A pass puts groups into graphs whose gradients are made already: they have none of their own.
+# Passes put these into graphs whose gradients are made already: they have none of their own.
 linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
@@ -106,4 +129,29 @@ linear_quantized_group = operator(
     cpu="kernels.linear.cpu:linear_quantized_group_cpu",
     shapes=_products,
     checks=(require_compute,),
+)
+linear_gated = operator(
+    linear_gated_ref,
+    triton="kernels.linear.fused:linear_gated_triton",
+    shapes=_gate,
+    checks=(require_float, require_compute, require_activation, require_gate),
+)
+linear_add = operator(
+    linear_add_ref,
+    triton="kernels.linear.fused:linear_add_triton",
+    shapes=_sum_and_squares,
+    checks=(require_float, require_compute, require_added),
+)
+_NORMED = (require_float, require_compute, require_norm_weight, require_squares)
+linear_normed_group = operator(
+    linear_normed_group_ref,
+    triton="kernels.linear.fused:linear_normed_group_triton",
+    shapes=_products,
+    checks=_NORMED,
+)
+linear_normed_gated = operator(
+    linear_normed_gated_ref,
+    triton="kernels.linear.fused:linear_normed_gated_triton",
+    shapes=_gate,
+    checks=(*_NORMED, require_activation, require_gate),
 )

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass._compat import torch as compat
+from fp4pass.errors import OptionError
 from fp4pass.graph.inductor import compile_report, install, install_passes
 
 
@@ -155,6 +156,22 @@ def test_the_cache_key_follows_all_passes(monkeypatch: pytest.MonkeyPatch) -> No
     assert key() != old
     assert all(Path(each).is_file() for each in install.SOURCES)
     assert {"fusions.py", "pattern.py", "torch.py"} <= {path.name for path in install.SOURCES}
+
+
+def test_passes_that_are_named_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = install.cache_key()
+    monkeypatch.setenv(install.SWITCH, "group_linears, share_calls")
+    assert install.cache_key() != key and len(install.active_passes()) == len(install.PASSES) - 2
+    model = nn.ModuleList(nn.Linear(64, 96) for _ in "ab")
+    fp4pass.convert(model, "mxfp4", "sse")
+    with torch.no_grad():
+        compiled(lambda x: model[0](x) + model[1](x))(torch.randn(5, 64))
+    (graph,) = compile_report().graphs
+    assert "group_linears" not in graph.changes and "fuse_gates" in graph.changes
+    assert graph.before == graph.after
+    monkeypatch.setenv(install.SWITCH, "group_linear")
+    with pytest.raises(OptionError, match=r"FP4PASS_SKIP_PASSES.*mean 'group_linears'"):
+        install_passes()
 
 
 def test_a_changed_pass_meets_no_stale_cache(

@@ -386,7 +386,7 @@ def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.Mon
     fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
     packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
     stored = [PackedWeight(*each, None) for each in zip(packed, scale, strict=True)]
-    assert (module._group_tiles(x, x.dtype, stored, fmt) is None) is (min(sizes) <= 20)
+    assert (module.group_tiles(x, x.dtype, stored, fmt) is None) is (min(sizes) <= 20)
     found = module.linear_group_triton(x, stored, fmt)
     for y, *one in zip(found, packed, scale, strict=True):
         assert torch.equal(y, linear_triton(x, *one, None, None, fmt))

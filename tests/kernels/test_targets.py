@@ -39,6 +39,8 @@ from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.linear.e4m3_triton import linear_e4m3, linear_quantized_e4m3
+from fp4pass.kernels.norm.naive import SQUARES
+from fp4pass.kernels.norm.triton import add_rms_norm_triton
 from fp4pass.kernels.quantize.e4m3_triton import (
     activate_quantize_e4m3,
     norm_quantize_e4m3,
@@ -63,6 +65,9 @@ from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
 
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")
+linear_gated_triton, linear_add_triton = flat("linear_gated"), flat("linear_add")
+linear_normed_group_triton = flat("linear_normed_group")
+linear_normed_gated_triton = flat("linear_normed_gated")
 experts_linear_quantized_triton = flat("experts_linear_quantized")
 experts_mixture_triton = flat("experts_mixture")
 
@@ -155,6 +160,7 @@ def _launch_each() -> None:
     dequantize_triton(*stored, fmt, torch.bfloat16)
     linear_triton(x[:1], *stored, None, fmt)
     linear_triton(x[:2], *stored, None, fmt)
+    _launch_around(fmt, torch.bfloat16, 4096, 4096, (1, 64))
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
@@ -289,9 +295,29 @@ def _launch_linears(
         x = _empty(m, k, dtype=dtype)
         linear_triton(x, *weight, _empty(n, dtype=dtype), fmt)
         linear_quantized_triton(x, *_quantized(m, k, fmt), *weight, None, fmt)
+    _launch_around(fmt, dtype, n, k, row_counts)
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
+
+
+def _launch_around(
+    fmt: Format, dtype: torch.dtype, n: int, k: int, row_counts: Sequence[int]
+) -> None:
+    """Launch what is around products: gates, residual sums and norms."""
+    weight = _quantized(n, k, fmt)
+    pair = ([each] * 2 for each in (*weight, None))
+    gate, gain = tuple(pair), _empty(k, dtype=dtype)
+    for m in row_counts:
+        x, total = _empty(m, k, dtype=dtype), _empty(m, n, dtype=dtype)
+        add_rms_norm_triton(x, x, gain, 1e-6)
+        for activation in ACTIVATIONS if (fmt, n, k) == (NVFP4, 4096, 4096) else ("silu",):
+            linear_gated_triton(x, *gate, activation, fmt)
+        if m == 1 and k % SQUARES == 0:
+            linear_add_triton(x, *weight, None, total, fmt)
+            row = (x, _empty(m, k // SQUARES), gain, 1e-6)
+            linear_normed_group_triton(*row, *gate, fmt)
+            linear_normed_gated_triton(*row, *gate, "silu", fmt)
 
 
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:

@@ -5,7 +5,6 @@ A layer is both products, the gate between them and the weighted sum over the ex
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import meta_of, statically_equal
 from .fusions import ACTIVATIONS, UP, X, on_gpu
+from .gates import halves_of, only_for
 from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
     ids, fmt = second.args[1], second.args[6]
     gates = ((gate, found) for gate in GATES for found in match(gate.pattern, second.args[0]))
     for gate, found in gates:
-        halves = _halves(found["x"], found["up"])
+        halves = halves_of(found["x"], found["up"], _is_product)
         if halves is None:
             continue
         first, interleaved = halves
@@ -100,7 +100,7 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
             and weights.meta["val"].ndim == 2
             and all(map(statically_equal, weights.meta["val"].shape, ids.meta["val"].shape))
             and (limit is None or found["least"] == -limit)
-            and _only_for(first, node)
+            and only_for(first, node)
         ):
             options = (gate.activation, interleaved, found.get("slope", 1.0), gate.shift, limit)
             return (x, ids, weights, *first.args[_STACK], *second.args[_STACK], *options, fmt)
@@ -110,38 +110,3 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
 def _is_product(node: Any) -> bool:
     """Return whether a node is a product of experts."""
     return isinstance(node, fx.Node) and node.target is ops.experts_linear and not node.kwargs
-
-
-def _only_for(first: fx.Node, last: fx.Node) -> bool:
-    """Return whether all that is computed from one node is read for another one alone."""
-    waiting, seen = [first], {last}
-    while waiting:
-        node = waiting.pop()
-        if not node.users:
-            return False
-        waiting.extend(user for user in node.users if user not in seen)
-        seen.update(node.users)
-    return True
-
-
-def _halves(gate: Any, up: Any) -> tuple[fx.Node, bool] | None:
-    """Return the product that these are the halves of, and whether they are interleaved."""
-    if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node):
-        return None
-    if gate.target is up.target is operator.getitem and gate.args[0] is up.args[0]:
-        split: Any = gate.args[0]
-        if split.target is not aten.split.Tensor or (gate.args[1], up.args[1]) != (0, 1):
-            return None
-        first, size, dim = (*split.args, 0)[:3]
-        if not _is_product(first):
-            return None
-        halved = statically_equal(2 * size, first.meta["val"].shape[-1])
-        return (first, False) if halved and dim in (-1, 2) else None
-    if gate.target is up.target is aten.slice.Tensor and _is_product(gate.args[0]):
-        product: Any = gate.args[0]
-        columns = product.meta["val"].shape[-1]
-        every_second = [(product, 2, i, 2) for i in range(2)]
-        ranges = [(each.args[0], *each.args[1:3], *each.args[4:]) for each in (gate, up)]
-        ends: Any = [each.args[3] for each in (gate, up)]
-        return (product, True) if ranges == every_second and min(ends) >= columns else None
-    return None

@@ -8,6 +8,7 @@ every node has a fake tensor in `meta["val"]`, and each tensor is quantized once
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _gelu_by_tanh(x: Any, cube: Any) -> Any:
     return mul(mul(x, 0.5), add(call(aten.tanh.default, inner), 1))
 
 
-def _is_norm(source: fx.Node, bound: Bound) -> bool:
+def is_norm(source: fx.Node, bound: Bound) -> bool:
     """Return whether a norm is one of the last dimension, with parameters of its size."""
     shape = source.meta["val"].shape
     if list(bound["dims"]) not in ([-1], [len(shape) - 1]) or not isinstance(bound["eps"], float):
@@ -116,6 +117,10 @@ def is_like(value: Any, source: fx.Node, shape: Iterable[Any]) -> bool:
     )
 
 
+# Rows whose products are one launch, in which what is around them may be computed.
+FEW_ROWS = 8
+
+
 @dataclass(frozen=True)
 class Fusion:
     """One way to compute the input of a quantizer together with its codes.
@@ -138,11 +143,11 @@ class Fusion:
 
 
 FUSIONS = (
-    Fusion(rms_norm(), _is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
+    Fusion(rms_norm(), is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
     *(
         Fusion(
             _layer_norm(weight, bias),
-            _is_norm,
+            is_norm,
             ops.norm_quantize,
             (WEIGHT, BIAS, "layer", EPS),
             adds=True,
@@ -171,6 +176,12 @@ class Quantizer:
 def on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives a tensor on an NVIDIA GPU."""
     return node.meta["val"].device.type == "cuda"
+
+
+def has_few_rows(node: fx.Node) -> bool:
+    """Return whether a node gives few rows, for every size that its graph is for."""
+    sizes = node.meta["val"].shape[:-1]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= FEW_ROWS
 
 
 def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
@@ -228,7 +239,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     # The quantizer's arguments behind its input: global divisor, format, and method of scales.
     arguments = (*operands, *node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
-    addends = _addends(x, inputs - {x}) if fusion.adds else None
+    addends = addends_of(x, inputs - {x}) if fusion.adds else None
     leading = addends or ((x, None) if fusion.adds else (x,))
     last = next(each for each in reversed(node.graph.nodes) if each in inputs)
     with node.graph.inserting_after(last) if addends else node.graph.inserting_before(node):
@@ -252,7 +263,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
         _erase(quantizer, x)
 
 
-def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
+def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
     if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from ...errors import VersionError
+from ...errors import VersionError, unknown_name
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
+from .gates import fuse_gates
+from .launches import launch_early
 from .merge import group_linears, share_calls
+from .norms import fuse_norms
 from .observers import share_observers
+from .residuals import fuse_residuals
 from .rotary import fuse_rotary
 
 # The passes on every graph with operators of fp4pass, in their order.
@@ -27,10 +32,17 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_observers,
     fuse_quantizers,
     fuse_experts,
+    fuse_gates,
     fuse_attention,
     fuse_rotary,
     group_linears,
+    fuse_residuals,
+    fuse_norms,
+    launch_early,
 )
+
+# The environment variable with the names of passes that do not run, separated by commas.
+SWITCH = "FP4PASS_SKIP_PASSES"
 
 # Every file that decides what a pass does, or the code of a graph.
 SOURCES = (
@@ -51,6 +63,7 @@ def install_passes() -> None:
     by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
     nothing. Untested versions of torch get no passes and a logged warning.
     """
+    active_passes()
     try:
         compat.chain_post_grad_pass(run_passes, cache_key)
     except VersionError as error:
@@ -66,14 +79,26 @@ def run_passes(graph: fx.Graph) -> None:
     from .cpu import lower_products
 
     lower_products()
-    changes = {each.__name__: each(graph) for each in PASSES}
+    changes = {each.__name__: each(graph) for each in active_passes()}
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])
 
 
+def active_passes() -> list[Callable[[fx.Graph], int]]:
+    """Return the passes but those that FP4PASS_SKIP_PASSES names.
+
+    Raises OptionError if it names another one.
+    """
+    known = {each.__name__: each for each in PASSES}
+    skipped = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
+    for name in skipped - known.keys():
+        raise unknown_name(f"{SWITCH}: pass", name, known)
+    return [each for name, each in known.items() if name not in skipped]
+
+
 def cache_key() -> tuple[str, ...]:
     """Return what stands for the passes in the key of Inductor's cache: their names and source."""
-    return (*(each.__name__ for each in PASSES), _digest(SOURCES))
+    return (*(each.__name__ for each in active_passes()), _digest(SOURCES))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
+from .around_triton import NOTHING, Around
 from .tiling import Tiles, shared_memory_of
 
 try:
@@ -49,11 +50,13 @@ def multiply_row(
     programs: int,
     fmt: Format,
     tiles: Tiles,
+    around: Around = NOTHING,
 ) -> None:
     """Fill `outs` with the products of a row x and weights, as `multiply_few` cuts them."""
     sizes = tuple(each.numel() for each in outs)
     one_row_kernel[(programs,)](
-        x, weights, outs, sizes, starts, K=x.numel(), FMT=fmt, TILES=tiles,
+        x, around.norm, weights, around.residual, outs, around.squares, sizes, starts,
+        K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.activation,
         num_warps=tiles.warps, **LAUNCH, **overlapping(x.device, tiles.releases),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from ..common.tiles import (
     rounded,
     wait,
 )
+from .around_triton import gate_times_up
 from .decode_triton import OPERAND, decode, joined, step_of
 from .ptx_triton import offset
 
@@ -110,22 +111,29 @@ def few_rows_sums(
 def few_rows_kernel(
     x, x_global_scale, weights, outs, sizes, starts, M,
     K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    TILES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
     # weights: columns of a PackedWeight. The warps share K. ROWS: TILES.m, of which M are there, or
-    # 1, which tensor cores get that often.
+    # 1, which tensor cores get that often. ACTIVATION: of a gate, whose weight is the first one and
+    # its factor's the second, with one result; or None.
     wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
     N = chosen(sizes, starts, program)
-    words = chosen(weights.packed, starts, program)
-    scales = chosen(weights.scale, starts, program)
     out = chosen(outs, starts, program)
-    stored = weights.global_scale
-    global_scale = None if stored is None else chosen(stored, starts, program)
-    bias = None if weights.bias is None else chosen(weights.bias, starts, program)
-    n = (program - chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
-    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    if ACTIVATION is None:
+        words = chosen(weights.packed, starts, program)
+        scales = chosen(weights.scale, starts, program)
+        n = (program - chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
+        row = n
+    else:
+        # Of sixteen weights eight are of the gate and eight of its factor, both of one thread.
+        i = tl.arange(0, TILES.n)
+        words = either(weights.packed, i)
+        scales = either(weights.scale, i)
+        n = program * (TILES.n // 2) + tl.arange(0, TILES.n // 2)
+        row = program * (TILES.n // 2) + i // 16 * 8 + i % 8
+    row = tl.minimum(row, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, TILES.m)
     x_row = tl.arange(0, ROWS)[None, :, None]
     acc, _ = few_rows_sums(
@@ -135,11 +143,40 @@ def few_rows_kernel(
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
-    if TILES.parts == 1:
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    if ACTIVATION is not None:
+        factors = ()
+        sums = halves(y, TILES.n, TILES.m)
+        for i in tl.static_range(2):
+            stored = None if weights.global_scale is None else weights.global_scale[i]
+            bias = None if weights.bias is None else weights.bias[i]
+            half = finish(sums[i], x_global_scale, stored, bias, n, N, FMT, offset(FMT))
+            factors = factors + (half,)
+        y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
+        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+    elif TILES.parts == 1:
+        stored = weights.global_scale
+        global_scale = None if stored is None else chosen(stored, starts, program)
+        bias = None if weights.bias is None else chosen(weights.bias, starts, program)
         y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
-        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+        tl.store(out + at, rounded(y, DTYPE), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
+
+
+@triton.jit
+def either(pointers, i):
+    """Return the first of two pointers for the even eights of i, and the second for the others."""
+    # Both are aligned, which the compiler does not know of what it selects.
+    pointer = tl.where((i // 8 % 2 == 1)[None, :, None], pointers[1], pointers[0])
+    return tl.multiple_of(pointer, (16, 16, 16))
+
+
+@triton.jit
+def halves(y, BN: tl.constexpr, BM: tl.constexpr):
+    """Return the two [BN / 2, BM] of sums [BN, BM] in eights of gates and of their factors."""
+    y = tl.permute(tl.reshape(y, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+    return tl.split(tl.reshape(y, (BN // 2, BM, 2)))
 
 
 @triton.constexpr_function

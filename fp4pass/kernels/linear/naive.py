@@ -13,6 +13,8 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..dequantize.naive import dequantize_ref
 from ..fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
+from ..norm.naive import rms_norm_of_squares_ref, square_sums_ref
+from ..quantize.naive import ACTIVATIONS
 
 
 def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
@@ -64,6 +66,65 @@ def linear_group_ref(
 ) -> list[Tensor]:
     """Multiply activations and several packed weights, as `linear_ref` does one."""
     return [linear(x, weight, fmt, compute) for weight in weights]
+
+
+def linear_gated_ref(
+    x: Tensor,
+    weights: Sequence[PackedWeight],
+    activation: str,
+    fmt: Format,
+    compute: str = "input",
+    *,
+    linear: Callable[..., Tensor] = linear_ref,
+) -> Tensor:
+    """Return the activation of the product with a gate, times that with its factor, as eager."""
+    # The weights are those of the gate and of its factor, or one that has both, in this order.
+    products = [linear(x, weight, fmt, compute) for weight in weights]
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def linear_add_ref(
+    x: Tensor,
+    weight: PackedWeight,
+    residual: Tensor,
+    fmt: Format,
+    compute: str = "input",
+    *,
+    linear: Callable[..., Tensor] = linear_ref,
+) -> tuple[Tensor, Tensor]:
+    """Return residual + product [..., N] and sums of its squares over `SQUARES` columns each."""
+    total = residual + linear(x, weight, fmt, compute)
+    return total, square_sums_ref(total)
+
+
+def linear_normed_group_ref(
+    x: Tensor,
+    squares: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: Sequence[PackedWeight],
+    fmt: Format,
+    compute: str = "input",
+) -> list[Tensor]:
+    """Multiply the RMSNorm of x, whose `square_sums_ref` are given, and several packed weights."""
+    normed = rms_norm_of_squares_ref(x, squares, norm_weight, eps)
+    return linear_group_ref(normed, weights, fmt, compute)
+
+
+def linear_normed_gated_ref(
+    x: Tensor,
+    squares: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: Sequence[PackedWeight],
+    activation: str,
+    fmt: Format,
+    compute: str = "input",
+) -> Tensor:
+    """Return `linear_gated_ref` of the RMSNorm of x, whose `square_sums_ref` are given."""
+    normed = rms_norm_of_squares_ref(x, squares, norm_weight, eps)
+    return linear_gated_ref(normed, weights, activation, fmt, compute)
 
 
 def linear_quantized_group_ref(

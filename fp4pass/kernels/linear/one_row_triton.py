@@ -7,7 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from ..quantize.triton import narrow
+from .around_triton import gate_times_up, normed
 from .ptx_triton import code_lines
+from .row_triton import along, columns, halves_of, inverse_norm, stage
 
 # Tensor cores multiply 16 weights by 8 columns. Of one row all columns but one would repeat it.
 # Here column j has the row where it meets block j, and zeros elsewhere: the sums are those of the
@@ -42,15 +45,19 @@ def _chosen(values, starts, program):
 
 
 @gluon.jit
-def _along(axis: gl.constexpr, count: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return 0 to count - 1 along an axis of three."""
-    if axis == 0:
-        index = gl.arange(0, count, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    elif axis == 1:
-        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+def _row_starts(
+    pointers, starts, program, first, N, i, WIDTH: gl.constexpr, BN: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Return where the rows i of the BN that a program multiplies begin."""
+    # GATED: the first half of them are those of a gate, the others those of its factor.
+    if GATED:
+        n = gl.minimum(first + i % (BN // 2), N - 1).to(gl.int64) * WIDTH
+        found = gl.where(i < BN // 2, pointers[0] + n, pointers[1] + n)
     else:
-        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    return index
+        n = gl.minimum(first + i, N - 1).to(gl.int64) * WIDTH
+        found = _chosen(pointers, starts, program) + n
+    return found
 
 
 @gluon.jit
@@ -58,14 +65,6 @@ def _pairs(word, FMT: gl.constexpr):
     return gl.inline_asm_elementwise(
         _decoding(FMT), "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
-
-
-@gluon.jit
-def _halves(pairs):
-    """Return 32-bit registers as the two bfloat16 in them."""
-    low = (pairs & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return low, high
 
 
 @gluon.jit
@@ -115,59 +114,13 @@ def _load_codes(words, scales, of_word, of_scale, step, K: gl.constexpr, FMT: gl
 
 
 @gluon.jit
-def _stage(x, K: gl.constexpr, WARPS: gl.constexpr, BLOCK: gl.constexpr):
-    """Return shared memory that holds the row, times 2^64, by steps: pairs i, i + 4 of a word."""
-    COUNT: gl.constexpr = K // (8 * BLOCK)
-    STEPS: gl.constexpr = (COUNT + WARPS - 1) // WARPS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    memory = gl.allocate_shared_memory(gl.int32, [STEPS, WARPS, 8, BLOCK // 2], PLAIN)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))[:, None]
-    k = gl.arange(0, 8 * BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
-    for start in gl.static_range(0, STEPS, 16):
-        # Loads first.
-        loaded = ()
-        for i in gl.static_range(start, min(start + 16, STEPS)):
-            step = i * WARPS + warp
-            is_there = (step < COUNT) & (k >= 0)
-            loaded = loaded + (gl.load(x + (step * (8 * BLOCK) + k), mask=is_there, other=0.0),)
-        for i in gl.static_range(start, min(start + 16, STEPS)):
-            row = (loaded[i - start] * 2.0**64).to(gl.bfloat16).reshape((WARPS, BLOCK, 2, 4))
-            low, high = gl.split(row.permute((0, 1, 3, 2)))
-            low = low.to(gl.uint16, bitcast=True).to(gl.int32)
-            high = high.to(gl.uint16, bitcast=True).to(gl.int32)
-            memory.index(i).store((low | high << 16).reshape((WARPS, 8, BLOCK // 2)))
-    return memory
-
-
-@gluon.jit
-def _columns(staged, BLOCK: gl.constexpr, X: gl.constexpr):
-    """Return a step of the row where each column meets its block: [warps, 8 BLOCK, 8]."""
-    WARPS: gl.constexpr = staged.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 2, BLOCK // 2], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
-    )
-    # [warps, column, block, pair]
-    row = gl.expand_dims(staged.load(gl.SliceLayout(2, LAYOUT)), 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    column = gl.arange(0, 8, COLUMN)[None, :, None, None]
-    row, meet = gl.broadcast(row, column == gl.arange(0, 8, OF_BLOCK)[None, None, :, None])
-    low, high = _halves(gl.where(meet, row, 0))
-    # As the codes of a thread lie: words, pairs of a word, and the two of a pair.
-    row = gl.join(low, high).reshape((WARPS, 8, 4, BLOCK // 4, 2, 2, 2))
-    row = row.permute((0, 3, 4, 5, 2, 6, 1)).reshape((WARPS, 8 * BLOCK, 8))
-    return gl.convert_layout(row, X, assert_trivial=True)
-
-
-@gluon.jit
 def _block_sums(word, x, FMT: gl.constexpr, L: gl.constexpr):
     """Return the sums of codes times x over each block, [warps, BN, 8]."""
     BLOCK: gl.constexpr = FMT.block
     WARPS: gl.constexpr = word.shape[0]
     BN: gl.constexpr = word.shape[1]
     p = _pairs(word, FMT)
-    low, high = _halves(gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3])))
+    low, high = halves_of(gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3])))
     codes = gl.join(low, high).reshape((WARPS, BN, 4, BLOCK // 4, 2, 2, 2))
     codes = codes.permute((0, 1, 3, 4, 5, 2, 6)).reshape((WARPS, BN, 8 * BLOCK))
     codes = gl.convert_layout(codes, gl.DotOperandLayout(0, L, 2), assert_trivial=True)
@@ -176,24 +129,28 @@ def _block_sums(word, x, FMT: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _plain_sums(
-    x, words, scales, first, N, K: gl.constexpr, FMT: gl.constexpr, BN: gl.constexpr,
-    WARPS: gl.constexpr,
+    x, norm, weights, starts, program, first, N, K: gl.constexpr, FMT: gl.constexpr,
+    BN: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Return the sums over K, of any x, one product at a time: [BN]."""
     # A word a thread, so that the kernel has no registers for this.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
-    n = gl.minimum(first + _along(1, BN, LAYOUT), N - 1).to(gl.int64)
-    words, scales = words + n * (K // 8), scales + n * (K // FMT.block)
-    column = _along(0, WARPS, LAYOUT) * 2 + _along(2, 2, LAYOUT)
+    row = along(1, BN, LAYOUT)
+    words = _row_starts(weights.packed, starts, program, first, N, row, K // 8, BN, GATED)
+    scales = _row_starts(weights.scale, starts, program, first, N, row, K // FMT.block, BN, GATED)
+    column = along(0, WARPS, LAYOUT) * 2 + along(2, 2, LAYOUT)
     acc = gl.zeros((WARPS, BN, 2), gl.float32, LAYOUT)
+    inverse = 1.0
+    if norm is not None:
+        inverse = inverse_norm(norm, K, WARPS)
     for start in range(0, K // 8, 2 * WARPS):
         at = gl.minimum(start + column, K // 8 - 1)
         scale = _scale_of(gl.load(scales + at // (FMT.block // 8)), FMT)
         pairs = _pairs(gl.load(words + at), FMT)
         for i in gl.static_range(4):
-            low, high = _halves(pairs[i])
-            one = gl.load(x + (8 * at + i)).to(gl.float32)
-            other = gl.load(x + (8 * at + i + 4)).to(gl.float32)
+            low, high = halves_of(pairs[i])
+            one = _input(x, norm, inverse, 8 * at + i)
+            other = _input(x, norm, inverse, 8 * at + i + 4)
             more = low.to(gl.float32) * 2.0**126 * scale * one
             more += high.to(gl.float32) * 2.0**126 * scale * other
             acc += gl.where(start + column < K // 8, more, 0.0)
@@ -201,11 +158,42 @@ def _plain_sums(
 
 
 @gluon.jit
+def _input(x, norm, inverse, k):
+    """Return the columns k of the row in float32."""
+    value = gl.load(x + k)
+    if norm is not None:
+        value = normed(value, inverse, gl.load(norm.weight + k), value.dtype)
+    return value.to(gl.float32)
+
+
+@gluon.jit
+def _of_rows(values, starts, program, i, BN: gl.constexpr, GATED: gl.constexpr):
+    """Return the number of each row i that its weight has one of."""
+    if GATED:
+        found = gl.where(i < BN // 2, gl.load(values[0]), gl.load(values[1]))
+    else:
+        found = gl.load(_chosen(values, starts, program))
+    return found
+
+
+@gluon.jit
+def _gated(y, BN: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the activation of the first half of y, the gate, times the other half."""
+    # Of one thread.
+    gate, up = gl.split(y.reshape((2, BN // 2)).permute((1, 0)))
+    return gate_times_up(gate, up, ACTIVATION, DTYPE)
+
+
+@gluon.jit
 def one_row_kernel(
-    x, weights, outs, sizes, starts, K: gl.constexpr, FMT: gl.constexpr, TILES: gl.constexpr,
+    x, norm, weights, residual, outs, squares, sizes, starts,
+    K: gl.constexpr, FMT: gl.constexpr, TILES: gl.constexpr, ACTIVATION: gl.constexpr,
     OVERLAP: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
     """Multiply a row of bfloat16 and weights, of several tensors maybe; the warps share K."""
+    # norm: a RowNorm that x still needs, or None. residual: what the row of one weight is added to,
+    # or None; then `squares` gets the sum of the squares of each program's columns. ACTIVATION: of
+    # a gate, whose weight is the first one and its factor's the second, with one result; or None.
     # AHEAD: steps whose codes are loaded before they are used, the first of them before the kernel
     # in front of this one has ended: only kernels that write no weights let another start early.
     BN: gl.constexpr = TILES.n
@@ -218,18 +206,17 @@ def one_row_kernel(
     L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     LW: gl.constexpr = gl.BlockedLayout([1, 1, BLOCK // 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    GATED: gl.constexpr = ACTIVATION is not None
     program = gl.program_id(0)
     N = _chosen(sizes, starts, program)
-    words = _chosen(weights.packed, starts, program)
-    scales = _chosen(weights.scale, starts, program)
     out = _chosen(outs, starts, program)
-    first = (program - _chosen(starts, starts, program)) * BN
-    n = gl.minimum(first + _along(1, BN, LW), N - 1).to(gl.int64)
-    word_rows = words + n * (K // 8)
-    n = gl.minimum(first + _along(1, BN, L), N - 1).to(gl.int64)
-    bytes_of = scales + n * (K // BLOCK)
-    of_word = _along(0, WARPS, LW), _along(2, BLOCK, LW)
-    of_scale = _along(0, WARPS, L), _along(2, 8, L)
+    first = (program - _chosen(starts, starts, program)) * (BN // 2 if GATED else BN)
+    row = along(1, BN, LW)
+    word_rows = _row_starts(weights.packed, starts, program, first, N, row, K // 8, BN, GATED)
+    row = along(1, BN, L)
+    bytes_of = _row_starts(weights.scale, starts, program, first, N, row, K // BLOCK, BN, GATED)
+    of_word = along(0, WARPS, LW), along(2, BLOCK, LW)
+    of_scale = along(0, WARPS, L), along(2, 8, L)
     # Tiles that are loaded and not used yet, the oldest first.
     loaded = ()
     for i in gl.static_range(min(AHEAD, STEPS)):
@@ -237,7 +224,12 @@ def one_row_kernel(
         loaded = loaded + (step,)
     _wait_before(OVERLAP)
     _release_next(RELEASES)
-    staged = _stage(x, K, WARPS, BLOCK)
+    OUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
+    n = first + gl.arange(0, BN, OUT)
+    added = 0.0
+    if residual is not None:
+        added = gl.load(residual + n, mask=n < N, other=0.0).to(gl.float32)
+    staged = stage(x, norm, K, WARPS, BLOCK)
     acc = gl.zeros((WARPS, BN, 8), gl.float32, L)
     for start in range(0, LOOP, AHEAD):
         for i in gl.static_range(AHEAD):
@@ -245,8 +237,8 @@ def one_row_kernel(
             later = (start + i + AHEAD) * WARPS
             step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
             loaded = loaded[1:] + (step,)
-            columns = _columns(staged.index(start + i), BLOCK, X)
-            acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+            row_columns = columns(staged.index(start + i), BLOCK, X)
+            acc = gl.fma(_block_sums(word, row_columns, FMT, L), _scale_of(byte, FMT), acc)
     for i in gl.static_range(LOOP, STEPS):
         word, byte = loaded[0]
         loaded = loaded[1:]
@@ -254,8 +246,8 @@ def one_row_kernel(
             later = (i + AHEAD) * WARPS
             step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
             loaded = loaded + (step,)
-        columns = _columns(staged.index(i), BLOCK, X)
-        acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+        row_columns = columns(staged.index(i), BLOCK, X)
+        acc = gl.fma(_block_sums(word, row_columns, FMT, L), _scale_of(byte, FMT), acc)
     y = gl.sum(gl.sum(acc, 2), 0) * _rest(FMT)
     size = gl.max(gl.where(y == y, gl.abs(y), float("inf")), 0)
     # Sums of a program that are all that small lost bits to underflow maybe, and are made again.
@@ -264,13 +256,22 @@ def one_row_kernel(
         zero = gl.inline_asm_elementwise(
             "shr.u32 $0, $1, 31;", "=r,f", [size], dtype=gl.int32, is_pure=True, pack=1
         )
-        again = _plain_sums(x + zero, words, scales, first + zero, N, K, FMT, BN, WARPS)
-        y = gl.convert_layout(again, y.type.layout) * (_rest(FMT) * 2.0 ** (64 - 126))
+        again = _plain_sums(
+            x + zero, norm, weights, starts, program, first + zero, N, K, FMT, BN, WARPS, GATED
+        )
+        y = gl.convert_layout(again, OUT) * (_rest(FMT) * 2.0 ** (64 - 126))
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    row = gl.arange(0, BN, OUT)
     if weights.global_scale is not None:
-        stored = gl.load(_chosen(weights.global_scale, starts, program))
+        stored = _of_rows(weights.global_scale, starts, program, row, BN, GATED)
         y *= stored if FMT.multiplies else 1.0 / stored
-    n = first + gl.arange(0, BN, y.type.layout)
     if weights.bias is not None:
-        bias = _chosen(weights.bias, starts, program)
-        y += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
-    gl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+        bias = _row_starts(weights.bias, starts, program, first, N, row, 1, BN, GATED)
+        y += gl.load(bias).to(gl.float32)
+    if GATED:
+        y = _gated(y, BN, ACTIVATION, DTYPE)
+        n = first + gl.arange(0, BN // 2, y.type.layout)
+    if residual is not None:
+        y = narrow(narrow(y, DTYPE) + added, DTYPE)
+        gl.store(squares + program, gl.sum(gl.where(n < N, y * y, 0.0), 0))
+    gl.store(out + n, y.to(DTYPE), mask=n < N)

@@ -31,6 +31,11 @@ _FUSED = {
 _MANY = 8192
 
 
+# Columns of a row that programs norm before they multiply it, which are in registers, and weights
+# of such products: each program norms the row again. Chosen, not measured.
+MOST_NORMED, MOST_OF_NORM = 8192, 32768
+
+
 @dataclass(frozen=True, repr=False)
 class Tiles(Record):
     """Sizes of programs: `n` weights by `m` rows of x. Kernels read them as TILES."""

@@ -16,6 +16,7 @@ from ..common.tiles import LAUNCH, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..fp8.naive import uses_fp8
 from ..fp8.triton import multiply_fp8
+from .around_triton import NOTHING, Around
 from .decode_triton import InputRows, arranged
 from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
@@ -98,7 +99,7 @@ def linear_group_triton(
     x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str = "input"
 ) -> list[Tensor]:
     """Multiply activations and several packed weights: the bits of one each, maybe at once."""
-    if (tiles := _group_tiles(x, x.dtype, weights, fmt)) is None:
+    if (tiles := group_tiles(x, x.dtype, weights, fmt)) is None:
         return [linear_triton(x, each, fmt, compute) for each in weights]
     out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in weights]
     multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles)
@@ -114,7 +115,7 @@ def linear_quantized_group_triton(
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
-    if x.dtype == torch.float64 or (tiles := _group_tiles(packed, None, weights, fmt)) is None:
+    if x.dtype == torch.float64 or (tiles := group_tiles(packed, None, weights, fmt)) is None:
         one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute)
         return [one(weight=each) for each in weights]
     shapes = [(*packed.shape[:-1], each.packed.shape[0]) for each in weights]
@@ -123,7 +124,7 @@ def linear_quantized_group_triton(
     return out
 
 
-def _group_tiles(
+def group_tiles(
     x: Tensor, dtype: torch.dtype | None, weights: Sequence[PackedWeight], fmt: Format
 ) -> Tiles | None:
     """Return the tiles for several weights in one launch, or None if each is multiplied alone."""
@@ -175,10 +176,13 @@ def multiply_few(
     out: Sequence[Tensor],
     fmt: Format,
     tiles: Tiles,
+    around: Around = NOTHING,
 ) -> None:
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
+    # A gate and its factor have one result. More rows than one have no norm and no residual.
     packed, scale, global_scale, bias = zip(*weights, strict=True)
-    sizes = tuple(each.shape[0] for each in packed)
+    gated = around.activation is not None
+    sizes = tuple(each.shape[0] for each in packed)[: len(out)]
     k = 2 * packed[0].shape[1]
     m = out[0].numel() // sizes[0]
     rows = x.words
@@ -186,23 +190,24 @@ def multiply_few(
         # More rows than one took 2.5 us longer where this let their kernel start early.
         rows = arranged(x, m, k, 1, fmt, releases=m == 1)
     rows = rows.view(torch.bfloat16)
-    *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
-    columns = PackedWeight(
+    columns = tiles.n // 2 if gated else tiles.n
+    *starts, programs = itertools.accumulate((cdiv(n, columns) for n in sizes), initial=0)
+    stored = PackedWeight(
         tuple(map(packed_words, packed)),
         tuple(each.contiguous() for each in scale),
         None if global_scale[0] is None else global_scale,
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        multiply_row(rows, columns, tuple(out), tuple(starts), programs, fmt, tiles)
+        multiply_row(rows, stored, tuple(out), tuple(starts), programs, fmt, tiles, around)
         return
     sums = tuple(out)
     if tiles.parts > 1:
         # The sum of several programs is of one weight.
         sums = (out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32),)
     few_rows_kernel[(programs, tiles.parts)](
-        rows, x.global_scale, columns, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
-        ROWS=1 if m == 1 else tiles.m, TILES=tiles,
+        rows, x.global_scale, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
+        ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.activation,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip

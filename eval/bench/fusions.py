@@ -1,0 +1,154 @@
+"""How much the passes around products save of a compiled decode step, one added to the other.
+
+    python -m eval.bench.fusions [--models NAME...] [--layers N] [--rows N...] [--profile]
+        [--json FILE] [--tiny]
+    python -m eval.bench.fusions --table docs/graphs.md
+
+Models have the sizes of those of eval/bench/generate.py, but N layers, and heavy-tailed random
+weights in NVFP4, those of the head too. A step is the model, its static cache and the choice of the
+token, in one CUDA graph, after 512 tokens. It is compiled anew for each column, where
+FP4PASS_SKIP_PASSES leaves out the passes of the columns behind it. Times are microseconds of a step
+by the clock, medians of several bursts. Compare columns of one row, which are of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from eval.bench.generate import MODELS, SMALL, nvfp4_head, print_profile
+from eval.bench.harness import (
+    number,
+    parser_for,
+    random_model,
+    seconds,
+    synchronize,
+    write_table,
+)
+from eval.pages.tables import origin, table
+from eval.record import Results, Row, facts
+from fp4pass.graph.inductor.install import SWITCH
+
+# Each adds its passes to those of the columns before it.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "none of them": (),
+    "fuse_gates": ("fuse_gates",),
+    "fuse_norms": ("fuse_norms",),
+    "fuse_residuals": ("fuse_residuals",),
+    "launch_early": ("launch_early",),
+}
+# Tokens before the step; steps in a burst, and bursts; seconds of other work before them.
+POSITION, BURST, BURSTS = 512, 50, 7
+WARM_SECONDS = 0.5
+
+
+def main() -> None:
+    args = parse_args()
+    if write_table(args, "eval/bench/fusions.py", page):
+        return
+    results = Results(args.json[0], {**facts(), "layers": args.layers}, again=True)
+    for name in args.models:
+        kind, config = MODELS[name]
+        config = config | {"num_hidden_layers": args.layers} | (SMALL if args.tiny else {})
+        model = random_model(kind, config)
+        nvfp4_head(model)
+        gc.collect()
+        for rows in args.rows:
+            row: Row = {"model": name, "rows": rows}
+            on: set[str] = set()
+            for column, passes in COLUMNS.items():
+                on |= set(passes)
+                rest = {each for added in COLUMNS.values() for each in added} - on
+                os.environ[SWITCH] = ",".join(sorted(rest))
+                row[column] = step_us(model, rows, args)
+                print(name, rows, column, f"{row[column]:.1f} us", flush=True)
+            results.put(row)
+        del model
+        gc.collect()
+
+
+@torch.no_grad()
+def step_us(model: Any, rows: int, args: argparse.Namespace) -> float:
+    """Return the microseconds of a compiled step for texts of one token each."""
+    torch.compiler.reset()
+    where, position = model.device, 8 if args.tiny else POSITION
+    # The cache counts its tokens by itself, those of a profile too.
+    bursts = 2 if args.tiny else BURSTS
+    cache = StaticCache(config=model.config, max_cache_len=position + BURST * (bursts + 1))
+
+    def step(token: Tensor, place: Tensor) -> Tensor:
+        logits = model(
+            token, past_key_values=cache, position_ids=place[None], cache_position=place
+        ).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    token = torch.zeros((rows, 1), dtype=torch.int64, device=where)
+    place = torch.tensor([position], device=where)
+    # The cache is made outside of the graph.
+    step(token.expand(rows, position), torch.arange(position, device=where))
+
+    def once() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(token, place)
+
+    def burst() -> None:
+        for _ in range(BURST):
+            once()
+
+    for _ in range(3):
+        once()
+    warm()
+    times = [seconds(burst) for _ in range(bursts)]
+    if args.profile:
+        print_profile(once)
+    return 1e6 * statistics.median(times) / BURST
+
+
+def warm() -> None:
+    """Keep a GPU busy until its clock is what it is under load: compiling left it idle."""
+    if torch.cuda.is_available():
+        x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        end = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < end:
+            x @ x
+            synchronize()
+
+
+def page(result: Row) -> str:
+    """Return the table of a file."""
+    cells = []
+    # A file has the columns that were there when it was measured.
+    columns = [name for name in result["rows"][0] if name in COLUMNS]
+    for row in result["rows"]:
+        changes = itertools.pairwise(columns)
+        later = [f"{row[c]:.0f} ({row[c] - row[b]:+.1f})" for b, c in changes]
+        gain = f"{1 - row[columns[-1]] / row[columns[0]]:.1%}"
+        cells.append([row["model"], str(row["rows"]), number(row[columns[0]]), *later, gain])
+    header = ["model", "rows", *columns, "saved"]
+    what = f"Microseconds of a decode step of {result['layers']} layers; each column adds a pass."
+    if "note" in result:
+        what += f" {result['note']}"
+    return "\n".join([*origin(result), what, "", table(header, cells, left=1)])
+
+
+def parse_args() -> argparse.Namespace:
+    parser = parser_for(__doc__, "fusions-h100.json")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

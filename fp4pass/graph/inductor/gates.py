@@ -1,0 +1,129 @@
+"""The pass that computes the gate of an MLP in the launch of its products."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ..._compat.torch import meta_of, statically_equal
+from ...core.formats import Format, get_format
+from ...ops.registration import unserved
+from .fusions import ACTIVATIONS, UP, has_few_rows, is_like, on_gpu
+from .pattern import match, mul
+
+aten = torch.ops.aten
+
+GATES = {name: mul(activation, UP) for name, activation in ACTIVATIONS.items()}
+
+# Of `linear`, after x: packed codes, scales, a global scale and a bias; then options.
+_WEIGHT, _OPTIONS = slice(1, 5), slice(5, None)
+
+
+def has_kernels(product: fx.Node) -> bool:
+    """Return whether a product is computed by the kernels for packed weights."""
+    if not on_gpu(product):
+        return False
+    return unserved(product.meta["val"].device, format_of(product)) is None
+
+
+def format_of(product: fx.Node) -> Format:
+    """Return the format of the weights that a node multiplies floating point numbers with."""
+    key: Any = product.args[6 if product.target is ops.linear_gated else 5]
+    return get_format(key)
+
+
+def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernels) -> int:
+    """Make one call of two products, or of one with halves, and a gate of few rows; count these."""
+    count = 0
+    for node in list(graph.nodes):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not has_few_rows(node):
+            continue
+        found = (
+            (name, _products(bound["x"], bound["up"], node))
+            for name, gate in GATES.items()
+            for bound in match(gate, node)
+        )
+        activation, products = next((each for each in found if each[1]), ("", ()))
+        if products and eligible(products[0]):
+            first = products[0]
+            weights = zip(*(each.args[_WEIGHT] for each in products), strict=True)
+            options = (activation, *first.args[_OPTIONS])
+            arguments = (first.args[0], *map(list, weights), *options)
+            with graph.inserting_before(node):
+                fused = graph.call_function(ops.linear_gated, arguments)
+            fused.meta = meta_of(node)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count
+
+
+def _products(gate: Any, up: Any, last: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the products, one or two, of which `last` is the gate and nothing else reads any."""
+    shape = last.meta["val"].shape
+    if not all(is_like(each, last, shape) for each in (gate, up)):
+        return ()
+    if _is_product(gate) and _is_product(up):
+        alike = gate.args[0] is up.args[0] and gate.args[_OPTIONS] == up.args[_OPTIONS]
+        products: tuple[fx.Node, ...] = (gate, up) if alike and gate is not up else ()
+    else:
+        product, interleaved = halves_of(gate, up, _is_product) or (None, False)
+        products = () if product is None or interleaved else (product,)
+    return products if all(only_for(each, last) for each in products) else ()
+
+
+def _is_product(node: Any) -> bool:
+    """Return whether a node is a product of floating point numbers and a packed weight."""
+    return isinstance(node, fx.Node) and node.target is ops.linear and not node.kwargs
+
+
+def only_for(first: fx.Node, last: fx.Node) -> bool:
+    """Return whether all that is computed from one node is read for another one alone."""
+    waiting, seen = [first], {last}
+    while waiting:
+        node = waiting.pop()
+        if not node.users:
+            return False
+        waiting.extend(user for user in node.users if user not in seen)
+        seen.update(node.users)
+    return True
+
+
+def halves_of(gate: Any, up: Any, is_product: Callable[[Any], bool]) -> tuple[fx.Node, bool] | None:
+    """Return the product that these are the halves of, and whether they are interleaved."""
+    if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node):
+        return None
+    if gate.target is up.target is operator.getitem and gate.args[0] is up.args[0]:
+        split: Any = gate.args[0]
+        if split.target is not aten.split.Tensor or (gate.args[1], up.args[1]) != (0, 1):
+            return None
+        first, size, dim = (*split.args, 0)[:3]
+        if not is_product(first):
+            return None
+        shape = first.meta["val"].shape
+        halved = statically_equal(2 * size, shape[-1])
+        return (first, False) if halved and dim in (-1, len(shape) - 1) else None
+    if gate.target is up.target is aten.slice.Tensor and gate.args[0] is up.args[0]:
+        product: Any = gate.args[0]
+        if not is_product(product):
+            return None
+        columns = product.meta["val"].shape[-1]
+        found = [_columns(each, len(product.meta["val"].shape), columns) for each in (gate, up)]
+        if found == [(0, columns // 2, 1), (columns // 2, columns, 1)]:
+            return product, False
+        return (product, True) if found == [(0, columns, 2), (1, columns, 2)] else None
+    return None
+
+
+def _columns(node: Any, dimensions: int, columns: Any) -> tuple[Any, ...] | None:
+    """Return start, end and step of a slice of columns; None of another dimension."""
+    given: tuple[Any, ...] = node.args[1:]
+    dim, start, end, step = given + (0, 0, columns, 1)[len(given) :]
+    return (start, min(end, columns), step) if dim in (-1, dimensions - 1) else None

@@ -1,0 +1,144 @@
+"""The pass that computes residual sums and norms of one row in the launches of its products.
+
+A product adds its result to the residual, and returns sums of squares of that beside it. The next
+products read both in place of the norm.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ..._compat.torch import meta_of, statically_equal
+from .fusions import is_like, is_norm, on_gpu, rms_norm
+from .gates import format_of
+from .pattern import Bound, dtype_of, match
+
+aten = torch.ops.aten
+
+# The products that may read a norm, and those that read sums of squares in its place.
+_NORMED: dict[Any, Any] = {
+    ops.linear: ops.linear_normed_group,
+    ops.linear_group: ops.linear_normed_group,
+    ops.linear_gated: ops.linear_normed_gated,
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A norm of residual + product, and the products that alone read it."""
+
+    product: fx.Node
+    residual: fx.Node
+    total: fx.Node
+    norm: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+def is_one_row(product: fx.Node, normed: bool) -> bool:
+    """Return whether a product is of one row, by the kernel that computes what is around it."""
+    # normed: with a norm before it, else with a residual behind it.
+    x: Any
+    packed: Any
+    x, packed = product.args[:2]
+    if not on_gpu(x):
+        return False
+    # Late, for most processes launch no kernel.
+    from ...kernels.linear.fused import multiplies_row, norms_row
+
+    fmt = format_of(product)
+    if not normed:
+        return multiplies_row(x.meta["val"], fmt)
+    weights = [packed] if isinstance(packed, fx.Node) else packed
+    return norms_row(x.meta["val"], sum(each.meta["val"].shape[0] for each in weights), fmt)
+
+
+def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node, bool], bool] = is_one_row) -> int:
+    """Compute sums and norms of one row in the launches of products; return how many norms."""
+    count = 0
+    for node in list(graph.nodes):
+        place = _place(node) if dtype_of(node) == torch.bfloat16 and _is_row(node) else None
+        if place is None or not eligible(place.product, False):
+            continue
+        if all(eligible(user, True) for user in node.users):
+            _replace(graph, place)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count
+
+
+def _place(norm: fx.Node) -> _Place | None:
+    """Return what is around a norm, or None if it is none or something else is there."""
+    if not norm.users or not all(_reads(user, norm) for user in norm.users):
+        return None
+    for bound in match(rms_norm(), norm):
+        if is_norm(norm, bound) and (place := _sum_before(norm, bound)) is not None:
+            return place
+    return None
+
+
+def _sum_before(norm: fx.Node, bound: Bound) -> _Place | None:
+    total: Any = bound["x"]
+    if total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    shape = total.meta["val"].shape
+    if not all(is_like(each, total, shape) for each in total.args):
+        return None
+    for product, residual in (total.args, total.args[::-1]):
+        if product.target is ops.linear and not product.kwargs and len(product.users) == 1:
+            if product is not residual:
+                return _Place(product, residual, total, norm, bound["weight"], bound["eps"])
+    return None
+
+
+def _is_row(node: fx.Node) -> bool:
+    """Return whether a node gives one row, for every size that its graph is for."""
+    return all(statically_equal(size, 1) for size in node.meta["val"].shape[:-1])
+
+
+def _reads(user: fx.Node, norm: fx.Node) -> bool:
+    """Return whether a node is a product of a norm, which it reads once."""
+    is_product = user.target in _NORMED and not user.kwargs and user.args[0] is norm
+    return is_product and norm not in user.args[1:]
+
+
+def _replace(graph: fx.Graph, place: _Place) -> None:
+    """Put the operators in the place of a product and a sum, and of those that read the norm."""
+    product, total = place.product, place.total
+    x, packed, scale, global_scale, bias, *options = product.args
+    with graph.inserting_before(total):
+        arguments = (x, packed, scale, global_scale, bias, place.residual, *options)
+        added = graph.call_function(ops.linear_add, arguments)
+        items = [graph.call_function(operator.getitem, (added, i)) for i in range(2)]
+    value = total.meta["val"]
+    sums = ops.linear_add(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1]
+    added.meta = meta_of(total, val=(value, sums))
+    items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
+    total.replace_all_uses_with(items[0])
+    for user in list(place.norm.users):
+        _read_squares(graph, user, (*items, place.weight, place.eps))
+
+
+def _read_squares(graph: fx.Graph, user: fx.Node, row: tuple[Any, ...]) -> None:
+    """Put the operator that reads sums of squares in the place of a product of the norm."""
+    rest = user.args[1:]
+    alone = user.target is ops.linear
+    if alone:
+        rest = (*([each] for each in rest[:4]), *rest[4:])
+    with graph.inserting_before(user):
+        found = graph.call_function(_NORMED[user.target], (*row, *rest))
+        value = user.meta["val"]
+        found.meta = meta_of(user, val=[value] if alone else value)
+        if alone:
+            found = graph.call_function(operator.getitem, (found, 0))
+            found.meta = meta_of(user)
+    user.replace_all_uses_with(found)
+    graph.erase_node(user)

@@ -1,0 +1,169 @@
+"""The pass for residual sums and norms in the launches of products of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from graph.test_gates import GATE, UP, K, equal, numbers, product, weight
+from graph.test_norms import ROW, rms_norm
+from post_grad import calls, compiled, fresh
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.graph.inductor.gates import fuse_gates
+from fp4pass.graph.inductor.merge import group_linears
+from fp4pass.graph.inductor.residuals import fuse_residuals, is_one_row
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with fresh(), torch.no_grad():
+        yield
+
+
+# The weight of a product as wide as its input.
+SQUARE = weight(K, seed=6)
+BIAS = numbers(K, dtype=torch.bfloat16)
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Tensor, ...],
+    eligible: Any = lambda node, normed: True,
+    **options: Any,
+) -> tuple[Any, list[int], Any]:
+    """What the compiled function returns, what two runs of the pass did, and the calls left."""
+    counts, left = [], []
+
+    def change(graph: fx.Graph) -> None:
+        fuse_gates(graph, lambda node: True)
+        group_linears(graph)
+        counts.extend(fuse_residuals(graph, eligible) for _ in range(2))
+        graph.lint()
+        for node in graph.nodes:
+            if str(node.target).startswith("fp4pass.linear_"):
+                value = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+                found = node.meta["val"]
+                several = isinstance(value, list | tuple)
+                pairs = zip(value, found, strict=True) if several else [(value, found)]
+                assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+        left.append(calls(graph))
+
+    torch._dynamo.reset()
+    found = compiled(function, change, **options)(*args)
+    return found, counts, left[-1]
+
+
+def layer(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sum behind a product."""
+    return residual + product(x, SQUARE, bias)
+
+
+# Functions of two rows, and the calls that are left.
+NORMS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
+    "one product": (
+        lambda x, y: product(rms_norm(layer(x, y)), GATE),
+        {"linear_add": 1, "linear_normed_group": 1},
+    ),
+    "a sum that is read later, the other way around": (
+        lambda x, y: ((s := product(x, SQUARE) + y), product(rms_norm(s), GATE), s + 1),
+        {"linear_add": 1, "linear_normed_group": 1},
+    ),
+    "a bias": (
+        lambda x, y: product(rms_norm(layer(x, y, BIAS)), GATE),
+        {"linear_add": 1, "linear_normed_group": 1},
+    ),
+    "several products": (
+        lambda x, y: (product(n := rms_norm(layer(x, y)), GATE), product(n, UP)),
+        {"linear_add": 1, "linear_normed_group": 1},
+    ),
+    "a gate": (
+        lambda x, y: F.silu(product(n := rms_norm(layer(x, y)), GATE)) * product(n, UP),
+        {"linear_add": 1, "linear_normed_gated": 1},
+    ),
+}
+
+NO_NORMS: dict[str, Callable[..., Any]] = {
+    "a norm that is read": lambda x, y: ((n := rms_norm(layer(x, y))), product(n, GATE)),
+    "a product that is read": lambda x, y: (
+        (p := product(x, SQUARE)),
+        product(rms_norm(p + y), GATE),
+    ),
+    "a norm of no sum": lambda x, y: product(rms_norm(x), GATE),
+    "a sum of no product": lambda x, y: product(rms_norm(x + y), GATE),
+    "twice a product": lambda x, y: product(rms_norm((p := product(x, SQUARE)) + p), GATE),
+    "a sum with a factor": lambda x, y: product(
+        rms_norm(torch.add(y, product(x, SQUARE), alpha=2)), GATE
+    ),
+    "a residual for each": lambda x, y: product(rms_norm(y[:, :1] + product(x, SQUARE)), GATE),
+    "another norm": lambda x, y: product(F.layer_norm(layer(x, y), (K,), ROW), GATE),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_computed_in_launches_of_products(name: str) -> None:
+    function, expected = NORMS[name]
+    x, y = numbers(1, 1, K), 2 * numbers(1, 1, K).flip(-1)
+    found, counts, left = run(function, (x, y))
+    assert counts == [1, 0] and left == expected
+    wanted = function(x, y)
+    pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
+    for a, b in pairs:
+        # Squares are added in another order.
+        assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm()
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_what_is_no_such_norm_stays(name: str) -> None:
+    x, y = numbers(1, K), 2 * numbers(1, K).flip(-1)
+    found, counts, left = run(NO_NORMS[name], (x, y))
+    assert counts == [0, 0] and "linear_add" not in left
+    assert equal(found, NO_NORMS[name](x, y))
+
+
+def test_more_rows_other_dtypes_and_dynamic_shapes_stay() -> None:
+    function = NORMS["one product"][0]
+    for rows, dtype in ((2, torch.bfloat16), (1, torch.float32)):
+        x = numbers(rows, K, dtype=dtype)
+        assert run(function, (x, x.flip(-1)))[1] == [0, 0]
+    x = numbers(3, K)
+    assert run(function, (x, x.flip(-1)), dynamic=True)[1] == [0, 0]
+
+
+def test_on_a_cpu_nothing_changes() -> None:
+    x = numbers(1, K)
+    _, counts, left = run(NORMS["one product"][0], (x, x.flip(-1)), is_one_row)
+    assert counts == [0, 0] and left == {"linear": 2}
+
+
+def test_a_product_that_is_not_eligible_keeps_its_sum() -> None:
+    x = numbers(1, K)
+    for kept in (False, True):
+        found = run(NORMS["one product"][0], (x, x.flip(-1)), lambda _, normed, k=kept: normed != k)
+        assert found[1] == [0, 0]
+
+
+def test_a_model() -> None:
+    """Of two layers: the first norm is of no sum, and the head is a dense product."""
+    pytest.importorskip("transformers")
+    case = next(case for case in zoo.CASES if case.name == "llama")
+    model = fp4pass.convert(case.build().bfloat16(), "nvfp4", "naive", weight_only=True)
+    model.config.use_cache = False
+
+    def function(ids: Tensor) -> Tensor:
+        return zoo.tensor_of(model(input_ids=ids))
+
+    ids = torch.tensor([[5]])
+    found, counts, left = run(function, (ids,))
+    assert counts == [3, 0]
+    assert left == {"linear_group": 1, "linear_add": 3, "linear": 1} | {
+        "linear_normed_group": 1,
+        "linear_normed_gated": 2,
+    }
+    eager = function(ids).float()
+    assert (found.float() - eager).norm() <= 0.02 * eager.norm()
