@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.attention.naive import attention_ref, attention_span_ref, rotary_write_ref
+from ..kernels.attention.naive import COUNTERS, attention_ref, attention_span_ref, rotary_write_ref
 from .registration import operator
 
 
@@ -14,10 +14,16 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((batch, queries, heads, v.shape[3]))
 
 
+def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = (mask.shape[0], 2), (COUNTERS,)
+    span, counters = (mask.new_empty(size, dtype=torch.int32) for size in sizes)
+    return span, counters
+
+
 attention_span = operator(
     attention_span_ref,
     triton="kernels.attention.triton:attention_span_triton",
-    shapes=lambda mask: mask.new_empty((mask.shape[0], 2), dtype=torch.int32),
+    shapes=_span,
 )
 attention = operator(
     attention_ref,

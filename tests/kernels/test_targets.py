@@ -297,8 +297,7 @@ def _launch_linears(
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
     q, k = _empty(1, 32, queries, width, dtype=dtype), _empty(1, 8, size, width, dtype=dtype)
     for mask in (_empty(1, 1, queries, size, dtype=torch.bool), _empty(1, 1, queries, size)):
-        span = attention_span_triton(mask)
-        attention_triton(q, k, k, mask, span, 0.1)
+        attention_triton(q, k, k, mask, *attention_span_triton(mask), 0.1)
     heads, new = (each.transpose(1, 2) for each in (q, k[:, :, :queries]))
     table, places = _empty(1, queries, width, dtype=dtype), _empty(queries, dtype=torch.int64)
     for weight in (None, _empty(width, dtype=dtype)):

@@ -106,6 +106,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
             keys,
             read,
             torch.tensor([[0, 7]]).int(),
+            torch.zeros(264, dtype=torch.int32),
             0.3,
         ),
         "rotary_write": (

@@ -5,26 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Heads of keys of all texts together that are split over programs, at most.
+COUNTERS = 264
 
-def attention_span_ref(mask: Tensor) -> Tensor:
+
+def attention_span_ref(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and last key that a mask lets any query read.
 
     Args:
         mask: [B, heads, T, S], bool (True: is read) or added to the products; any size may be 1.
 
     Returns:
-        [B, 2] int32: the first such key and the one behind the last; 0 and 0 if there is none.
+        span: [B, 2] int32: the first such key and the one behind the last; 0 and 0 if there is
+            none.
+        counters: [COUNTERS] int32, zeros, with which the programs of `attention` count.
     """
     read = mask if mask.dtype == torch.bool else mask != -torch.inf
     read = read.flatten(1, 2).any(1)
     keys = torch.arange(read.shape[1], device=mask.device, dtype=torch.int32)
     end = torch.where(read, keys + 1, 0).amax(1)
     first = torch.where(read, keys, read.shape[1]).amin(1)
-    return torch.stack((torch.minimum(first, end), end), 1)
+    span = torch.stack((torch.minimum(first, end), end), 1)
+    return span, span.new_zeros(COUNTERS)
 
 
 def attention_ref(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, counters: Tensor, scale: float
 ) -> Tensor:
     """Return softmax(q k^T scale + mask) v, where several heads of q read one of k and v.
 
@@ -34,6 +40,8 @@ def attention_ref(
         v: [B, groups, S, E].
         mask: [B, heads, T, S], bool or added to the products; any size but S may be 1.
         span: [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read.
+        counters: the zeros of `attention_span`. A kernel may change them and leaves zeros, so calls
+            with the same counters are made on one stream.
         scale: factor of the products.
 
     Returns:

@@ -44,7 +44,7 @@ def rotary_write_triton(
         *keys.stride()[:3], *values.stride()[:3], tokens, heads, groups, *blocks,
         WIDTH=width, VALUE_WIDTH=value_width, HALF=triton.next_power_of_2(width // 2),
         VALUES=triton.next_power_of_2(value_width), HEADS=_HEADS,
-        num_warps=4, **overlapping(q.device, False), **LAUNCH,
+        num_warps=4, **overlapping(q.device, True), **LAUNCH,
     )  # fmt: skip
     return out
 
