@@ -1,11 +1,16 @@
-"""Declare attention of few queries, and the rotary write before it."""
+"""Declare attention of few queries, alone and with the rotary embedding before it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention.naive import COUNTERS, attention_ref, attention_span_ref, rotary_write_ref
+from ..kernels.attention.naive import (
+    COUNTERS,
+    attention_ref,
+    attention_span_ref,
+    rotary_attention_ref,
+)
 from .registration import operator
 
 
@@ -30,9 +35,9 @@ attention = operator(
     triton="kernels.attention.triton:attention_triton",
     shapes=_output,
 )
-rotary_write = operator(
-    rotary_write_ref,
-    triton="kernels.attention.rotary_triton:rotary_write_triton",
-    shapes=lambda q: q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])),
+rotary_attention = operator(
+    rotary_attention_ref,
+    triton="kernels.attention.triton:rotary_attention_triton",
+    shapes=lambda q, v: q.new_empty((*q.shape[:3], v.shape[3])),
     mutates=("keys", "values"),
 )

@@ -60,7 +60,7 @@ def attention_ref(
     return (weights @ v).transpose(1, 2).to(q.dtype).contiguous()
 
 
-def rotary_write_ref(
+def rotary_attention_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,8 +72,12 @@ def rotary_write_ref(
     places: Tensor,
     keys: Tensor,
     values: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
 ) -> Tensor:
-    """Write new keys and values into a cache, and return the queries, all as attention reads them.
+    """Write new keys and values into a cache, and return attention that reads it.
 
     Keys and queries go through an RMSNorm of each head, where there is one, and the rotary
     embedding, whose pairs are columns j and j + D / 2. Rounds where eager PyTorch does.
@@ -90,14 +94,19 @@ def rotary_write_ref(
         places: [T] int64, the positions of the tokens in the cache.
         keys: [B, groups, S, D]; rows `places` are written.
         values: [B, groups, S, E], the same.
+        mask: as of `attention`.
+        span: the same.
+        counters: the same.
+        scale: the same.
 
     Returns:
-        [B, heads, T, D] in the dtype of q.
+        [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
     """
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
     keys.index_copy_(2, places, _rotated(_normed(k, k_weight, eps), cos, sin))
     values.index_copy_(2, places, v.transpose(1, 2))
-    return _rotated(_normed(q, q_weight, eps), cos, sin).contiguous()
+    q = _rotated(_normed(q, q_weight, eps), cos, sin)
+    return attention_ref(q, keys, values, mask, span, counters, scale)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
 from .naive import COUNTERS
+from .rotary_triton import NewTokens, new_tokens, turned, write_new
 
 # Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
@@ -53,6 +54,43 @@ def attention_triton(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, counters: Tensor, scale: float
 ) -> Tensor:
     """Attend with few queries (`attention_ref`), in one launch."""
+    return attend(q, k, v, mask, span, counters, scale)
+
+
+def rotary_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write new tokens into a cache and attend (`rotary_attention_ref`), in one launch."""
+    new = new_tokens(k, v, q_weight, k_weight, eps, cos, sin, places)
+    q = (q if q.stride(-1) == 1 else q.contiguous()).transpose(1, 2)
+    return attend(q, keys, values, mask, span, counters, scale, new)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
+    new: NewTokens | None = None,
+) -> Tensor:
+    """Attend with few queries; of new tokens, turn the queries and write keys and values before."""
     # The last program of a head of keys to finish adds the parts. `counters` tell which that is:
     # `attention_span` has zeroed them, and that program leaves zeros. So they need no launch of
     # their own, and belong to a mask of one graph. Calls that share them must follow each other.
@@ -70,13 +108,14 @@ def attention_triton(
     strides = [s if n > 1 else 0 for n, s in zip(mask.shape[:3], mask.stride(), strict=False)]
     columns = max(16, columns)
     attention_kernel[(tiles.splits, pairs)](
-        q, k, v, _plain(mask), span, counters, sums, tops, out,
+        q, k, v, _plain(mask), span, counters, new, sums, tops, out,
         *q.stride(), *k.stride(), *v.stride(), *strides, mask.stride(3),
         2 if len(span) > 1 else 0, scale, size, groups, queries, count,
         WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)), E=columns,
         ROWS=max(16, rows), KEPT=rows, KEYS=tiles.keys, SPLITS=tiles.splits,
         CHUNK=max(1, min(rows, _HELD * tiles.warps // (tiles.splits * columns))),
-        STAGES=tiles.stages, num_warps=tiles.warps, **overlapping(q.device, True), **LAUNCH,
+        TOKENS=0 if new is None else triton.next_power_of_2(queries), STAGES=tiles.stages,
+        num_warps=tiles.warps, **overlapping(q.device, True), **LAUNCH,
     )  # fmt: skip
     return out
 
@@ -142,14 +181,16 @@ _LOOSE = ["m_b", "m_h", "m_t", "span_stride", "size", "groups", "queries", "coun
 
 @triton.jit(do_not_specialize=_LOOSE)
 def attention_kernel(
-    q, k, v, mask, span, counters, sums, tops, out,
+    q, k, v, mask, span, counters, new, sums, tops, out,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s, span_stride,
     scale, size, groups, queries, count,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Attend with all heads that read one head of keys, to a part of these."""
+    # new: None, or up to TOKENS of each text, whose keys and values are written first.
     # sums: [pairs, SPLITS, KEPT, OUT_WIDTH], not divided; tops: [2, pairs, SPLITS, KEPT], the
     # largest logit times log2(e) and the sum of weights.
     split, pair = tl.program_id(0), tl.program_id(1)
@@ -166,11 +207,28 @@ def attention_kernel(
         fetch(k, k_s, k_d, begin, end, WIDTH, D, KEYS * 2)
         fetch(v, v_s, v_d, begin, end, OUT_WIDTH, E, KEYS * 2)
     wait(OVERLAP, RELEASES)
+    x_at = q + text * q_b + head * q_h + query * q_t
+    if TOKENS == 0:
+        x = tl.load(
+            x_at[:, None] + d[None, :] * q_d, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0
+        )
+    else:
+        x = turned(x_at, kept, new.q_weight, text, query, new, WIDTH, D)
     begin, end, parts = part_of(span, split, size, KEYS, SPLITS)
     if split >= parts:
         return
-    x_at = (q + text * q_b + head * q_h + query * q_t)[:, None] + d[None, :] * q_d
-    x = tl.load(x_at, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0)
+    if TOKENS > 0:
+        token = tl.arange(0, TOKENS)
+        slot = tl.load(new.places + token, mask=token < queries, other=0)
+        # Each program writes what it reads; the first and the last also what nobody reads.
+        low, high = tl.where(split == 0, 0, begin), tl.where(split == parts - 1, size, end)
+        mine = (slot >= low) & (slot < high) & (token < queries)
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            write_new(
+                k + slot * k_s, v + slot * v_s, k_d, v_d, mine, text, group, token, new,
+                WIDTH, OUT_WIDTH, D, E,
+            )  # fmt: skip
+            tl.debug_barrier()
     mask += (text * m_b + head * m_h + query * m_t)[:, None]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -224,8 +282,9 @@ def attention_kernel(
 @triton.jit
 def part_of(span, split, size, KEYS: tl.constexpr, SPLITS: tl.constexpr):
     """Return the first key of a part, the one behind its last, and how many parts there are."""
-    begin = tl.minimum(tl.maximum(tl.load(span), 0), size)
-    end = tl.minimum(tl.maximum(tl.load(span + 1), begin), size)
+    # Not from L1, which may have them from before they were written.
+    begin = tl.minimum(tl.maximum(tl.load(span, cache_modifier=".cg"), 0), size)
+    end = tl.minimum(tl.maximum(tl.load(span + 1, cache_modifier=".cg"), begin), size)
     share = tl.maximum(tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS), 1) * KEYS
     parts = tl.maximum(tl.cdiv(end - begin, share), 1)
     begin += split * share
