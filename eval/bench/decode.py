@@ -35,7 +35,15 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from eval.bench.generate import KINDS, MODELS, PLAIN, PREFILL, SMALL, prefill_seconds
+from eval.bench.generate import (
+    KINDS,
+    MODELS,
+    PLAIN,
+    PREFILL,
+    SMALL,
+    prefill_seconds,
+    print_profile,
+)
 from eval.bench.harness import (
     parser_for,
     random_model,
@@ -81,7 +89,7 @@ def run(name: str, by: str, args: argparse.Namespace) -> list[Row]:
     """Measure in a process of its own; what was measured before it was stopped counts."""
     words = [sys.executable, "-m", "eval.bench.decode", "--one", by, "--models", name]
     words += ["--shapes", *args.shapes]
-    words += [f"--{flag}" for flag in ("tiny", "prefill") if getattr(args, flag)]
+    words += [f"--{flag}" for flag in ("tiny", "prefill", "profile") if getattr(args, flag)]
     words += [] if args.layers is None else ["--layers", str(args.layers)]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.jsonl"
@@ -121,14 +129,14 @@ def measure(args: argparse.Namespace) -> None:
         for text in args.shapes:
             torch.compiler.reset()
             shape = shape_of("x".join(["2", "16", text.split("x")[2]]) if args.tiny else text)
-            note(timed(model, shape))
+            note(timed(model, shape, args.profile))
         if args.prefill:
             torch.compiler.reset()
             shape = (2, 32) if args.tiny else PREFILL
             note({"prefill": shape, "seconds": prefill_seconds(model, shape, 3)})
 
 
-def timed(model: Any, shape: Shape) -> Row:
+def timed(model: Any, shape: Shape, profile: bool = False) -> Row:
     """Return the time of a step and its floor, or why there is none."""
     batch, context, tokens = shape
     row: Row = {"batch": batch, "context": context, "tokens": tokens}
@@ -149,6 +157,9 @@ def timed(model: Any, shape: Shape) -> Row:
             step()
         synchronize()
         times.append((time.perf_counter() - begin) / STEPS)
+    if profile:
+        fill()
+        print_profile(step, STEPS - 4)
     taken = statistics.median(times)
     row |= {"step_seconds": taken, "weight_bytes": weights, "cache_bytes": cached}
     return row | of_floor(weights + cached, taken)
@@ -299,6 +310,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the model, in place of all")
     parser.add_argument("--plot", type=Path, help="draw the files to this PNG")
     parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)

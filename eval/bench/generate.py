@@ -258,11 +258,9 @@ def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = Fals
     return statistics.median(rate for rate, _ in runs)
 
 
-def print_profile(step: Call) -> None:
+def print_profile(step: Call, count: int = 20) -> None:
     """Print what the GPU did in a decode step, by kernel, in microseconds a step."""
     from torch.profiler import ProfilerActivity
-
-    count = 20
 
     def steps(number: int) -> None:
         for _ in range(number):

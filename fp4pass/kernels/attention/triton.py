@@ -107,13 +107,16 @@ def attend(
     # Dimensions of one are read by all.
     strides = [s if n > 1 else 0 for n, s in zip(mask.shape[:3], mask.stride(), strict=False)]
     columns = max(16, columns)
+    held = _HELD * tiles.warps // columns
+    # A warp has rows of its own.
+    group = max(1, min(tiles.splits, held // min(rows, tiles.warps)))
     attention_kernel[(tiles.splits, pairs)](
         q, k, v, _plain(mask), span, counters, new, sums, tops, out,
         *q.stride(), *k.stride(), *v.stride(), *strides, mask.stride(3),
         2 if len(span) > 1 else 0, scale, size, groups, queries, count,
         WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)), E=columns,
         ROWS=max(16, rows), KEPT=rows, KEYS=tiles.keys, SPLITS=tiles.splits,
-        CHUNK=max(1, min(rows, _HELD * tiles.warps // (tiles.splits * columns))),
+        GROUP=group, CHUNK=max(1, min(rows, held // group)),
         TOKENS=0 if new is None else triton.next_power_of_2(queries), STAGES=tiles.stages,
         num_warps=tiles.warps, **overlapping(q.device, True), **LAUNCH,
     )  # fmt: skip
@@ -186,8 +189,8 @@ def attention_kernel(
     scale, size, groups, queries, count,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Attend with all heads that read one head of keys, to a part of these."""
     # new: None, or up to TOKENS of each text, whose keys and values are written first.
@@ -275,7 +278,7 @@ def attention_kernel(
             for start in range(0, count * queries, CHUNK):
                 add_parts(
                     sums, tops, totals, out, start, parts, group, groups, queries, count,
-                    OUT_WIDTH, E, KEPT, SPLITS, CHUNK,
+                    OUT_WIDTH, E, KEPT, GROUP, CHUNK,
                 )  # fmt: skip
 
 
@@ -311,24 +314,32 @@ def fetch(
 @triton.jit
 def add_parts(
     sums, tops, totals, out, start, parts, group, groups, queries, count,
-    OUT_WIDTH: tl.constexpr, E: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, E: tl.constexpr, KEPT: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of CHUNK rows of attention, and divide by the sum of their weights."""
-    row, split, e = start + tl.arange(0, CHUNK), tl.arange(0, SPLITS), tl.arange(0, E)
+    """Add the parts of CHUNK rows, GROUP at a time, and divide by the sum of their weights."""
+    row, e = start + tl.arange(0, CHUNK), tl.arange(0, E)
     kept = row < count * queries
-    there = (split < parts)[:, None] & kept[None, :]
-    at = split[:, None] * KEPT + row[None, :]
-    # Other programs' numbers are in L2.
-    top = tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg")
-    at = sums + at[:, :, None] * OUT_WIDTH + e
-    columns = there[:, :, None] & (e < OUT_WIDTH)[None, None, :]
-    part = tl.load(at, mask=columns, other=0.0, cache_modifier=".cg")
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
-    whole = tl.sum(total * weight, 0)
-    found = tl.sum(part * weight[:, :, None], 0) / tl.where(whole > 0, whole, 1.0)[:, None]
+    highest = tl.full((CHUNK,), float("-inf"), tl.float32)
+    whole = tl.zeros((CHUNK,), tl.float32)
+    found = tl.zeros((CHUNK, E), tl.float32)
+    for first in range(0, parts, GROUP):
+        # Parts in the second dimension: a thread has those of a number, and adds them alone.
+        split = first + tl.arange(0, GROUP)
+        there = kept[:, None] & (split < parts)[None, :]
+        at = split[None, :] * KEPT + row[:, None]
+        # Other programs' numbers are in L2.
+        top = tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg")
+        at = sums + at[:, :, None] * OUT_WIDTH + e
+        columns = there[:, :, None] & (e < OUT_WIDTH)[None, None, :]
+        part = tl.load(at, mask=columns, other=0.0, cache_modifier=".cg")
+        before, highest = highest, tl.maximum(highest, tl.max(top, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, shrink = tl.exp2(top - finite[:, None]), tl.exp2(before - finite)
+        whole = whole * shrink + tl.sum(total * weight, 1)
+        found = found * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
+    found = found / tl.where(whole > 0, whole, 1.0)[:, None]
     head, query = group * count + row // queries, row % queries
     at = out + (query * (groups * count) + head)[:, None] * OUT_WIDTH + e[None, :]
     columns = kept[:, None] & (e < OUT_WIDTH)[None, :]
