@@ -42,6 +42,6 @@ print(
 draft = packed()
 draft.generation_config.num_assistant_tokens = 4
 draft.generation_config.num_assistant_tokens_schedule = "constant"
-assisted = model.generate(**prompt, assistant_model=draft, **options)
-print("the same tokens with drafts of a model:", torch.equal(assisted, plain))
+found = model.generate(**prompt, assistant_model=draft, **options)
+print("the same tokens with drafts of a model:", torch.equal(found, plain))
 # --8<-- [end:assistant]

@@ -90,6 +90,7 @@ def has_plain_cache(model: Any) -> bool:
 
 
 def cache_module() -> Any:
+    """Return the module of transformers with its caches."""
     require_transformers()
     from transformers import cache_utils
 
@@ -144,7 +145,7 @@ def _arguments(model: nn.Module) -> set[str]:
 
 
 # The method by which `generate` makes a cache, and the argument of modules for it.
-PREPARE, CACHE_ARGUMENT = "_prepare_cache_for_generation", "past_key_values"
+PREPARE, PAST = "_prepare_cache_for_generation", "past_key_values"
 
 # Makes the cache of a call, for a model and a number of tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
@@ -175,10 +176,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         # The innermost of what is called with the cache.
-        if (
-            isinstance(index, int)
-            and CACHE_ARGUMENT in inspect.signature(module.forward).parameters
-        ):
+        if isinstance(index, int) and PAST in inspect.signature(module.forward).parameters:
             found[index] = (name, module)
     if sorted(found) != list(range(count)):
         raise OptionError(
@@ -207,7 +205,7 @@ class Watched:
 
 def watch(kwargs: Mapping[str, Any], seen: Callable[[Tensor, Tensor], None]) -> dict[str, Any]:
     """Return the arguments of an attention module with a cache that is watched."""
-    return {**kwargs, CACHE_ARGUMENT: Watched(kwargs.get(CACHE_ARGUMENT), seen)}
+    return {**kwargs, PAST: Watched(kwargs.get(PAST), seen)}
 
 
 def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
@@ -327,7 +325,7 @@ class _PrepareCache:
     ) -> None:
         """Put a cache among the arguments of the model."""
         model = self.model
-        own = model_kwargs.get(CACHE_ARGUMENT) is None and generation_config.use_cache is not False
+        own = model_kwargs.get(PAST) is None and generation_config.use_cache is not False
         if own:
             kind = generation_config.cache_implementation
             if kind not in (None, "dynamic", "static"):
@@ -342,9 +340,9 @@ class _PrepareCache:
                 wanted = getattr(generation_config, "max_cache_len", None) or 0
                 length = max(max_cache_length, before, wanted)
                 model._previous_max_cache_length = length
-            model_kwargs[CACHE_ARGUMENT] = self.make(model, length)
+            model_kwargs[PAST] = self.make(model, length)
             if generation_config.is_assistant:
-                model_kwargs[CACHE_ARGUMENT].activate_past_recording()
+                model_kwargs[PAST].activate_past_recording()
             return
         getattr(type(model), PREPARE)(
             model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

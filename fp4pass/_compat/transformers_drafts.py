@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .transformers import require_transformers
-from .transformers_cache import CACHE_ARGUMENT, PREPARE, cache_module, is_decoder
+from .transformers_cache import PAST, PREPARE, cache_module, is_decoder
 
 
 def compile_for_drafts(model: Any, backend: str, length: int, tokens: int) -> Any:
@@ -61,7 +61,7 @@ class _PrepareCache:
     ) -> None:
         # The forward is compiled already.
         generation_config.disable_compile = True
-        if model_kwargs.get(CACHE_ARGUMENT) is not None:
+        if model_kwargs.get(PAST) is not None:
             return
         most = self.cache.layers[0].max_cache_len
         if batch_size != 1 or max_cache_length > most:
@@ -71,7 +71,7 @@ class _PrepareCache:
                 "larger length."
             )
         self.cache.reset()
-        model_kwargs[CACHE_ARGUMENT] = self.cache
+        model_kwargs[PAST] = self.cache
 
 
 @functools.cache
@@ -93,15 +93,15 @@ def _rollback_class() -> Any:
 def _compiled_forward(forward: Any, backend: str, tokens: int) -> Callable[..., Any]:
     """Return a forward that is compiled for each number of tokens up to `tokens`."""
     # A CUDA graph has fixed shapes; on other devices the mode changes nothing.
-    graphs = {"mode": "reduce-overhead"} if backend == "inductor" else {}
-    compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend, **graphs)
+    mode = "reduce-overhead" if backend == "inductor" else None
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend, mode=mode)
 
     # `generate` reads the signature.
     @functools.wraps(forward)
     def run(input_ids: Tensor | None = None, **given: Any) -> Any:
         few = input_ids is not None and input_ids.shape[1] <= tokens
         # A prompt also makes the tensors of the cache, which are no part of a graph.
-        cache = given.get(CACHE_ARGUMENT)
+        cache = given.get(PAST)
         if not few or torch.compiler.is_compiling() or not getattr(cache, "is_initialized", False):
             return forward(input_ids=input_ids, **given)
         torch.compiler.cudagraph_mark_step_begin()

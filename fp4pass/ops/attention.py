@@ -27,7 +27,7 @@ def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 attention_span = operator(
     attention_span_ref,
-    triton="kernels.attention.triton:attention_span_triton",
+    triton="kernels.attention.span_triton:attention_span_triton",
     shapes=_span,
 )
 attention = operator(

@@ -32,11 +32,8 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.attention.triton import (
-    attention_span_triton,
-    attention_triton,
-    rotary_attention_triton,
-)
+from fp4pass.kernels.attention.span_triton import attention_span_triton
+from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton

@@ -12,7 +12,7 @@ from ..common.tiles import rounded
 
 
 class NewTokens(NamedTuple):
-    """What a kernel writes into a cache, and what turns it and the queries."""
+    """New keys and values for a cache, and the numbers that turn them and the queries."""
 
     k: Tensor  # [B, T, groups, D], as `v`, of adjacent columns
     v: Tensor

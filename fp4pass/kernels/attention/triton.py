@@ -12,6 +12,7 @@ from torch import Tensor
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
 from .naive import COUNTERS
 from .rotary_triton import NewTokens, new_tokens, turned, write_new
+from .span_triton import is_read, plain_mask
 
 # Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
@@ -23,9 +24,6 @@ _PROGRAMS = 264
 # Parts of a sum, the numbers of all of them, and those that a warp holds while it adds them.
 _SPLITS, _PARTS, _HELD = 64, 1 << 17, 1 << 11
 
-# The keys of a mask that a program looks at together.
-_LINE = 2048
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -36,18 +34,6 @@ class KeyTiles(NamedTuple):
     splits: int
     warps: int
     stages: int  # tiles that are under way at a time
-
-
-def attention_span_triton(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the keys that a mask lets any query read (`attention_span_ref`)."""
-    batch, heads, queries, size = mask.shape
-    span = mask.new_empty((batch, 2), dtype=torch.int32)
-    counters = mask.new_empty(COUNTERS, dtype=torch.int32)
-    attention_span_kernel[(batch,)](
-        _plain(mask), span, counters, *mask.stride(), heads, queries, size, COUNTERS=COUNTERS,
-        LINE=_LINE, num_warps=8, **overlapping(mask.device, False), **LAUNCH,
-    )  # fmt: skip
-    return span, counters
 
 
 def attention_triton(
@@ -111,7 +97,7 @@ def attend(
     # A warp has rows of its own.
     group = max(1, min(tiles.splits, held // min(rows, tiles.warps)))
     attention_kernel[(tiles.splits, pairs)](
-        q, k, v, _plain(mask), span, counters, new, sums, tops, out,
+        q, k, v, plain_mask(mask), span, counters, new, sums, tops, out,
         *q.stride(), *k.stride(), *v.stride(), *strides, mask.stride(3),
         2 if len(span) > 1 else 0, scale, size, groups, queries, count,
         WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)), E=columns,
@@ -134,49 +120,6 @@ def key_tiles(size: int, pairs: int, rows: int, columns: int, row_bytes: int) ->
     most = min(_SPLITS, cdiv(size, keys), programs // pairs, _PARTS // (rows * columns))
     splits = 1 << (max(1, most).bit_length() - 1)
     return KeyTiles(keys, splits if pairs <= COUNTERS else 1, 4, _STAGES[rows > 16])
-
-
-def _plain(mask: Tensor) -> Tensor:
-    """Return a mask as Triton reads it."""
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-
-@triton.jit(do_not_specialize=["m_b", "m_h", "m_t", "heads", "queries", "size"])
-def attention_span_kernel(
-    mask, span, counters, m_b, m_h, m_t, m_s, heads, queries, size,
-    COUNTERS: tl.constexpr, LINE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Find the first key that a text reads, and the one behind the last; zero the counters."""
-    text = tl.program_id(0)
-    wait(OVERLAP, RELEASES)
-    if text == 0:
-        for start in tl.static_range(0, COUNTERS, LINE):
-            counter = start + tl.arange(0, LINE)
-            tl.store(counters + counter, tl.zeros((LINE,), tl.int32), mask=counter < COUNTERS)
-    mask += text.to(tl.int64) * m_b
-    first = tl.full((LINE,), 2147483647, tl.int32)
-    end = tl.zeros((LINE,), tl.int32)
-    for row in range(heads * queries):
-        line = mask + (row // queries).to(tl.int64) * m_h + (row % queries).to(tl.int64) * m_t
-        for start in range(0, size, LINE):
-            key = start + tl.arange(0, LINE)
-            value = tl.load(line + key.to(tl.int64) * m_s, mask=key < size, other=0)
-            read = (key < size) & is_read(value)
-            first = tl.minimum(first, tl.where(read, key, 2147483647))
-            end = tl.maximum(end, tl.where(read, key + 1, 0))
-    last = tl.max(end, 0)
-    tl.store(span + text * 2, tl.minimum(tl.min(first, 0), last))
-    tl.store(span + text * 2 + 1, last)
-
-
-@triton.jit
-def is_read(value):
-    """Return whether a mask lets a key be read: bytes of a bool, or what is added."""
-    if value.dtype == tl.uint8:
-        read = value != 0
-    else:
-        read = value.to(tl.float32) != float("-inf")
-    return read
 
 
 _LOOSE = ["m_b", "m_h", "m_t", "span_stride", "size", "groups", "queries", "count"]
