@@ -17,12 +17,14 @@ from .span_triton import is_read, plain_mask
 # Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
 
-# Programs that read a long cache best on a large GPU. Where there are less than twice as many
-# tiles, programs only have to finish their parts soon.
+# Programs that read a long cache best on a large GPU.
 _PROGRAMS = 264
 
-# Parts of a sum, the numbers of all of them, and those that a warp holds while it adds them.
-_SPLITS, _PARTS, _HELD = 64, 1 << 17, 1 << 11
+# Parts of a sum, and the numbers of all of them: of a long cache, and of one with few tiles.
+_SPLITS, _PARTS = (64, 16), (1 << 17, 1 << 15)
+
+# Numbers of parts that a warp holds while it adds them.
+_HELD = 1 << 11
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -113,12 +115,12 @@ def key_tiles(size: int, pairs: int, rows: int, columns: int, row_bytes: int) ->
     """Return the sizes of programs for `rows` of queries that read one of `pairs` of caches."""
     keys = next((n for n in _KEYS[::-1] if n * row_bytes <= _TILE), _KEYS[0])
     few = cdiv(size, keys) * pairs <= 2 * _PROGRAMS
-    if few or _PROGRAMS < 2 * pairs:
+    if _PROGRAMS < 2 * pairs:
         keys = min(keys, 32)
-    programs = 2 * _PROGRAMS if few else _PROGRAMS
-    # One program adds all parts of a cache.
-    most = min(_SPLITS, cdiv(size, keys), programs // pairs, _PARTS // (rows * columns))
-    splits = 1 << (max(1, most).bit_length() - 1)
+    # One program adds all parts of a cache, which takes long beside the reading of a short one.
+    tiles = triton.next_power_of_2(cdiv(size, keys))
+    most = (_SPLITS[few], tiles, _PROGRAMS // pairs, _PARTS[few] // (rows * columns))
+    splits = 1 << (max(1, min(most)).bit_length() - 1)
     return KeyTiles(keys, splits if pairs <= COUNTERS else 1, 4, _STAGES[rows > 16])
 
 
