@@ -159,7 +159,7 @@ def attention_kernel(
     if split >= parts:
         return
     mask += (text * m_b + head * m_h + query * m_t)[:, None]
-    # A tile of the mask is on its way while the one before is multiplied.
+    # What is read of a mask is on its way while the tile before is multiplied.
     bias = mask_tile(mask, m_s, begin, end, kept, KEYS)
     x_at = q + text * q_b + head * q_h + query * q_t
     if TOKENS == 0:
