@@ -155,18 +155,16 @@ def attention_kernel(
         fetch(k, k_s, k_d, begin, end, WIDTH, D, KEYS * 2)
         fetch(v, v_s, v_d, begin, end, OUT_WIDTH, E, KEYS * 2)
     wait(OVERLAP, RELEASES)
+    x_at = q + text * q_b + head * q_h + query * q_t
+    if TOKENS == 0:
+        x = tl.load(
+            x_at[:, None] + d[None, :] * q_d, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0
+        )
+    else:
+        x = turned(x_at, kept, new.q_weight, text, query, new, WIDTH, D)
     begin, end, parts = part_of(span, split, size, KEYS, SPLITS)
     if split >= parts:
         return
-    mask += (text * m_b + head * m_h + query * m_t)[:, None]
-    # What is read of a mask is on its way while the tile before is multiplied.
-    bias = mask_tile(mask, m_s, begin, end, kept, KEYS)
-    x_at = q + text * q_b + head * q_h + query * q_t
-    if TOKENS == 0:
-        x_at = x_at[:, None] + d[None, :] * q_d
-        x = tl.load(x_at, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0)
-    else:
-        x = turned(x_at, kept, new.q_weight, text, query, new, WIDTH, D)
     if TOKENS > 0:
         token = tl.arange(0, TOKENS)
         slot = tl.load(new.places + token, mask=token < queries, other=0)
@@ -179,6 +177,7 @@ def attention_kernel(
                 WIDTH, OUT_WIDTH, D, E,
             )  # fmt: skip
             tl.debug_barrier()
+    mask += (text * m_b + head * m_h + query * m_t)[:, None]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS, E), tl.float32)
@@ -190,7 +189,7 @@ def attention_kernel(
         value_at = v + place[:, None] * v_s + e[None, :] * v_d
         value_tile = tl.load(value_at, mask=inside[:, None] & (e < OUT_WIDTH)[None, :], other=0.0)
         read = inside[None, :] & kept[:, None]
-        next_bias = mask_tile(mask, m_s, start + KEYS, end, kept, KEYS)
+        bias = tl.load(mask + place[None, :] * m_s, mask=read, other=0)
         logits = product(x, key_tile) * (scale * _LOG2E)
         if mask.dtype.element_ty != tl.uint8:
             logits += bias.to(tl.float32) * _LOG2E
@@ -201,7 +200,7 @@ def attention_kernel(
         total = total * shrink + tl.sum(weights, 1)
         weighted = product(rounded(weights, value_tile.dtype), value_tile)
         found = found * shrink[:, None] + weighted
-        top, bias = highest, next_bias
+        top = highest
     there = kept[:, None] & (e < OUT_WIDTH)[None, :]
     # [T, heads, E] of a text, and where a row is in it.
     out += text * queries * (groups * count) * OUT_WIDTH
@@ -226,14 +225,6 @@ def attention_kernel(
                     sums, tops, totals, out, start, parts, group, groups, queries, count,
                     OUT_WIDTH, E, KEPT, GROUP, CHUNK,
                 )  # fmt: skip
-
-
-@triton.jit
-def mask_tile(mask, stride, start, end, kept, KEYS: tl.constexpr):
-    """Load what some rows of a mask say of the keys from `start` on, 0 from `end` on."""
-    key = start + tl.arange(0, KEYS)
-    inside = kept[:, None] & (key < end)[None, :]
-    return tl.load(mask + key.to(tl.int64)[None, :] * stride, mask=inside, other=0)
 
 
 @triton.jit
