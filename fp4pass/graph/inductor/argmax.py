@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -21,10 +20,13 @@ _LONG, _ROWS = 1 << 14, 64
 
 def long_rows_on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives few long rows on an NVIDIA GPU."""
-    shape = tuple(node.meta["val"].shape)
-    if not on_gpu(node) or not shape or not all(isinstance(each, int) for each in shape):
+    *rows, size = (1, *node.meta["val"].shape)
+    if not on_gpu(node) or not isinstance(size, int) or size < _LONG:
         return False
-    return shape[-1] >= _LONG and math.prod(shape[:-1]) <= _ROWS
+    count = 1
+    for each in rows:
+        count *= each if isinstance(each, int) else _ROWS + 1
+    return count <= _ROWS
 
 
 def fuse_argmax(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = long_rows_on_gpu) -> int:
