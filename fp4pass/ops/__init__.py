@@ -15,7 +15,6 @@ from .activations import (
     rotate,
     rotate_quantize,
 )
-from .argmax import last_argmax
 from .attention import attention, attention_span, rotary_attention
 from .checks import FLOATS
 from .experts import (

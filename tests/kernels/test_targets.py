@@ -32,7 +32,6 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.argmax.triton import last_argmax_triton
 from fp4pass.kernels.attention.span_triton import attention_span_triton
 from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
 from fp4pass.kernels.common.tiles import supports
@@ -296,8 +295,6 @@ def _launch_linears(
 
 
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
-    """Attention and what is around it: the tokens of its queries."""
-    last_argmax_triton(_empty(queries, 151936, dtype=dtype))
     q, k = _empty(1, 32, queries, width, dtype=dtype), _empty(1, 8, size, width, dtype=dtype)
     for mask in (_empty(1, 1, queries, size), _empty(1, 1, queries, size, dtype=torch.bool)):
         read = (mask, *attention_span_triton(mask), 0.1)

@@ -99,7 +99,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
     keys, tables = torch.randn(2, 2, 9, 16), torch.randn(2, 1, 3, 16)
     read = (torch.arange(9) < 7)[None, None, None]
     return {
-        "last_argmax": (torch.randn(2, 3, 2100, generator=seeded()),),
         "attention_span": (read,),
         "attention": (
             torch.randn(2, 4, 3, 16),

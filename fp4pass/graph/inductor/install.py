@@ -14,7 +14,6 @@ from torch import fx
 
 from ..._compat import torch as compat
 from ...errors import VersionError
-from .argmax import fuse_argmax
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
@@ -31,7 +30,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_attention,
     fuse_rotary,
     group_linears,
-    fuse_argmax,
 )
 
 # Every file that decides what a pass does, or the code of a graph.
