@@ -14,7 +14,8 @@ from .naive import COUNTERS
 from .rotary_triton import NewTokens, new_tokens, turned, write_new
 from .span_triton import is_read, plain_mask
 
-# Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
+# Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows and
+# for short caches.
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
 
 # Programs that read a long cache best on a large GPU.
@@ -121,7 +122,7 @@ def key_tiles(size: int, pairs: int, rows: int, columns: int, row_bytes: int) ->
     tiles = triton.next_power_of_2(cdiv(size, keys))
     most = (_SPLITS[few], tiles, _PROGRAMS // pairs, _PARTS[few] // (rows * columns))
     splits = 1 << (max(1, min(most)).bit_length() - 1)
-    return KeyTiles(keys, splits if pairs <= COUNTERS else 1, 4, _STAGES[rows > 16])
+    return KeyTiles(keys, splits if pairs <= COUNTERS else 1, 4, _STAGES[few or rows > 16])
 
 
 _LOOSE = ["m_b", "m_h", "m_t", "span_stride", "size", "groups", "queries", "count"]
