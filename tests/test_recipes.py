@@ -54,6 +54,7 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
         and made["w4a4"].activation_scales == "sse"
         and not made["w4a4"].weight_only
     ),
+    "drafts": lambda made: made["same"] and torch.equal(made["found"], made["plain"]),
     "embeddings": lambda made: (
         made["same"] and torch.equal(*made["scores"]) and 0.9 < made["cosine"] < 1
     ),

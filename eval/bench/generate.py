@@ -43,6 +43,7 @@ from transformers import StaticCache
 import fp4pass
 from eval.bench.harness import (
     QWEN3_4B,
+    QWEN3_30B_A3B,
     Call,
     parser_for,
     random_model,
@@ -72,6 +73,7 @@ LLAMA3_8B: Row = {
 MODELS: dict[str, tuple[str, Row]] = {
     "Qwen3-4B": ("qwen3", QWEN3_4B),
     "Llama-3-8B": ("llama", LLAMA3_8B),
+    "Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B),
 }
 SMALL: Row = {
     "hidden_size": 128,
@@ -104,6 +106,12 @@ def nvfp4_w4a4(model: nn.Module) -> None:
     fp4pass.convert(model, "nvfp4", "sse", progress=False)
 
 
+def nvfp4_fp8(model: nn.Module) -> None:
+    """Multiply many rows on FP8 tensor cores."""
+    nvfp4_head(model)
+    fp4pass.set_compute(model, "fp8")
+
+
 def torchao_int4(model: Any) -> None:
     """Quantize the linears of the decoder layers to tile-packed int4 in groups of 64."""
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
@@ -131,6 +139,7 @@ KINDS: dict[str, Callable[[Any], None]] = {
     PLAIN: lambda model: None,
     "fp4pass nvfp4": nvfp4,
     "fp4pass nvfp4, lm_head too": nvfp4_head,
+    "fp4pass nvfp4, lm_head too, fp8": nvfp4_fp8,
     "fp4pass nvfp4 W4A4": nvfp4_w4a4,
     "torchao int4": torchao_int4,
     "bitsandbytes nf4": bitsandbytes_nf4,
@@ -249,11 +258,9 @@ def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = Fals
     return statistics.median(rate for rate, _ in runs)
 
 
-def print_profile(step: Call) -> None:
+def print_profile(step: Call, count: int = 20) -> None:
     """Print what the GPU did in a decode step, by kernel, in microseconds a step."""
     from torch.profiler import ProfilerActivity
-
-    count = 20
 
     def steps(number: int) -> None:
         for _ in range(number):
@@ -353,8 +360,8 @@ def plot(rows: list[Row], target: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = parser_for(__doc__, "generate-h200.json")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    weights = [by for by in KINDS if "W4A4" not in by]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-4B", "Llama-3-8B"])
+    weights = [by for by in KINDS if "W4A4" not in by and "fp8" not in by]
     parser.add_argument("--by", nargs="+", choices=KINDS, default=weights)
     parser.add_argument("--gpus", type=int, default=1, help="over which each model is split")
     parser.add_argument("--plot", type=Path, help="draw the files to this PNG")

@@ -49,6 +49,20 @@ QWEN3_4B: Row = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
 }
+QWEN3_30B_A3B: Row = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
 # Sizes of a rehearsal.
 TINY: Row = {
     "hidden_size": 64,

@@ -21,6 +21,7 @@ from torch import Tensor
 import fp4pass
 from eval.bench.generate import RATE, decode
 from eval.bench.harness import (
+    QWEN3_30B_A3B,
     TINY,
     parser_for,
     random_model,
@@ -32,20 +33,6 @@ from eval.bench.harness import (
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 
-QWEN3_30B_A3B: Row = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40960,
-}
 SMALL = TINY | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 # Tokens in and out of a generation; batches of calibration, and tokens in each.

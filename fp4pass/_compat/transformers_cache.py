@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         output = model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=_cache_module().Cache(layers=layers),
+            past_key_values=cache_module().Cache(layers=layers),
             use_cache=True,
             **{name: value for name, value in given.items() if name in _arguments(model)},
         )
@@ -81,7 +81,7 @@ def is_decoder(model: nn.Module) -> bool:
 
 def has_plain_cache(model: Any) -> bool:
     """Return whether a model of transformers keeps of a text the keys and values of all tokens."""
-    module = _cache_module()
+    module = cache_module()
     plain = (module.DynamicLayer, module.DynamicSlidingWindowLayer)
     layers = module.DynamicCache(config=model.config).layers
     # Layers that read the keys of others have none of their own.
@@ -89,7 +89,8 @@ def has_plain_cache(model: Any) -> bool:
     return len(layers) == count > 0 and all(type(layer) in plain for layer in layers)
 
 
-def _cache_module() -> Any:
+def cache_module() -> Any:
+    """Return the module of transformers with its caches."""
     require_transformers()
     from transformers import cache_utils
 
@@ -99,7 +100,7 @@ def _cache_module() -> Any:
 @functools.cache
 def _layer_class() -> Any:
     """Make the class of a layer's cache, late, for its base is one of transformers."""
-    base: Any = _cache_module().StaticLayer
+    base: Any = cache_module().StaticLayer
 
     class Layer(base):
         """Keys and values in memory of a fixed size, of which a call reads what is filled."""
@@ -131,7 +132,7 @@ def _layer_class() -> Any:
 
 def _first_token(model: Any) -> dict[str, Tensor]:
     """Return the keys and values [1, heads, 1, width] of one token, by their buffers."""
-    cache = _cache_module().DynamicCache(config=model.config)
+    cache = cache_module().DynamicCache(config=model.config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=token, past_key_values=cache, use_cache=True)
@@ -144,7 +145,7 @@ def _arguments(model: nn.Module) -> set[str]:
 
 
 # The method by which `generate` makes a cache, and the argument of modules for it.
-_PREPARE, _PAST = "_prepare_cache_for_generation", "past_key_values"
+PREPARE, PAST = "_prepare_cache_for_generation", "past_key_values"
 
 # Makes the cache of a call, for a model and a number of tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
@@ -160,7 +161,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
             f"kv_cache: expected a decoder of transformers that generates, got "
             f"{type(model).__name__}. Convert it without kv_cache=."
         )
-    cache_utils = _cache_module()
+    cache_utils = cache_module()
     layers = cache_utils.DynamicCache(config=model.config).layers
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     other = [each for each in layers if type(each) is not cache_utils.DynamicLayer]
@@ -175,7 +176,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         # The innermost of what is called with the cache.
-        if isinstance(index, int) and _PAST in inspect.signature(module.forward).parameters:
+        if isinstance(index, int) and PAST in inspect.signature(module.forward).parameters:
             found[index] = (name, module)
     if sorted(found) != list(range(count)):
         raise OptionError(
@@ -204,7 +205,7 @@ class Watched:
 
 def watch(kwargs: Mapping[str, Any], seen: Callable[[Tensor, Tensor], None]) -> dict[str, Any]:
     """Return the arguments of an attention module with a cache that is watched."""
-    return {**kwargs, _PAST: Watched(kwargs.get(_PAST), seen)}
+    return {**kwargs, PAST: Watched(kwargs.get(PAST), seen)}
 
 
 def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
@@ -216,7 +217,7 @@ def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
     """
     grown, fixed = _layer_classes()
     own = [grown(*pair) if length is None else fixed(length, *pair) for pair in codecs]
-    return _cache_module().Cache(layers=own)
+    return cache_module().Cache(layers=own)
 
 
 def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -228,7 +229,7 @@ def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _layer_classes() -> tuple[Any, Any]:
     """Make the classes of a layer's cache that grows, and of one of a fixed length."""
-    cache_utils = _cache_module()
+    cache_utils = cache_module()
     dynamic: Any = cache_utils.DynamicLayer
     static: Any = cache_utils.StaticLayer
 
@@ -296,12 +297,12 @@ def _layer_classes() -> tuple[Any, Any]:
 def generate_with(model: Any, make: MakeCache) -> None:
     """Have `generate` of a model use the caches of `make`, unless it is given one."""
     require_transformers()
-    model.__dict__[_PREPARE] = _PrepareCache(model, make)
+    model.__dict__[PREPARE] = _PrepareCache(model, make)
 
 
 def generate_as_before(model: Any) -> None:
     """Undo `generate_with`."""
-    model.__dict__.pop(_PREPARE, None)
+    model.__dict__.pop(PREPARE, None)
 
 
 class _PrepareCache:
@@ -324,7 +325,7 @@ class _PrepareCache:
     ) -> None:
         """Put a cache among the arguments of the model."""
         model = self.model
-        own = model_kwargs.get(_PAST) is None and generation_config.use_cache is not False
+        own = model_kwargs.get(PAST) is None and generation_config.use_cache is not False
         if own:
             kind = generation_config.cache_implementation
             if kind not in (None, "dynamic", "static"):
@@ -339,10 +340,10 @@ class _PrepareCache:
                 wanted = getattr(generation_config, "max_cache_len", None) or 0
                 length = max(max_cache_length, before, wanted)
                 model._previous_max_cache_length = length
-            model_kwargs[_PAST] = self.make(model, length)
+            model_kwargs[PAST] = self.make(model, length)
             if generation_config.is_assistant:
-                model_kwargs[_PAST].activate_past_recording()
+                model_kwargs[PAST].activate_past_recording()
             return
-        getattr(type(model), _PREPARE)(
+        getattr(type(model), PREPARE)(
             model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

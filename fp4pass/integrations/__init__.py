@@ -2,8 +2,9 @@
 
 `Fp4PassConfig` quantizes a model while transformers or diffusers loads it, `PackedConfig` keeps one
 packed that is so already, `quantized_cache` gives one that was converted with `kv_cache` its cache,
-and `python -m fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put
-adapters on converted models.
+`compile_for_drafts` compiles one for assisted generation, and `python -m
+fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put adapters on
+converted models.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, r
 
 if TYPE_CHECKING:
     from ..observers.kv_cache import quantized_cache
+    from .drafts import compile_for_drafts
     from .packed_folders import PackedConfig
     from .transformers import Fp4PassConfig
 
-__all__ = ["Fp4PassConfig", "PackedConfig", "quantized_cache"]
+__all__ = ["Fp4PassConfig", "PackedConfig", "compile_for_drafts", "quantized_cache"]
 
 _MODULES = {
     "Fp4PassConfig": ".transformers",
     "PackedConfig": ".packed_folders",
+    "compile_for_drafts": ".drafts",
     "quantized_cache": "..observers.kv_cache",
 }
 

@@ -15,7 +15,7 @@ from .activations import (
     rotate,
     rotate_quantize,
 )
-from .attention import attention, attention_span, rotary_write
+from .attention import attention, attention_span, rotary_attention
 from .checks import FLOATS
 from .experts import (
     experts_dense,

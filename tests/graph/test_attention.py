@@ -51,7 +51,10 @@ class Fused:
             if node.op == "call_function" and str(node.target).startswith("fp4pass."):
                 found = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
                 expected = node.meta["val"]
-                assert found.shape == expected.shape and found.stride() == expected.stride()
+                if isinstance(found, Tensor):
+                    found, expected = (found,), (expected,)
+                for a, b in zip(found, expected, strict=True):
+                    assert a.shape == b.shape and a.stride() == b.stride()
 
 
 def decoder(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
@@ -106,7 +109,7 @@ def test_steps_of_decoders_read_their_cache_in_place(
     # A window that is full makes another graph.
     graphs = 2 if "sliding_window" in changes else 1
     assert (change.attention, change.rotary) == (LAYERS * graphs, rotary)
-    assert change.calls["attention"] == LAYERS
+    assert change.calls.get("attention", 0) == LAYERS - rotary
     # The cache is written in place.
     assert not counters["inductor"]["possible_missed_reinplacing_opportunities"]
     # A mask is looked at once, and there are no copies of keys or values.

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4pass.kernels.attention.naive import attention_ref, attention_span_ref, rotary_write_ref
-from fp4pass.kernels.attention.rotary_triton import rotary_write_triton
-from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
+from fp4pass.kernels.attention.naive import (
+    COUNTERS,
+    attention_ref,
+    attention_span_ref,
+    rotary_attention_ref,
+)
+from fp4pass.kernels.attention.span_triton import attention_span_triton
+from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -106,14 +111,16 @@ def test_attention_is_as_near_to_float64_as_its_dtype_lets_it(
     case = CASES[name]
     q, k, v, mask = inputs(case, dtype)
     scale = 0.7 * case.width**-0.5
-    span = attention_span_triton(mask)
-    assert torch.equal(span, attention_span_ref(mask)) and span.dtype == torch.int32
+    span, counters = attention_span_triton(mask)
+    for found, expected in zip((span, counters), attention_span_ref(mask), strict=True):
+        assert torch.equal(found, expected) and found.dtype == torch.int32
     expected, size, slack = exact(q, k, v, mask, scale)
     # Weights are rounded to the dtype of the values, as is the result.
     unit = torch.finfo(dtype).eps / 2
     bound = (unit + 2 * slack + case.size * 2.0**-24) * size * (1 + unit) + unit * expected.abs()
     for attend in (attention_triton, attention_ref):
-        found = attend(q, k, v, mask, span, scale)
+        found = attend(q, k, v, mask, span, counters, scale)
+        assert not counters.any()
         assert found.shape == (case.batch, case.queries, case.heads, case.value_width)
         assert found.dtype == dtype and found.is_contiguous()
         error = (found.transpose(1, 2).double() - expected).abs()
@@ -127,8 +134,31 @@ def test_keys_that_nothing_reads_are_not_read(monkeypatch: pytest.MonkeyPatch) -
     span = torch.tensor([[30, 60]], dtype=torch.int32, device=q.device)
     inside = mask.clone()
     inside[..., :30], inside[..., 60:] = False, False
-    found = attention_triton(q, k, v, mask, span, 0.1)
-    assert torch.equal(found, attention_triton(q, k, v, inside, span, 0.1))
+    counters = span.new_zeros(COUNTERS)
+    found = attention_triton(q, k, v, mask, span, counters, 0.1)
+    assert torch.equal(found, attention_triton(q, k, v, inside, span, counters, 0.1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize(
+    "case", [Case(1, 32, 8, 1, 832, 128, 128), Case(2, 8, 2, 16, 3000, 128, 64)]
+)
+def test_replays_have_the_same_bits_after_poisoned_memory(case: Case) -> None:
+    """Programs end in another order every time; the parts are added in one."""
+    q, k, v, mask = inputs(case, torch.bfloat16)
+    expected = attention_triton(q, k, v, mask, *attention_span_triton(mask), 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        span, counters = attention_span_triton(mask)
+        # The second call finds the zeros that the first one left.
+        found = [attention_triton(q, k, v, mask, span, counters, 0.1) for _ in range(2)]
+    for _ in range(20):
+        for each in (span, counters, *found):
+            each.fill_(77)
+        graph.replay()
+        assert all(torch.equal(each, expected) for each in found)
+        assert not counters.any()
 
 
 def arguments(
@@ -151,9 +181,12 @@ def arguments(
         "eps": 1e-6,
         "cos": random(1, tokens, width),
         "sin": random(batch, tokens, width),
-        "places": torch.arange(tokens, device=device) + 3,
+        # One that is not read, where there are two.
+        "places": torch.tensor([9, 19, 3][:tokens], device=device),
         "keys": random(batch, groups, 20, width),
         "values": random(batch, groups, 20, 48),
+        "mask": (torch.arange(20, device=device) < 17)[None, None, None],
+        "scale": 0.1,
     }
 
 
@@ -161,21 +194,26 @@ def arguments(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 2, 64), (2, 3, 6, 6, 80), (3, 1, 5, 1, 96)], ids=str)
 @pytest.mark.parametrize("norm", [True, False])
-def test_rotary_write_has_the_bits_of_eager(
+def test_new_tokens_are_written_with_the_bits_of_eager_and_read(
     norm: bool, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     given = arguments(*sizes, norm, dtype)
+    given["span"], given["counters"] = attention_span_ref(given["mask"])
     caches = [each.clone() for each in (given["keys"], given["values"])]
-    expected = rotary_write_ref(**given)
-    found = rotary_write_triton(**{**given, "keys": caches[0], "values": caches[1]})
+    expected = rotary_attention_ref(**given)
+    found = rotary_attention_triton(**{**given, "keys": caches[0], "values": caches[1]})
+    assert not given["counters"].any()
     assert torch.equal(caches[1], given["values"])
-    for a, b in ((found, expected), (caches[0], given["keys"])):
-        assert a.shape == b.shape and a.dtype == dtype and a.is_contiguous()
-        if not norm:
-            assert torch.equal(a, b)
-        elif dtype == torch.float32:
-            # The mean of squares is summed in another order.
-            torch.testing.assert_close(a, b, rtol=0, atol=2.0**-21 * b.abs().max().item())
-        else:
-            # A number that is next to a rounding boundary may land on its other side.
-            assert (a != b).float().mean() < 0.01
+    assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous()
+    if not norm:
+        assert torch.equal(caches[0], given["keys"])
+    elif dtype == torch.float32:
+        # The mean of squares is summed in another order.
+        bound = 2.0**-21 * given["keys"].abs().max().item()
+        torch.testing.assert_close(caches[0], given["keys"], rtol=0, atol=bound)
+    else:
+        # A number that is next to a rounding boundary may land on its other side.
+        assert (caches[0] != given["keys"]).float().mean() < 0.01
+    # Queries too, and weights are rounded to the dtype of the values.
+    size = 2 * torch.finfo(dtype).eps * given["values"].abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=size)

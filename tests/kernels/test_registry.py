@@ -19,7 +19,7 @@ KERNELS = [name for name, operator in OPERATORS.items() if operator.triton is no
 SEARCHES = ("gptq", "joint", "search", "search_stack")
 
 # One of each kernel that others are like.
-CORE = ("linear", "linear_quantized", "experts_linear", "attention", "rotary_write", "observe")
+CORE = ("linear", "linear_quantized", "experts_linear", "attention", "rotary_attention", "observe")
 
 # Operators whose first argument alone has rows.
 ROWS = ("linear", "linear_codebook", "quantize", "rotate", "rotate_quantize")

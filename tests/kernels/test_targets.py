@@ -32,8 +32,8 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.attention.rotary_triton import rotary_write_triton
-from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
+from fp4pass.kernels.attention.span_triton import attention_span_triton
+from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
@@ -322,13 +322,14 @@ def _launch_around(
 
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
     q, k = _empty(1, 32, queries, width, dtype=dtype), _empty(1, 8, size, width, dtype=dtype)
-    for mask in (_empty(1, 1, queries, size, dtype=torch.bool), _empty(1, 1, queries, size)):
-        span = attention_span_triton(mask)
-        attention_triton(q, k, k, mask, span, 0.1)
+    for mask in (_empty(1, 1, queries, size), _empty(1, 1, queries, size, dtype=torch.bool)):
+        read = (mask, *attention_span_triton(mask), 0.1)
+        attention_triton(q, k, k, *read)
     heads, new = (each.transpose(1, 2) for each in (q, k[:, :, :queries]))
     table, places = _empty(1, queries, width, dtype=dtype), _empty(queries, dtype=torch.int64)
     for weight in (None, _empty(width, dtype=dtype)):
-        rotary_write_triton(heads, new, new, weight, weight, 1e-6, table, table, places, k, k)
+        given = (weight, weight, 1e-6, table, table, places, k, k, *read)
+        rotary_attention_triton(heads, new, new, *given)
 
 
 def _launch_fp8(every: bool) -> None:

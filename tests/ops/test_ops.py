@@ -106,11 +106,13 @@ def calls() -> dict[str, tuple[Any, ...]]:
             keys,
             read,
             torch.tensor([[0, 7]]).int(),
+            torch.zeros(264, dtype=torch.int32),
             0.3,
         ),
-        "rotary_write": (
+        "rotary_attention": (
             *(torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)),
             *(None, row[:16], 1e-6, *tables, torch.arange(3), keys.clone(), keys.clone()),
+            *(read, torch.tensor([[0, 7]]).int(), torch.zeros(264, dtype=torch.int32), 0.3),
         ),
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "search_stack": (weight.expand(2, -1, -1), [2.0**-8, 2.0**-7], "nvfp4", "sse"),

@@ -6,6 +6,7 @@ for its empty part.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def narrow_on_gpu(node: fx.Node) -> bool:
 
 def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> int:
     """Compute attention of few queries from keys and values in place; return how often."""
-    spans: dict[fx.Node, fx.Node] = {}
+    spans: dict[fx.Node, list[fx.Node]] = {}
     count = 0
     for node in list(graph.nodes):
         if node.target not in (_CUDNN, _EFFICIENT, _CPU) or len(node.users) != 1:
@@ -70,15 +71,14 @@ def _replace(
     node: fx.Node,
     result: fx.Node,
     call: _Attention,
-    spans: dict[fx.Node, fx.Node],
+    spans: dict[fx.Node, list[fx.Node]],
 ) -> None:
-    """Replace attention by the operator, with one span of keys for each mask."""
+    """Replace attention by the operator, with one span of keys and its counters for each mask."""
     with graph.inserting_before(node):
-        span = spans.get(call.mask)
-        if span is None:
-            span = _insert(graph, result, ops.attention_span, call.mask)
-            spans[call.mask] = span
-        arguments = (call.q, call.k, call.v, call.mask, span, call.scale)
+        if call.mask not in spans:
+            both = _insert(graph, result, ops.attention_span, call.mask)
+            spans[call.mask] = [_insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
+        arguments = (call.q, call.k, call.v, call.mask, *spans[call.mask], call.scale)
         fused = _insert(graph, result, ops.attention, *arguments)
         turned = _insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
     result.replace_all_uses_with(turned)

@@ -1,4 +1,4 @@
-"""Replace the nodes between the products of a layer and its attention by one call.
+"""Replace attention and the nodes between the products of a layer and it by one call.
 
 They are the norms of heads, if any, the rotary embedding, and the write of keys and values into a
 static cache. The pass follows `fuse_attention` and starts from its calls.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from .pattern import Var, add, call, dtype_of, match, mul
 
 aten = torch.ops.aten
 
-_WRITE: Any = ops.rotary_write
+_FUSED: Any = ops.rotary_attention
 _ROTARY = add(mul(X, Var("cos")), mul(Var("turned"), Var("sin")))
 
 
@@ -46,7 +46,7 @@ class _Write:
 
 
 def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
-    """Norm, rotate and write into the cache in one call before attention; return how often."""
+    """Norm, rotate, write into the cache and attend in one call; return how often."""
     count = 0
     for node in list(graph.nodes):
         inputs = None
@@ -62,8 +62,7 @@ def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -
 
 def _inputs(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of the call for attention, or None if something else is before it."""
-    outputs: tuple[Any, ...] = node.args[:3]
-    q, keys, values = outputs
+    q, keys, values, mask, span, counters, scale = cast(tuple[Any, ...], node.args)
     of_keys, of_values = _written(keys), _written(values)
     if of_keys is None or of_values is None or of_keys.places is not of_values.places:
         return None
@@ -88,26 +87,26 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
     }
     read = [each for name, each in inputs.items() if name not in ("eps", "places")]
     dtypes = {dtype_of(each) for each in read if each is not None}
-    # Nothing that comes before may read a replaced node.
+    # Nothing that comes before may read a cache after the write, and nothing else the queries.
     order = {each: i for i, each in enumerate(node.graph.nodes)}
-    users = [user for each in outputs for user in each.users]
-    last = all(order[user] >= order[node] for user in users)
+    users = [user for each in (keys, values) for user in each.users]
+    last = all(order[user] >= order[node] for user in users) and len(q.users) == 1
+    inputs |= {"mask": mask, "span": span, "counters": counters, "scale": scale}
     return inputs if len(dtypes) == 1 and last else None
 
 
 def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
-    """Put the call before attention, and its results in the place of queries and caches."""
-    outputs: tuple[Any, ...] = node.args[:3]
+    """Put the call, with its result and caches, in the place of attention and written caches."""
+    written: tuple[Any, ...] = node.args[1:3]
     caches = inputs.pop("keys"), inputs.pop("values")
     with graph.inserting_before(node):
-        written = MutatingCall(_WRITE, inputs, caches).insert(graph)
-        results = [graph.call_function(operator.getitem, (written, i)) for i in range(3)]
-    for old, new in zip(outputs, results, strict=True):
+        called = MutatingCall(_FUSED, inputs, caches).insert(graph)
+        results = [graph.call_function(operator.getitem, (called, i)) for i in range(3)]
+    for old, new in zip((node, *written), results, strict=True):
         new.meta = meta_of(old)
         old.replace_all_uses_with(new)
-    q: Any = inputs["q"].meta["val"]
-    results[0].meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
-    written.meta["val"] = tuple(each.meta["val"] for each in results)
+    called.meta["val"] = tuple(each.meta["val"] for each in results)
+    graph.erase_node(node)
 
 
 def _written(node: Any) -> _Write | None:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Heads of keys of all texts together that are split over programs, at most.
+COUNTERS = 264
 
-def attention_span_ref(mask: Tensor) -> Tensor:
+
+def attention_span_ref(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and last key that a mask lets any query read.
 
     Args:
         mask: [B, heads, T, S], bool (True: is read) or added to the products; any size may be 1.
 
     Returns:
-        [B, 2] int32: the first such key and the one behind the last; 0 and 0 if there is none.
+        span: [B, 2] int32: the first such key and the one behind the last; 0 and 0 if there is
+            none.
+        counters: [COUNTERS] int32, zeros, with which the programs of `attention` count.
     """
     read = mask if mask.dtype == torch.bool else mask != -torch.inf
     read = read.flatten(1, 2).any(1)
     keys = torch.arange(read.shape[1], device=mask.device, dtype=torch.int32)
     end = torch.where(read, keys + 1, 0).amax(1)
     first = torch.where(read, keys, read.shape[1]).amin(1)
-    return torch.stack((torch.minimum(first, end), end), 1)
+    span = torch.stack((torch.minimum(first, end), end), 1)
+    return span, span.new_zeros(COUNTERS)
 
 
 def attention_ref(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, counters: Tensor, scale: float
 ) -> Tensor:
     """Return softmax(q k^T scale + mask) v, where several heads of q read one of k and v.
 
@@ -34,6 +40,8 @@ def attention_ref(
         v: [B, groups, S, E].
         mask: [B, heads, T, S], bool or added to the products; any size but S may be 1.
         span: [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read.
+        counters: the zeros of `attention_span`. A kernel may change them and leaves zeros, so calls
+            with the same counters are made on one stream.
         scale: factor of the products.
 
     Returns:
@@ -52,7 +60,7 @@ def attention_ref(
     return (weights @ v).transpose(1, 2).to(q.dtype).contiguous()
 
 
-def rotary_write_ref(
+def rotary_attention_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -64,8 +72,12 @@ def rotary_write_ref(
     places: Tensor,
     keys: Tensor,
     values: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
 ) -> Tensor:
-    """Write new keys and values into a cache, and return the queries, all as attention reads them.
+    """Write new keys and values into a cache, and return attention that reads it.
 
     Keys and queries go through an RMSNorm of each head, where there is one, and the rotary
     embedding, whose pairs are columns j and j + D / 2. Rounds where eager PyTorch does.
@@ -82,14 +94,19 @@ def rotary_write_ref(
         places: [T] int64, the positions of the tokens in the cache.
         keys: [B, groups, S, D]; rows `places` are written.
         values: [B, groups, S, E], the same.
+        mask: as of `attention`.
+        span: the same.
+        counters: the same.
+        scale: the same.
 
     Returns:
-        [B, heads, T, D] in the dtype of q.
+        [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
     """
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
     keys.index_copy_(2, places, _rotated(_normed(k, k_weight, eps), cos, sin))
     values.index_copy_(2, places, v.transpose(1, 2))
-    return _rotated(_normed(q, q_weight, eps), cos, sin).contiguous()
+    q = _rotated(_normed(q, q_weight, eps), cos, sin)
+    return attention_ref(q, keys, values, mask, span, counters, scale)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

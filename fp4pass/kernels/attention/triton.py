@@ -2,155 +2,182 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
+from .naive import COUNTERS
+from .rotary_triton import NewTokens, new_tokens, turned, write_new
+from .span_triton import is_read, plain_mask
 
-# Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
+# Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows and
+# for short caches.
 _KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
 
-# Programs that read a long cache best on a large GPU. Where there are less than twice as many
-# tiles, programs only have to finish their parts soon.
+# Programs that read a long cache best on a large GPU.
 _PROGRAMS = 264
 
-# Parts of a sum, and numbers that a program of the second launch holds.
-_SPLITS, _HELD = 64, 1 << 13
+# Parts of a sum, and the numbers of all of them: of a long cache, and of one with few tiles.
+_SPLITS, _PARTS = (64, 16), (1 << 17, 1 << 15)
 
-# The keys of a mask that a program looks at together.
-_LINE = 2048
+# Numbers of parts that a warp holds while it adds them.
+_HELD = 1 << 11
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def attention_span_triton(mask: Tensor) -> Tensor:
-    """Find the keys that a mask lets any query read (`attention_span_ref`)."""
-    batch, heads, queries, size = mask.shape
-    span = mask.new_empty((batch, 2), dtype=torch.int32)
-    attention_span_kernel[(batch,)](
-        _plain(mask), span, *mask.stride(), heads, queries, size, LINE=_LINE, num_warps=8,
-        **overlapping(mask.device, False), **LAUNCH,
-    )  # fmt: skip
-    return span
+class KeyTiles(NamedTuple):
+    """Sizes of programs: `keys` at a time, of one of `splits` parts of the keys."""
+
+    keys: int
+    splits: int
+    warps: int
+    stages: int  # tiles that are under way at a time
 
 
 def attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, counters: Tensor, scale: float
 ) -> Tensor:
-    """Attend with few queries (`attention_ref`)."""
+    """Attend with few queries (`attention_ref`), in one launch."""
+    return attend(q, k, v, mask, span, counters, scale)
+
+
+def rotary_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write new tokens into a cache and attend (`rotary_attention_ref`), in one launch."""
+    new = new_tokens(k, v, q_weight, k_weight, eps, cos, sin, places)
+    q = (q if q.stride(-1) == 1 else q.contiguous()).transpose(1, 2)
+    return attend(q, keys, values, mask, span, counters, scale, new)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    span: Tensor,
+    counters: Tensor,
+    scale: float,
+    new: NewTokens | None = None,
+) -> Tensor:
+    """Attend with few queries; of new tokens, turn the queries and write keys and values before."""
+    # The last program of a head of keys to finish adds the parts. `counters` tell which that is:
+    # `attention_span` has zeroed them, and that program leaves zeros. So they need no launch of
+    # their own, and belong to a mask of one graph. Calls that share them must follow each other.
     batch, heads, queries, width = q.shape
     groups, size, out_width = v.shape[1:]
     count, pairs = heads // groups, batch * groups
-    rows = triton.next_power_of_2(count * queries)
-    keys, splits = _tiles(size, pairs, max(width, out_width) * q.element_size())
+    rows, columns = (triton.next_power_of_2(n) for n in (count * queries, out_width))
+    tiles = key_tiles(size, pairs, rows, columns, max(width, out_width) * q.element_size())
     out = q.new_empty((batch, queries, heads, out_width))
     sums = tops = None
-    if splits > 1:
-        sums = q.new_empty((pairs, splits, rows, out_width), dtype=torch.float32)
-        tops = q.new_empty((2, pairs, splits, rows), dtype=torch.float32)
+    if tiles.splits > 1:
+        sums = q.new_empty((pairs, tiles.splits, rows, out_width), dtype=torch.float32)
+        tops = q.new_empty((2, pairs, tiles.splits, rows), dtype=torch.float32)
     # Dimensions of one are read by all.
     strides = [s if n > 1 else 0 for n, s in zip(mask.shape[:3], mask.stride(), strict=False)]
-    sizes = (groups, queries, count, splits)
-    columns = triton.next_power_of_2(out_width)
-    attention_kernel[(splits, pairs)](
-        q, k, v, _plain(mask), span, sums, tops, out, *q.stride(), *k.stride(), *v.stride(),
-        *strides, mask.stride(3), 2 if len(span) > 1 else 0, scale, *sizes,
-        WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)),
-        E=max(16, columns), ROWS=max(16, rows), KEPT=rows, KEYS=keys, STAGES=_STAGES[rows > 16],
-        # The second launch waits for this one.
-        num_warps=4, **overlapping(q.device, releases=splits > 1), **LAUNCH,
+    columns = max(16, columns)
+    held = _HELD * tiles.warps // columns
+    # A warp has rows of its own.
+    group = max(1, min(tiles.splits, held // min(rows, tiles.warps)))
+    attention_kernel[(tiles.splits, pairs)](
+        q, k, v, plain_mask(mask), span, counters, new, sums, tops, out,
+        *q.stride(), *k.stride(), *v.stride(), *strides, mask.stride(3),
+        2 if len(span) > 1 else 0, scale, size, groups, queries, count,
+        WIDTH=width, OUT_WIDTH=out_width, D=max(16, triton.next_power_of_2(width)), E=columns,
+        ROWS=max(16, rows), KEPT=rows, KEYS=tiles.keys, SPLITS=tiles.splits,
+        GROUP=group, CHUNK=max(1, min(rows, held // group)),
+        TOKENS=0 if new is None else triton.next_power_of_2(queries), STAGES=tiles.stages,
+        num_warps=tiles.warps, **overlapping(q.device, True), **LAUNCH,
     )  # fmt: skip
-    if splits > 1:
-        parts = triton.next_power_of_2(splits)
-        chunk = max(1, min(rows, _HELD // (parts * columns)))
-        add_splits_kernel[(pairs, rows // chunk)](
-            sums, tops, out, *sizes, OUT_WIDTH=out_width, E=columns, KEPT=rows, CHUNK=chunk,
-            SPLITS=parts, num_warps=4, **overlapping(q.device, False), **LAUNCH,
-        )  # fmt: skip
     return out
 
 
-def _tiles(size: int, pairs: int, row_bytes: int) -> tuple[int, int]:
-    """Return the keys of a tile and into how many parts they are split."""
+def key_tiles(size: int, pairs: int, rows: int, columns: int, row_bytes: int) -> KeyTiles:
+    """Return the sizes of programs for `rows` of queries that read one of `pairs` of caches."""
     keys = next((n for n in _KEYS[::-1] if n * row_bytes <= _TILE), _KEYS[0])
     few = cdiv(size, keys) * pairs <= 2 * _PROGRAMS
-    if few or _PROGRAMS < 2 * pairs:
+    if _PROGRAMS < 2 * pairs:
         keys = min(keys, 32)
-    programs = 2 * _PROGRAMS if few else _PROGRAMS
-    splits = max(1, min(_SPLITS, cdiv(size, keys), programs // pairs))
-    return keys, 1 << (splits.bit_length() - 1)
+    # One program adds all parts of a cache, which takes long beside the reading of a short one.
+    tiles = triton.next_power_of_2(cdiv(size, keys))
+    most = (_SPLITS[few], tiles, _PROGRAMS // pairs, _PARTS[few] // (rows * columns))
+    splits = 1 << (max(1, min(most)).bit_length() - 1)
+    return KeyTiles(keys, splits if pairs <= COUNTERS else 1, 4, _STAGES[few or rows > 16])
 
 
-def _plain(mask: Tensor) -> Tensor:
-    """Return a mask as Triton reads it."""
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-
-@triton.jit(do_not_specialize=["m_b", "m_h", "m_t", "heads", "queries", "size"])
-def attention_span_kernel(
-    mask, span, m_b, m_h, m_t, m_s, heads, queries, size,
-    LINE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Find the first key that a text reads, and the one behind the last."""
-    text = tl.program_id(0)
-    wait(OVERLAP, RELEASES)
-    mask += text.to(tl.int64) * m_b
-    first = tl.full((LINE,), 2147483647, tl.int32)
-    end = tl.zeros((LINE,), tl.int32)
-    for row in range(heads * queries):
-        line = mask + (row // queries).to(tl.int64) * m_h + (row % queries).to(tl.int64) * m_t
-        for start in range(0, size, LINE):
-            key = start + tl.arange(0, LINE)
-            value = tl.load(line + key.to(tl.int64) * m_s, mask=key < size, other=0)
-            read = (key < size) & is_read(value)
-            first = tl.minimum(first, tl.where(read, key, 2147483647))
-            end = tl.maximum(end, tl.where(read, key + 1, 0))
-    last = tl.max(end, 0)
-    tl.store(span + text * 2, tl.minimum(tl.min(first, 0), last))
-    tl.store(span + text * 2 + 1, last)
-
-
-@triton.jit
-def is_read(value):
-    """Return whether a mask lets a key be read: bytes of a bool, or what is added."""
-    if value.dtype == tl.uint8:
-        read = value != 0
-    else:
-        read = value.to(tl.float32) != float("-inf")
-    return read
-
-
-_LOOSE = ["m_b", "m_h", "m_t", "span_stride", "groups", "queries", "count", "splits"]
+_LOOSE = ["m_b", "m_h", "m_t", "span_stride", "size", "groups", "queries", "count"]
 
 
 @triton.jit(do_not_specialize=_LOOSE)
 def attention_kernel(
-    q, k, v, mask, span, sums, tops, out,
+    q, k, v, mask, span, counters, new, sums, tops, out,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s, span_stride,
-    scale, groups, queries, count, splits,
+    scale, size, groups, queries, count,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Attend with all heads that read one head of keys, to a part of these."""
-    # sums: [pairs, splits, KEPT, OUT_WIDTH], not divided; tops: [2, pairs, splits, KEPT], the
+    # new: None, or up to TOKENS of each text, whose keys and values are written first.
+    # sums: [pairs, SPLITS, KEPT, OUT_WIDTH], not divided; tops: [2, pairs, SPLITS, KEPT], the
     # largest logit times log2(e) and the sum of weights.
     split, pair = tl.program_id(0), tl.program_id(1)
     text, group = (pair // groups).to(tl.int64), pair % groups
     row, d, e = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, E)
     head, query = (group * count + row // queries).to(tl.int64), (row % queries).to(tl.int64)
     kept = row < count * queries
-    wait(OVERLAP, RELEASES)
-    begin, end = tl.load(span + text * span_stride), tl.load(span + text * span_stride + 1)
-    x_at = (q + text * q_b + head * q_h + query * q_t)[:, None] + d[None, :] * q_d
-    x = tl.load(x_at, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0)
-    share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
-    begin += split * share
-    end = tl.minimum(begin + share, end)
+    span += text * span_stride
     k += text * k_b + group.to(tl.int64) * k_h
     v += text * v_b + group.to(tl.int64) * v_h
+    if OVERLAP:
+        # A span that is not written yet costs time, and nothing else.
+        begin, end, _ = part_of(span, split, size, KEYS, SPLITS)
+        fetch(k, k_s, k_d, begin, end, WIDTH, D, KEYS * 2)
+        fetch(v, v_s, v_d, begin, end, OUT_WIDTH, E, KEYS * 2)
+    wait(OVERLAP, RELEASES)
+    x_at = q + text * q_b + head * q_h + query * q_t
+    if TOKENS == 0:
+        x = tl.load(
+            x_at[:, None] + d[None, :] * q_d, mask=kept[:, None] & (d < WIDTH)[None, :], other=0.0
+        )
+    else:
+        x = turned(x_at, kept, new.q_weight, text, query, new, WIDTH, D)
+    begin, end, parts = part_of(span, split, size, KEYS, SPLITS)
+    if split >= parts:
+        return
+    if TOKENS > 0:
+        token = tl.arange(0, TOKENS)
+        slot = tl.load(new.places + token, mask=token < queries, other=0)
+        # Each program writes what it reads; the first and the last also what nobody reads.
+        low, high = tl.where(split == 0, 0, begin), tl.where(split == parts - 1, size, end)
+        mine = (slot >= low) & (slot < high) & (token < queries)
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            write_new(
+                k + slot * k_s, v + slot * v_s, k_d, v_d, mine, text, group, token, new,
+                WIDTH, OUT_WIDTH, D, E,
+            )  # fmt: skip
+            tl.debug_barrier()
     mask += (text * m_b + head * m_h + query * m_t)[:, None]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -176,46 +203,93 @@ def attention_kernel(
         found = found * shrink[:, None] + weighted
         top = highest
     there = kept[:, None] & (e < OUT_WIDTH)[None, :]
-    if sums is None:
+    # [T, heads, E] of a text, and where a row is in it.
+    out += text * queries * (groups * count) * OUT_WIDTH
+    if SPLITS == 1:
         found = found / tl.where(total > 0, total, 1.0)[:, None]
-        at = out + ((text * queries + query) * (groups * count) + head) * OUT_WIDTH
-        tl.store(at[:, None] + e[None, :], rounded(found, out.dtype.element_ty), mask=there)
+        at = out + (query * (groups * count) + head)[:, None] * OUT_WIDTH + e[None, :]
+        tl.store(at, rounded(found, out.dtype.element_ty), mask=there)
     else:
-        place = (pair * splits + split).to(tl.int64) * KEPT + row
-        size = tl.num_programs(1).to(tl.int64) * splits * KEPT
-        tl.store(tops + place, top, mask=kept)
-        tl.store(tops + size + place, total, mask=kept)
-        tl.store(sums + place[:, None] * OUT_WIDTH + e[None, :], found, mask=there)
+        first = pair.to(tl.int64) * (SPLITS * KEPT)
+        sums, tops, totals = sums + first * OUT_WIDTH, tops + first, tops + first
+        totals += tl.num_programs(1).to(tl.int64) * (SPLITS * KEPT)
+        at = split * KEPT + row
+        tl.store(tops + at, top, mask=kept)
+        tl.store(totals + at, total, mask=kept)
+        tl.store(sums + at[:, None] * OUT_WIDTH + e[None, :], found, mask=there)
+        # The last to finish adds all parts, in their order; the atomic orders the memory.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + pair, 1) == parts - 1:
+            tl.store(counters + pair, 0)
+            for start in range(0, count * queries, CHUNK):
+                add_parts(
+                    sums, tops, totals, out, start, parts, group, groups, queries, count,
+                    OUT_WIDTH, E, KEPT, GROUP, CHUNK,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups", "queries", "count", "splits"])
-def add_splits_kernel(
-    sums, tops, out, groups, queries, count, splits,
-    OUT_WIDTH: tl.constexpr, E: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+@triton.jit
+def part_of(span, split, size, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the first key of a part, the one behind its last, and how many parts there are."""
+    # Not from L1, which may have them from before they were written.
+    begin = tl.minimum(tl.maximum(tl.load(span, cache_modifier=".cg"), 0), size)
+    end = tl.minimum(tl.maximum(tl.load(span + 1, cache_modifier=".cg"), begin), size)
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS), 1) * KEYS
+    parts = tl.maximum(tl.cdiv(end - begin, share), 1)
+    begin += split * share
+    return begin, tl.minimum(begin + share, end), parts
+
+
+@triton.jit
+def fetch(
+    rows, row_stride, stride, begin, end, WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr
+):
+    """Have the first COUNT rows of a part of a cache come into L2, a line of 128 bytes each."""
+    LINE: tl.constexpr = min(D, 1024 // rows.dtype.element_ty.primitive_bitwidth)
+    row, column = begin + tl.arange(0, COUNT), tl.arange(0, D // LINE) * LINE
+    at = rows + row.to(tl.int64)[:, None] * row_stride + column[None, :] * stride
+    # Beyond the part, the first row of all.
+    inside = (row < end)[:, None] & (column < WIDTH)[None, :]
+    at = tl.where(inside, at, rows)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_parts(
+    sums, tops, totals, out, start, parts, group, groups, queries, count,
+    OUT_WIDTH: tl.constexpr, E: tl.constexpr, KEPT: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of CHUNK rows of attention, and divide by the sum of their weights."""
-    pair = tl.program_id(0)
-    row = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    split, e = tl.arange(0, SPLITS), tl.arange(0, E)
+    """Add the parts of CHUNK rows, GROUP at a time, and divide by the sum of their weights."""
+    row, e = start + tl.arange(0, CHUNK), tl.arange(0, E)
     kept = row < count * queries
-    there = (split < splits)[:, None] & kept[None, :]
-    place = (pair * splits + split[:, None]).to(tl.int64) * KEPT + row[None, :]
-    size = tl.num_programs(0).to(tl.int64) * splits * KEPT
-    wait(OVERLAP, RELEASES)
-    top = tl.load(tops + place, mask=there, other=float("-inf"))
-    total = tl.load(tops + size + place, mask=there, other=0.0)
-    columns = there[:, :, None] & (e < OUT_WIDTH)[None, None, :]
-    parts = tl.load(sums + place[:, :, None] * OUT_WIDTH + e, mask=columns, other=0.0)
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
-    whole = tl.sum(total * weight, 0)
-    found = tl.sum(parts * weight[:, :, None], 0) / tl.where(whole > 0, whole, 1.0)[:, None]
-    text, group = (pair // groups).to(tl.int64), pair % groups
+    highest = tl.full((CHUNK,), float("-inf"), tl.float32)
+    whole = tl.zeros((CHUNK,), tl.float32)
+    found = tl.zeros((CHUNK, E), tl.float32)
+    for first in range(0, parts, GROUP):
+        # Parts in the second dimension: a thread has those of a number, and adds them alone.
+        split = first + tl.arange(0, GROUP)
+        there = kept[:, None] & (split < parts)[None, :]
+        at = split[None, :] * KEPT + row[:, None]
+        # Other programs' numbers are in L2.
+        top = tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg")
+        at = sums + at[:, :, None] * OUT_WIDTH + e
+        columns = there[:, :, None] & (e < OUT_WIDTH)[None, None, :]
+        part = tl.load(at, mask=columns, other=0.0, cache_modifier=".cg")
+        before, highest = highest, tl.maximum(highest, tl.max(top, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, shrink = tl.exp2(top - finite[:, None]), tl.exp2(before - finite)
+        whole = whole * shrink + tl.sum(total * weight, 1)
+        found = found * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
+    found = found / tl.where(whole > 0, whole, 1.0)[:, None]
     head, query = group * count + row // queries, row % queries
-    at = out + ((text * queries + query) * (groups * count) + head) * OUT_WIDTH
+    at = out + (query * (groups * count) + head)[:, None] * OUT_WIDTH + e[None, :]
     columns = kept[:, None] & (e < OUT_WIDTH)[None, :]
-    tl.store(at[:, None] + e[None, :], rounded(found, out.dtype.element_ty), mask=columns)
+    tl.store(at, rounded(found, out.dtype.element_ty), mask=columns)
 
 
 @triton.jit

@@ -1,0 +1,321 @@
+"""Steps of whole models on a GPU by sequences, context and tokens, beside what memory allows.
+
+    python -m eval.bench.decode [--models NAME...] [--by NAME...] [--shapes SHAPE...] [--layers N]
+        [--prefill] [--json FILE] [--limit SECONDS] [--tiny]
+    python -m eval.bench.decode --plot docs/decode.png --table PAGE --json FILE [FILE...]
+
+Models and kinds of weights are those of eval/bench/generate.py, each in a process of its own. A
+shape is SEQUENCES x CONTEXT x TOKENS: a step reads a static cache of CONTEXT tokens a sequence, and
+has TOKENS new ones of each, as where drafts are checked. The step (the model, its cache and the
+choice of tokens) is one CUDA graph.
+
+- Step: by the wall clock, the host included; median of several runs of steps.
+- Floor: the bytes of the weights and of the keys and values that a step reads, at the bandwidth
+  that the card is sold with. Of experts those that random routing is expected to reach.
+- Compile: the first call of a step, with empty caches of Inductor unless they are warm.
+- --prefill adds 8 x 2048 tokens into an empty cache, as in eval/bench/generate.py.
+
+--layers leaves out all layers but the first: every row says how many it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from eval.bench.generate import (
+    KINDS,
+    MODELS,
+    PLAIN,
+    PREFILL,
+    SMALL,
+    prefill_seconds,
+    print_profile,
+)
+from eval.bench.harness import (
+    parser_for,
+    random_model,
+    seconds,
+    storage_bytes,
+    synchronize,
+    write_table,
+)
+from eval.pages.tables import origin, table
+from eval.record import Results, Row, facts
+from fp4pass.reporting import charts
+
+Shape = tuple[int, int, int]
+
+SHAPES = ("1x512x1", "4x512x1", "16x512x1", "64x512x1", "1x8192x1", "1x32768x1")
+
+# Bytes a second, by a word of the card's name.
+BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}
+
+# Steps of a run, runs, and steps before them.
+STEPS, RUNS, WARM = 24, 3, 3
+
+
+def main() -> None:
+    args = parse_args()
+    if args.one:
+        measure(args)
+        return
+    if args.plot:
+        plot([row for path in args.json for row in json.loads(path.read_text())["rows"]], args.plot)
+    if write_table(args, "eval/bench/decode.py", page) or args.plot:
+        return
+    about = {**facts(None), "models": {name: MODELS[name][1] for name in args.models}}
+    results = Results(args.json[0], about, again=True)
+    for name in args.models:
+        for by in args.by:
+            for row in run(name, by, args):
+                print(row, flush=True)
+                results.put({"model": name, "by": by} | row)
+
+
+def run(name: str, by: str, args: argparse.Namespace) -> list[Row]:
+    """Measure in a process of its own; what was measured before it was stopped counts."""
+    words = [sys.executable, "-m", "eval.bench.decode", "--one", by, "--models", name]
+    words += ["--shapes", *args.shapes]
+    words += [f"--{flag}" for flag in ("tiny", "prefill", "profile") if getattr(args, flag)]
+    words += [] if args.layers is None else ["--layers", str(args.layers)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.jsonl"
+        process = subprocess.Popen([*words, "--found", str(found)])
+        try:
+            code, why = process.wait(args.limit), ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code, why = process.wait(), f"not done after {args.limit:.0f} s"
+        rows: list[Row] = [json.loads(line) for line in found.read_text().splitlines()]
+        if code:
+            rows.append({"error": why or f"the process ended with {code}"})
+        return rows
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure one kind of weights of one model."""
+    args.found.touch()
+    kind, config = MODELS[args.models[0]]
+    if args.tiny:
+        small = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        config = config | SMALL | (small if "num_experts" in config else {})
+    if args.layers is not None:
+        config = config | {"num_hidden_layers": args.layers}
+    model = random_model(kind, config)
+    if args.one == PLAIN and hasattr(model, "set_experts_implementation"):
+        # What generates fastest without packed weights.
+        model.set_experts_implementation("batched_mm")
+    KINDS[args.one](model)
+    layers = {"layers": model.config.num_hidden_layers}
+
+    def note(row: Row) -> None:
+        with args.found.open("a") as file:
+            file.write(json.dumps(layers | row) + "\n")
+
+    with torch.no_grad():
+        for text in args.shapes:
+            torch.compiler.reset()
+            shape = shape_of("x".join(["2", "16", text.split("x")[2]]) if args.tiny else text)
+            note(timed(model, shape, args.profile))
+        if args.prefill:
+            torch.compiler.reset()
+            shape = (2, 32) if args.tiny else PREFILL
+            note({"prefill": shape, "seconds": prefill_seconds(model, shape, 3)})
+
+
+def timed(model: Any, shape: Shape, profile: bool = False) -> Row:
+    """Return the time of a step and its floor, or why there is none."""
+    batch, context, tokens = shape
+    row: Row = {"batch": batch, "context": context, "tokens": tokens}
+    weights, cached = step_bytes(model, shape)
+    if torch.cuda.is_available() and cached > 0.8 * torch.cuda.mem_get_info()[0]:
+        return row | {"error": f"a cache of {cached / 1e9:.0f} GB does not fit"}
+    step, fill = compiled_step(model, shape)
+    row["compile_seconds"] = seconds(step)
+    for _ in range(WARM):
+        step()
+    times = []
+    for _ in range(RUNS):
+        fill()
+        step()
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        synchronize()
+        times.append((time.perf_counter() - begin) / STEPS)
+    if profile:
+        fill()
+        print_profile(step, STEPS - 4)
+    taken = statistics.median(times)
+    row |= {"step_seconds": taken, "weight_bytes": weights, "cache_bytes": cached}
+    return row | of_floor(weights + cached, taken)
+
+
+def of_floor(read: float, taken: float) -> Row:
+    """Return the share of what memory allows, on a card whose bandwidth is known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    bandwidth = next((each for word, each in BANDWIDTHS.items() if word in name), None)
+    return {} if bandwidth is None else {"of_floor": read / bandwidth / taken}
+
+
+def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+    """Return a step in one CUDA graph, and what puts its cache back to `context` tokens."""
+    (batch, context, tokens), where = shape, model.device
+    size = context + (STEPS + WARM + 2) * tokens
+    cache = StaticCache(config=model.config, max_cache_len=size)
+    generator = torch.Generator(where).manual_seed(2)
+    sizes = (batch, 1 + tokens)
+    ids = torch.randint(model.config.vocab_size, sizes, generator=generator, device=where)
+    # The first tokens make the cache.
+    model(ids[:, :1], past_key_values=cache)
+    for layer in cache.layers:
+        for each in (layer.keys, layer.values):
+            each.normal_(generator=generator)
+    positions = torch.arange(context, context + tokens, device=where)
+
+    def step(tokens: Tensor, positions: Tensor) -> Tensor:
+        given = {"position_ids": positions[None], "cache_position": positions}
+        return model(tokens, past_key_values=cache, **given).logits.argmax(-1)
+
+    def fill() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def run() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(ids[:, 1:], positions)
+
+    fill()
+    return run, fill
+
+
+def step_bytes(model: Any, shape: Shape) -> tuple[float, float]:
+    """Return the bytes of weights and of keys and values that a step reads."""
+    batch, context, tokens = shape
+    config = model.config
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    own = {id(each) for each in embedding.parameters()} - {id(each) for each in head.parameters()}
+    experts: set[int] = set()
+    for module in model.modules():
+        if "Experts" in type(module).__name__:
+            experts |= {id(each) for each in (*module.parameters(), *module.buffers())}
+    share = reached(config, batch * tokens)
+    each = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    weights = sum(
+        storage_bytes(tensor) * (share if key in experts else 1.0)
+        for key, tensor in each.items()
+        if key not in own
+    )
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 2
+    return weights, float(batch * (context + tokens) * token)
+
+
+def reached(config: Any, tokens: int) -> float:
+    """Return the share of experts that random routing is expected to reach."""
+    count = getattr(config, "num_experts", None)
+    return 1.0 if count is None else 1 - (1 - config.num_experts_per_tok / count) ** tokens
+
+
+def shape_of(text: str) -> Shape:
+    batch, context, tokens = map(int, text.split("x"))
+    return batch, context, tokens
+
+
+# ---- the page ---------------------------------------------------------------------------------
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Return what two kinds of weights are compared in."""
+    names = ("model", "layers", "batch", "context", "tokens")
+    return tuple(row.get(name) for name in names) + tuple(row.get("prefill", ()))
+
+
+def page(result: Row) -> str:
+    """Return the tables of a file: steps, and prompts."""
+    rows = [row for row in result["rows"] if "error" not in row]
+    base = {key_of(row): row for row in rows if row["by"] == PLAIN}
+    one = {(r["by"], *key_of(r)[:3]): r for r in rows if r.get("tokens") == 1 and r["batch"] == 1}
+    steps, prompts = [], []
+    for row in rows:
+        plain = base.get(key_of(row))
+        model = f"{row['model']}, {row['layers']} layers"
+        if "prefill" in row:
+            taken = row["seconds"]
+            ratio = f" ({plain['seconds'] / taken:.2f})" if plain else ""
+            prompts.append([model, row["by"], f"{1e3 * taken:.0f}{ratio}"])
+            continue
+        taken = row["step_seconds"]
+        ratio = f" ({plain['step_seconds'] / taken:.2f})" if plain else ""
+        rate = row["batch"] * row["tokens"] / taken
+        single = one.get((row["by"], *key_of(row)[:3]))
+        more = single is not None and row["batch"] == 1 and row["context"] == single["context"]
+        times = f" ({taken / single['step_seconds']:.2f} of 1)" if more and single else ""
+        shape = f"{row['batch']} x {row['context']} x {row['tokens']}"
+        share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
+        cells = [f"{1e6 * taken:.0f}{times}", f"{rate:.0f}{ratio}", share]
+        steps.append([model, row["by"], shape, *cells, f"{row['compile_seconds']:.0f}"])
+    header = ["model", "weights", "sequences x context x tokens", "step, us", "tokens/s"]
+    what = "In brackets: times as fast as bf16, and the time of a step of one token. "
+    parts = [*origin(result), what + "Floor: weights and cache read once.", ""]
+    parts.append(table([*header, "of floor", "compile, s"], steps, left=3))
+    if prompts:
+        parts += ["", table(["model", "weights", "prefill, ms"], prompts, left=2)]
+    return "\n".join(parts)
+
+
+def plot(rows: list[Row], target: Path) -> None:
+    """Draw tokens a second against sequences, a line for each kind of weights."""
+    rows = [row for row in rows if row.get("tokens") == 1 and "step_seconds" in row]
+    panels = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        context = min(row["context"] for row in own)
+        series = []
+        for i, by in enumerate(dict.fromkeys(row["by"] for row in own)):
+            mine = {r["batch"]: r for r in own if r["by"] == by and r["context"] == context}
+            at = sorted(mine)
+            rates = [n / mine[n]["step_seconds"] for n in at]
+            color = charts.GRAY if by == PLAIN else i
+            series.append(charts.Points(at, rates, label=by, line="-", color=color))
+        batches = sorted({row["batch"] for row in own})
+        x = charts.Scale("sequences", ticks={n: str(n) for n in batches}, log=True)
+        y = charts.Scale("tokens a second", log=True, grid=True)
+        panels.append(charts.Panel(series, model, x, y, width=5.5, height=3.8))
+    charts.write_png([panels], target)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = parser_for(__doc__, "decode-h100.json")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-4B"])
+    ours = [by for by in KINDS if by == PLAIN or by.endswith("lm_head too")]
+    parser.add_argument("--by", nargs="+", choices=KINDS, default=ours)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--layers", type=int, help="of the model, in place of all")
+    parser.add_argument("--plot", type=Path, help="draw the files to this PNG")
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
+    parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
+    parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
