@@ -31,10 +31,9 @@ compile_for_drafts(model, 256, tokens=5)
 
 # --8<-- [start:lookup]
 # Four tokens that stood behind the last ones before.
-looked_up = model.generate(**prompt, prompt_lookup_num_tokens=4, **options)
-print(
-    "the same tokens with drafts of the prompt:", torch.equal(looked_up, plain)
-)
+found = model.generate(**prompt, prompt_lookup_num_tokens=4, **options)
+same = torch.equal(found, plain)
+print("the same tokens with drafts of the prompt:", same)
 # --8<-- [end:lookup]
 
 # --8<-- [start:assistant]
