@@ -43,11 +43,13 @@ class _Seen:
         state: Changed in place only by a single holder, which then makes a new object of it.
         holders: The number of observers that it belongs to.
         sequence: Names the inputs; None if there are none yet.
+        stats: One object for all holders, once any was asked for its statistics.
     """
 
     def __init__(self, state: State, sequence: _Sequence | None) -> None:
         self.state, self.sequence = state, sequence
         self.holders = 1
+        self.stats: Stats | None = None
 
 
 class Observer(nn.Module):
@@ -150,6 +152,11 @@ class Observer(nn.Module):
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
+        if self._seen.stats is None:
+            self._seen.stats = self._stats()
+        return self._seen.stats
+
+    def _stats(self) -> Stats:
         hessian, count, amax, *others = self.state
         found = _hessians(hessian.unsqueeze(0), self.needs)
         found |= {name: each.unsqueeze(0) for name, each in zip(self._others, others, strict=True)}
