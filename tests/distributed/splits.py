@@ -23,6 +23,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
 from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
+from fp4pass.parallel.peers import reach_peers
 
 IDS = texts(1)[0].to(DEVICE)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -107,9 +108,43 @@ def shapes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def reductions() -> dict[str, Any]:
+    """Sums and maxima of integers in operators, alone and on GPUs in a graph, and whether right."""
+    found: dict[str, Any] = {"shared memory": reach_peers(mesh())}
+    name = mesh().get_group().group_name
+    generators = [torch.Generator().manual_seed(10 + rank) for rank in range(SIZE)]
+
+    def numbers(count: int, dtype: torch.dtype) -> list[Tensor]:
+        made = [torch.randint(-50, 51, (count,), generator=each) for each in generators]
+        return [each.to(dtype).to(DEVICE) for each in made]
+
+    kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    cases = [(count, kind) for count in (1, 2, 66, 4096, 1 << 15, 1 << 18) for kind in kinds]
+    for count, kind in cases:
+        every = numbers(count, kind)
+        sums = torch.equal(ops.all_reduce(every[RANK], name, False), sum(every))
+        largest = torch.stack(every).amax(0)
+        found[f"{count} {kind}"] = sums, torch.equal(ops.all_reduce(every[RANK], name, True), largest)
+    if ON_GPU:
+        x = [torch.empty(count, device=DEVICE, dtype=torch.bfloat16) for count in (4096, 64)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = [ops.all_reduce(each, name, False) for each in (*x, *x)]
+        right = []
+        for _ in range(20):
+            every = [numbers(len(each), each.dtype) for each in x]
+            for each, values in zip(x, every, strict=True):
+                each.copy_(values[RANK])
+            graph.replay()
+            sums = [sum(values) for values in every] * 2
+            right += [torch.equal(a, b) for a, b in zip(y, sums, strict=True)]
+        found["graph"] = all(right), True
+    return found
+
+
 def models(folder: Path) -> dict[str, Any]:
     """Models that are split by their plans."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"reductions": reductions()}
     for name, (kind, sizes, options, plan) in CASES.items():
         model = converted(kind, sizes, options)
         facts = {"before": state_of(model), "whole": computed(model)}
