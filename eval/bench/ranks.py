@@ -22,6 +22,7 @@ import gc
 import hashlib
 import importlib.util
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -39,7 +40,6 @@ import fp4pass
 from eval.bench.harness import (
     QWEN3_4B,
     TINY,
-    graph_us,
     parser_for,
     random_model,
     seconds,
@@ -54,6 +54,8 @@ from fp4pass.parallel.peers import reach_peers
 RANK, SIZE = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
 FLOWS = {"hessian": False, "gptq": True}
 BATCHES, BATCH = 8, (4, 2048)
+# Reductions in one CUDA graph.
+CALLS = 200
 
 
 def main() -> None:
@@ -132,10 +134,26 @@ def reduces(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
             ("own", lambda: ops.all_reduce(x, name, False)),
             ("nccl", lambda: dist.all_reduce(other)),
         ):
-            settled()
-            row[f"{by}_us"] = graph_us([call] * 8)
-            settled()
+            row[f"{by}_us"] = together_us(call)
         yield row
+
+
+def together_us(call: Callable[[], object]) -> float:
+    """Return the microseconds of a call that all processes make, as often as each other."""
+    if not torch.cuda.is_available():
+        return 1e6 * seconds(call)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    settled()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(6):
+        settled()
+        times.append(1e6 * seconds(graph.replay) / CALLS)
+    return statistics.median(times[1:])
 
 
 def calibrated(args: argparse.Namespace, where: torch.device, method: str, layers: int) -> Any:
