@@ -145,6 +145,14 @@ class Ranks:
         dist.broadcast(raw, source, group=self._group_of(out.device))
         return raw.to(out.device).view(out.dtype).view(out.shape)
 
+    def fill(self, raw: Tensor, source: int) -> None:
+        """Broadcast bytes of one rank in place."""
+        if raw.numel():
+            sent = self._bytes(raw)
+            dist.broadcast(sent, source, group=self._group_of(raw.device))
+            if sent is not raw and source != self.rank:
+                raw.copy_(sent)
+
     def _bytes(self, tensor: Tensor) -> Tensor:
         raw = as_bytes(tensor)
         return raw if raw.is_cuda and self.has_nccl else raw.cpu()

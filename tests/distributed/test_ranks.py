@@ -75,6 +75,15 @@ def test_sums_that_are_exact_give_the_bits_of_one_process(
     assert two[0][name]["report"] == one[name]["report"]
 
 
+@pytest.mark.slow
+def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any]) -> None:
+    for found in run(SCENARIOS, "three", tmp_path, 3):
+        for name, expected in (("hessian", "hessian"), ("gptq", "gptq"), ("rows", "rows")):
+            assert_equal(found[name]["state"], one[expected]["state"])
+            assert found[name]["report"] == one[expected]["report"]
+        assert all(found["parts"])
+
+
 def test_processes_share_the_rows_of_a_large_layer(
     two: list[dict[str, Any]], one: dict[str, Any]
 ) -> None:
@@ -161,6 +170,10 @@ def test_a_call_that_only_the_first_process_makes(two: list[dict[str, Any]]) -> 
     assert error.startswith("RankError: Not all processes made this call of fp4pass within 0:00:02")
 
 
+def test_processes_exchange_the_parts_that_they_read(two: list[dict[str, Any]]) -> None:
+    assert all(all(found["parts"]) for found in two)
+
+
 def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any]]) -> None:
     for name in ("streamed", "resumed"):
         assert_equal(two[0][name]["state"], two[0]["sequential"]["state"])
@@ -178,6 +191,9 @@ def test_two_gpus(tmp_path: Path, one: dict[str, Any], monkeypatch: pytest.Monke
     # Sums over integers are exact in any order.
     for name in ("hessian", "sse"):
         assert_equal(first[name]["state"], one[name]["state"])
+    for found in (first, second):
+        assert all(found["parts"])
+    assert_equal(first["streamed"]["state"], first["sequential"]["state"])
 
 
 @pytest.mark.core
