@@ -11,6 +11,8 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
 - convert: seconds of calibrating and converting by `hessian`, and by `gptq` layer by layer, each
   after a model of two such layers, which compiles; and a digest of all packed weights.
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
+- decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
+  eval.bench.generate measures it, with 4 and with 12 layers, which all 32 are reckoned from.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.
 """
@@ -21,6 +23,7 @@ import argparse
 import gc
 import hashlib
 import importlib.util
+import io
 import os
 import statistics
 import sys
@@ -28,7 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
+from eval.bench.generate import LLAMA3_8B, PROMPT, SMALL, decode
 from eval.bench.harness import (
     QWEN3_4B,
     TINY,
@@ -54,6 +58,8 @@ from fp4pass.parallel.peers import reach_peers
 RANK, SIZE = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
 FLOWS = {"hessian": False, "gptq": True}
 BATCHES, BATCH = 8, (4, 2048)
+# Layers of models that decode.
+DEPTHS = (4, 12)
 # Reductions in one CUDA graph.
 CALLS = 200
 
@@ -236,6 +242,27 @@ def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
         yield row | {"steps": every if SIZE > 1 else [own]}
 
 
+def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
+    steps = []
+    for layers in DEPTHS:
+        sizes = LLAMA3_8B | (SMALL if args.tiny else {}) | {"num_hidden_layers": layers}
+        model = random_model("llama", sizes, where)
+        fp4pass.convert(model, "nvfp4a16", "naive", progress=False)
+        if SIZE > 1:
+            fp4pass.parallelize(model, dist.init_device_mesh(where.type, (SIZE,)))
+        gc.collect()
+        torch.compiler.reset()
+        prompt, new = (16, 8) if args.tiny else (PROMPT, 96)
+        with torch.no_grad(), redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
+            rate = decode(model, prompt, new, 2, profile=where.type == "cuda")
+        steps.append(1e6 / rate)
+        yield {"layers": layers, "step_us": steps[-1]}
+        del model
+    each = (steps[1] - steps[0]) / (DEPTHS[1] - DEPTHS[0])
+    whole = steps[0] + (LLAMA3_8B["num_hidden_layers"] - DEPTHS[0]) * each
+    yield {"layer_us": each, "all_layers_us": whole, "tokens_per_second": 1e6 / whole}
+
+
 def with_adapters(model: Any) -> tuple[Any, Any]:
     """Return a model with adapters of PEFT, or whose norms alone are trained, and its layers."""
     torch.manual_seed(5)
@@ -301,6 +328,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = 
     "reduce": reduces,
     "convert": converts,
     "phases": phases,
+    "decode": decodes,
     "fsdp": shards,
 }
 
