@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def reduces(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
         row["differs"] = float((own.float() - other.float()).abs().max())
         row["max_equal"] = torch.equal(largest, all_largest)
         for by, call in (
-            ("own", lambda: ops.all_reduce(x, name, False)),
-            ("nccl", lambda: dist.all_reduce(other)),
+            ("own", partial(ops.all_reduce, x, name, False)),
+            ("nccl", partial(dist.all_reduce, other)),
         ):
             row[f"{by}_us"] = together_us(call)
         yield row

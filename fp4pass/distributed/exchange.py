@@ -16,8 +16,8 @@ from .ranks import Ranks, as_bytes, is_sharded
 
 Item = TypeVar("Item")
 
-# What processes exchange at a time: a message of it takes as long as its bytes, and what waits to
-# be added or unpacked needs so much memory beside the model.
+# Bytes of a message: links take as long for them as for more, and they need memory beside the
+# model until they are added or unpacked.
 _MESSAGE = 1 << 28
 
 

@@ -117,7 +117,7 @@ class Ranks:
             received: tensors to fill, contiguous, each with the rank that sends it.
         """
         raw = [(self._bytes(tensor), rank) for tensor, rank in received]
-        calls = [(dist.irecv, *each) for each in raw]
+        calls: list[tuple[Any, Tensor, int]] = [(dist.irecv, *each) for each in raw]
         calls += [(dist.isend, self._bytes(tensor), rank) for tensor, rank in sent]
         counts: Counter[tuple[Any, int]] = Counter()
         waiting: dict[str, list[dist.P2POp]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -34,4 +35,4 @@ def _parts(group: Ranks, tensor: Tensor) -> list[slice]:
     pages = -(-tensor.nbytes // _PAGE)
     ends = [min(tensor.nbytes, i * pages // group.size * _PAGE) for i in range(group.size)]
     ends.append(tensor.nbytes)
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]

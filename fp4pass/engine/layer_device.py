@@ -92,7 +92,7 @@ class LayerDevice:
         )
 
     def _shares(self, layer: nn.Module) -> bool:
-        """Return whether each process reads a part of a layer, and their GPUs exchange the parts."""
+        """Return whether processes read a layer in parts, which their GPUs exchange."""
         group = ranks()
         at_home = _tensors_at_home(layer)
         return (

@@ -47,8 +47,7 @@ class _Seen:
     """
 
     def __init__(self, state: State, sequence: _Sequence | None) -> None:
-        self.state, self.sequence = state, sequence
-        self.holders = 1
+        self.state, self.sequence, self.holders = state, sequence, 1
         self.stats: Stats | None = None
 
 
@@ -79,8 +78,7 @@ class Observer(nn.Module):
     def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
         super().__init__()
         self.needs = needs
-        self.columns = columns
-        self.sharers = sharers
+        self.columns, self.sharers = columns, sharers
         self.part, self.unmapped, self.is_unmapped_said = "", None, False
         self._hessian = _hessian_name(needs)
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
@@ -152,15 +150,13 @@ class Observer(nn.Module):
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
-        if self._seen.stats is None:
-            self._seen.stats = self._stats()
-        return self._seen.stats
-
-    def _stats(self) -> Stats:
+        if self._seen.stats is not None:
+            return self._seen.stats
         hessian, count, amax, *others = self.state
         found = _hessians(hessian.unsqueeze(0), self.needs)
         found |= {name: each.unsqueeze(0) for name, each in zip(self._others, others, strict=True)}
-        return Stats(tokens=int(count), input_amax=float(amax), **found)
+        self._seen.stats = Stats(tokens=int(count), input_amax=float(amax), **found)
+        return self._seen.stats
 
     @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -122,9 +122,9 @@ def reductions() -> dict[str, Any]:
     cases = [(count, kind) for count in (1, 2, 66, 4096, 1 << 15, 1 << 18) for kind in kinds]
     for count, kind in cases:
         every = numbers(count, kind)
-        sums = torch.equal(ops.all_reduce(every[RANK], name, False), sum(every))
-        largest = torch.stack(every).amax(0)
-        found[f"{count} {kind}"] = sums, torch.equal(ops.all_reduce(every[RANK], name, True), largest)
+        expected = sum(every), torch.stack(every).amax(0)
+        reduced = (ops.all_reduce(every[RANK], name, maximum) for maximum in (False, True))
+        found[f"{count} {kind}"] = tuple(map(torch.equal, reduced, expected))
     if ON_GPU:
         x = [torch.empty(count, device=DEVICE, dtype=torch.bfloat16) for count in (4096, 64)]
         graph = torch.cuda.CUDAGraph()

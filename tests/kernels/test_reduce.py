@@ -15,9 +15,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no C
 
 @pytest.fixture
 def memories() -> list[Memory]:
-    words = [
-        torch.zeros(count_of_words(2), dtype=torch.int64, device="cuda") for _ in range(2)
-    ]
+    words = [torch.zeros(count_of_words(2), dtype=torch.int64, device="cuda") for _ in range(2)]
     addresses = [each.data_ptr() for each in words]
     return [Memory.of(each, addresses, rank) for rank, each in enumerate(words)]
 

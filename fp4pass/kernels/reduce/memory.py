@@ -43,9 +43,8 @@ class Memory:
     @staticmethod
     def of(words: Tensor, addresses: list[int], rank: int, group: Any = None) -> Memory:
         """Return the memory of a group, given the words [2 x size x LARGEST / 4] of each, zero."""
-        where = {"device": words.device}
-        there = torch.tensor(addresses, dtype=torch.int64, **where)
-        calls = torch.zeros(LARGEST // 4 // WORDS, dtype=torch.int32, **where)
+        there = torch.tensor(addresses, dtype=torch.int64, device=words.device)
+        calls = torch.zeros(LARGEST // 4 // WORDS, dtype=torch.int32, device=words.device)
         return Memory(words, there, calls, rank, group)
 
 
