@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of a tensor that goes through it: 32 rows of 4096 numbers in bfloat16. What is larger is
-# bound by the links, which NCCL shares better.
+# Bytes of a tensor that goes through it: 32 rows of 4096 numbers in bfloat16. Larger
+# ones wait for the links, which NCCL shares better.
 LARGEST = 1 << 18
 
 # Words of a program, one for each of its threads.

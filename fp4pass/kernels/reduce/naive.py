@@ -13,17 +13,16 @@ from .memory import LARGEST, MEMORIES
 def all_reduce_ref(x: Tensor, group: str, maximum: bool) -> Tensor:
     """Return the sum or the maximum [...] of x [...] of all processes, in every one."""
     # group: its name; "" is a process that is alone.
-    out = x.clone(memory_format=torch.contiguous_format)
-    if not group:
-        return out
-    found = process_group(group)
     memory = MEMORIES.get(group)
     # A group of that name may be gone.
-    if memory is not None and memory.group is found and is_served(x):
+    if memory is not None and memory.group is process_group(group) and is_served(x):
         from .triton import all_reduce_triton
 
         return all_reduce_triton(x, memory, maximum)
-    dist.all_reduce(out, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=found)
+    out = x.clone(memory_format=torch.contiguous_format)
+    if group:
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        dist.all_reduce(out, operation, group=process_group(group))
     return out
 
 
