@@ -12,7 +12,9 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
   after a model of two such layers, which compiles; and a digest of all packed weights.
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
 - decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
-  eval.bench.generate measures it, with 4 and with 12 layers, which all 32 are reckoned from.
+  eval.bench.generate measures it, and a prefill that is not compiled; each on one GPU and split,
+  with 2 and with 8 layers, which all 32 are reckoned from.
+- stream: seconds of quantize_checkpoint for layers of Qwen3-32B's shape, 64k tokens.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.
 """
@@ -24,6 +26,7 @@ import gc
 import hashlib
 import importlib.util
 import io
+import itertools
 import os
 import statistics
 import sys
@@ -41,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
-from eval.bench.generate import LLAMA3_8B, PROMPT, SMALL, decode
+from eval.bench.generate import LLAMA3_8B, PREFILL, PROMPT, SMALL, decode
 from eval.bench.harness import (
     QWEN3_4B,
     TINY,
@@ -51,6 +54,7 @@ from eval.bench.harness import (
     synchronize,
     weight_bytes,
 )
+from eval.bench.stream import QWEN3_32B, drop_cached, write_model
 from eval.record import Results, Row, facts
 from fp4pass import ops
 from fp4pass.parallel import fully_shard
@@ -60,7 +64,9 @@ RANK, SIZE = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WO
 FLOWS = {"hessian": False, "gptq": True}
 BATCHES, BATCH = 8, (4, 2048)
 # Layers of models that decode.
-DEPTHS = (4, 12)
+DEPTHS = (2, 8)
+# Layers that come from files.
+STREAMED = 6
 # Reductions in one CUDA graph.
 CALLS = 200
 
@@ -230,7 +236,6 @@ def timed() -> Iterator[tuple[Counter[str], Counter[str]]]:
 
 def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
     for method in FLOWS:
-        fp4pass.convert(calibrated(args, where, method, 2)[0], progress=False)
         model, _ = calibrated(args, where, method, min(args.layers, 4))
         begin = settled()
         with timed() as (spent, calls):
@@ -244,24 +249,60 @@ def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
 
 
 def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
-    steps = []
-    for layers in DEPTHS:
+    prompt, new, prefill = (16, 8, (2, 32)) if args.tiny else (PROMPT, 96, PREFILL)
+    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for layers, split in itertools.product(DEPTHS, (False, True) if SIZE > 1 else (False,)):
         sizes = LLAMA3_8B | (SMALL if args.tiny else {}) | {"num_hidden_layers": layers}
         model = random_model("llama", sizes, where)
         fp4pass.convert(model, "nvfp4a16", "naive", progress=False)
-        if SIZE > 1:
+        if split:
             fp4pass.parallelize(model, dist.init_device_mesh(where.type, (SIZE,)))
         gc.collect()
         torch.compiler.reset()
-        prompt, new = (16, 8) if args.tiny else (PROMPT, 96)
+        is_profiled = where.type == "cuda" and layers == DEPTHS[-1]
         with torch.no_grad(), redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
-            rate = decode(model, prompt, new, 2, profile=where.type == "cuda")
-        steps.append(1e6 / rate)
-        yield {"layers": layers, "step_us": steps[-1]}
-        del model
-    each = (steps[1] - steps[0]) / (DEPTHS[1] - DEPTHS[0])
-    whole = steps[0] + (LLAMA3_8B["num_hidden_layers"] - DEPTHS[0]) * each
-    yield {"layer_us": each, "all_layers_us": whole, "tokens_per_second": 1e6 / whole}
+            rate = decode(model, prompt, new, 2, profile=is_profiled)
+            ids = torch.randint(256, prefill, device=where)
+            call = partial(model, ids, logits_to_keep=1)
+            reading = statistics.median([seconds(call) for _ in range(4)][1:])
+        found[split].append((1e6 / rate, 1e3 * reading))
+        row = {"layers": layers, "gpus": SIZE if split else 1, "step_us": 1e6 / rate}
+        yield row | {"eager_prefill_ms": 1e3 * reading}
+        del model, call
+    for split, (few, more) in ((split, each) for split, each in found.items() if each):
+        step, reading = (
+            a + (LLAMA3_8B["num_hidden_layers"] - DEPTHS[0]) * (b - a) / (DEPTHS[1] - DEPTHS[0])
+            for a, b in zip(few, more, strict=True)
+        )
+        row = {"gpus": SIZE if split else 1, "all_layers_us": step, "eager_prefill_ms": reading}
+        yield row | {"tokens_per_second": 1e6 / step}
+
+
+def streams(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
+    config, length = QWEN3_32B, 2048
+    if args.tiny:
+        small = {key: value for key, value in TINY.items() if key != "num_hidden_layers"}
+        config, length = config | small | {"tie_word_embeddings": False}, 32
+    with tempfile.TemporaryDirectory() as made:
+        shared: list[Any] = [made]
+        if SIZE > 1:
+            dist.broadcast_object_list(shared)
+        folder = Path(shared[0])
+        if RANK == 0:
+            write_model(folder / "model", config, STREAMED)
+        settled()
+        generator = torch.Generator().manual_seed(1)
+        windows = torch.randint(config["vocab_size"], (32, length), generator=generator)
+        batches = list(windows.split(4))[RANK::SIZE]
+        options: Row = {"method": "hessian", "data": batches, "device": where, "progress": False}
+        for name in ("warm", "from the disk", "from memory"):
+            if RANK == 0 and name == "from the disk":
+                drop_cached(folder / "model")
+            begin = settled()
+            fp4pass.quantize_checkpoint(
+                folder / "model", folder / "out", overwrite=True, card=False, **options
+            )
+            yield {"read": name, "layers": STREAMED, "seconds": settled() - begin}
 
 
 def with_adapters(model: Any) -> tuple[Any, Any]:
@@ -330,6 +371,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = 
     "convert": converts,
     "phases": phases,
     "decode": decodes,
+    "stream": streams,
     "fsdp": shards,
 }
 

@@ -197,12 +197,13 @@ def together(folder: Path) -> dict[str, Any]:
     return found
 
 
-def three(folder: Path) -> dict[str, Any]:
+def exact(folder: Path) -> dict[str, Any]:
     """What has the same bits on any number of processes."""
     found: dict[str, Any] = {}
     for method in ("hessian", "gptq"):
         found[method] = facts(quantized(Readers(), share(integers()), method))
     found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
+    found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
     with small_pages():
         found["parts"] = exchanged()
     return found

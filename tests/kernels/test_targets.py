@@ -160,6 +160,7 @@ def _launch_each() -> None:
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+    _launch_reductions([(fmt, torch.bfloat16)])
     _launch_attention(torch.bfloat16, 1, 128, 1024)
     # One row for each expert, few and more.
     for tokens in (1, 64, 256):
