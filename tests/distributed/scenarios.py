@@ -258,6 +258,34 @@ def dies_early(folder: Path) -> dict[str, Any]:
     return {"error": failure(lambda: fp4pass.convert(model))}
 
 
+def dies_streaming(folder: Path) -> dict[str, Any]:
+    """One process ends in the second layer, when the first is written."""
+    from fp4pass.quantization import search
+
+    before = search._search
+
+    def dying(weight: Any, stats: Any, layer: Any, *others: Any) -> Any:
+        if RANK == 1 and ".layers.1." in layer.name:
+            os._exit(3)
+        return before(weight, stats, layer, *others)
+
+    search._search = dying
+    return {"error": failure(lambda: streamed(folder / "interrupted"))}
+
+
+def goes_on(folder: Path) -> dict[str, Any]:
+    """The same again, and what an uninterrupted run has."""
+    with noting_searches() as searched:
+        found = facts(streamed(folder / "interrupted"))
+    return {"found": found, "searched": list(searched), "whole": facts(streamed(folder / "whole"))}
+
+
+def streamed(folder: Path) -> Any:
+    model = fp4pass.prepare(decoder(), "gptq", sequential=True)
+    fp4pass.calibrate(model, share(texts()), progress=False)
+    return fp4pass.convert(model, stream=folder)
+
+
 def quantized_later() -> Any:
     model = fp4pass.prepare(Readers(), "hessian")
     fp4pass.calibrate(model, share(integers()), progress=False)

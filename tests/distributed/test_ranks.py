@@ -166,6 +166,19 @@ def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
+def test_a_run_that_a_process_ended_goes_on_behind_its_last_layer(tmp_path: Path) -> None:
+    processes = start(SCENARIOS, "dies_streaming", tmp_path)
+    texts = [each.communicate(timeout=120)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
+    found = torch.load(tmp_path / "dies_streaming-0.pt", weights_only=False)
+    assert found["error"].startswith("RankError: Rank 0: another process has ended")
+    for again in run(SCENARIOS, "goes_on", tmp_path):
+        assert again["searched"] and all(".layers.1." in name for name, *_ in again["searched"])
+        assert_equal(again["found"]["state"], again["whole"]["state"])
+        assert again["found"]["report"] == again["whole"]["report"]
+
+
 def test_a_call_that_only_the_first_process_makes(two: list[dict[str, Any]]) -> None:
     error = two[0]["alone"]
     assert error.startswith("RankError: Not all processes made this call of fp4pass within 0:00:02")
