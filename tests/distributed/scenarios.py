@@ -44,7 +44,7 @@ class Tall(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tall, self.small = nn.Linear(32, 5000), nn.Linear(32, 64)
+        self.tall, self.small = nn.Linear(32, 13000), nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.tall(x[:, :32]), self.small(x[:, 32:])], -1)

@@ -88,8 +88,8 @@ def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any
 def test_processes_share_the_rows_of_a_large_layer(
     two: list[dict[str, Any]], one: dict[str, Any]
 ) -> None:
-    assert two[0]["rows, searched"] == [("tall", 0, slice(4096, 5000)), ("small", 0, None)]
-    assert two[1]["rows, searched"] == [("tall", 0, slice(0, 4096))]
+    assert two[0]["rows, searched"] == [("tall", 0, slice(12288, 13000)), ("small", 0, None)]
+    assert two[1]["rows, searched"] == [("tall", 0, slice(0, 12288))]
     assert one["rows, searched"] == [("tall", 0, None), ("small", 0, None)]
     # With other statistics than Hessians, and targets made of them.
     name = "model.layers.0.self_attn.q_proj"
