@@ -13,7 +13,7 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
 - decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
   eval.bench.generate measures it, and a prefill that is not compiled; each on one GPU and split,
-  with 2 and with 8 layers, which all 32 are reckoned from.
+  with 1 and with 5 layers, which all 32 are reckoned from.
 - stream: seconds of quantize_checkpoint for layers of Qwen3-32B's shape, 64k tokens.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.
@@ -64,7 +64,7 @@ RANK, SIZE = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WO
 FLOWS = {"hessian": False, "gptq": True}
 BATCHES, BATCH = 8, (4, 2048)
 # Layers of models that decode.
-DEPTHS = (2, 8)
+DEPTHS = (1, 5)
 # Layers that come from files.
 STREAMED = 6
 # Reductions in one CUDA graph.
