@@ -281,6 +281,29 @@ def is_erased(node: fx.Node) -> bool:
     return node._erased
 
 
+def process_group(name: str) -> Any:
+    """Return the process group of a name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def shared_words(count: int, group: Any) -> tuple[Tensor, list[int]]:
+    """Return int64 words of this GPU, and the addresses of those of all processes of a group.
+
+    Every process makes the call. Raises RuntimeError where GPUs do not reach each other.
+    """
+    from torch.distributed import _symmetric_memory
+
+    require_version("torch", VERSIONS)
+    device = torch.device("cuda", torch.cuda.current_device())
+    words = _symmetric_memory.empty(count, dtype=torch.int64, device=device)
+    handle = _symmetric_memory.rendezvous(words, group)
+    # It ends with its handle.
+    words._fp4pass_handle = handle  # type: ignore[attr-defined]
+    return words, list(handle.buffer_ptrs)
+
+
 def statically_equal(a: Any, b: Any) -> bool:
     """Return whether two sizes are equal whatever the shapes of the inputs."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -11,12 +11,15 @@ from .ranks import (
     reshard,
     sharded_parameter,
 )
+from .reading import exchange_parts, own_part
 
 __all__ = [
     "ONE",
     "Ranks",
     "divide",
+    "exchange_parts",
     "is_sharded",
+    "own_part",
     "ranks",
     "require_initialized",
     "reshard",

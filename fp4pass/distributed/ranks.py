@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,34 +107,63 @@ class Ranks:
         with self.together():
             yield self.rank == 0
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send the bytes of a tensor."""
-        if tensor.numel():
-            dist.send(self._bytes(tensor), to, group=self._group_of(tensor.device))
+    def exchange(
+        self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]
+    ) -> list[Tensor]:
+        """Send tensors to other ranks, and return those that others send, all at one time.
 
-    def receive(self, like: Tensor, source: int) -> Tensor:
-        """Return a tensor with the shape, dtype and device of another, as a rank sends it."""
-        out = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return self._filled(out, lambda x, g: dist.recv(x, source, group=g))
+        Args:
+            sent: each with the rank that gets it. Two ranks name theirs in one order.
+            received: tensors to fill, contiguous, each with the rank that sends it.
+        """
+        raw = [(self._bytes(tensor), rank) for tensor, rank in received]
+        calls: list[tuple[Any, Tensor, int]] = [(dist.irecv, *each) for each in raw]
+        calls += [(dist.isend, self._bytes(tensor), rank) for tensor, rank in sent]
+        counts: Counter[tuple[Any, int]] = Counter()
+        waiting: dict[str, list[dist.P2POp]] = {}
+        for call, each, rank in calls:
+            # Gloo tells messages of a rank by a tag of their own.
+            tag = counts[call, rank]
+            counts[call, rank] += 1
+            if each.numel():
+                operation = dist.P2POp(call, each, rank, self._group_of(each.device), tag)
+                waiting.setdefault(each.device.type, []).append(operation)
+        for _, operations in sorted(waiting.items()):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return [
+            each.to(like.device).view(like.dtype).view(like.shape)
+            for (each, _), (like, _) in zip(raw, received, strict=True)
+        ]
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of one rank, of which others have shape, dtype and device."""
-        return self._filled(tensor.contiguous(), lambda x, g: dist.broadcast(x, source, group=g))
-
-    def _filled(self, out: Tensor, fill: Any) -> Tensor:
+        out = tensor.contiguous()
         if not out.numel():
             return out
         raw = self._bytes(out)
-        fill(raw, self._group_of(out.device))
+        dist.broadcast(raw, source, group=self._group_of(out.device))
         return raw.to(out.device).view(out.dtype).view(out.shape)
 
+    def fill(self, raw: Tensor, source: int) -> None:
+        """Broadcast bytes of one rank in place."""
+        if raw.numel():
+            sent = self._bytes(raw)
+            dist.broadcast(sent, source, group=self._group_of(raw.device))
+            if sent is not raw and source != self.rank:
+                raw.copy_(sent)
+
     def _bytes(self, tensor: Tensor) -> Tensor:
-        # As bytes, for not every backend knows every dtype.
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = as_bytes(tensor)
         return raw if raw.is_cuda and self.has_nccl else raw.cpu()
 
     def _group_of(self, device: torch.device) -> Any:
         return None if device.type == "cuda" and self.has_nccl else self.group
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, for not every backend knows every dtype."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 # A process that is alone.

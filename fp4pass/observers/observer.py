@@ -17,6 +17,7 @@ from ..errors import CalibrationError
 from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.naive import diagonal_blocks
+from ..kernels.statistics.totals import moved_totals, zeros
 from ..methods import STATISTICS, ExpertInputs, Stats
 from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense
@@ -43,11 +44,12 @@ class _Seen:
         state: Changed in place only by a single holder, which then makes a new object of it.
         holders: The number of observers that it belongs to.
         sequence: Names the inputs; None if there are none yet.
+        stats: One object for all holders, once any was asked for its statistics.
     """
 
     def __init__(self, state: State, sequence: _Sequence | None) -> None:
-        self.state, self.sequence = state, sequence
-        self.holders = 1
+        self.state, self.sequence, self.holders = state, sequence, 1
+        self.stats: Stats | None = None
 
 
 class Observer(nn.Module):
@@ -77,17 +79,15 @@ class Observer(nn.Module):
     def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
         super().__init__()
         self.needs = needs
-        self.columns = columns
-        self.sharers = sharers
+        self.columns, self.sharers = columns, sharers
         self.part, self.unmapped, self.is_unmapped_said = "", None, False
         self._hessian = _hessian_name(needs)
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
         # A tensor made in inference mode could not be added to outside of it.
         with torch.inference_mode(False):
-            zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
             shape = STATISTICS[self._hessian]["shape"](columns)
-            hessian = zeros(shape) if self._hessian in needs else zeros(0, *shape[1:])
-            others = [zeros(STATISTICS[name]["shape"](columns)) for name in self._others]
+            hessian = zeros(*(shape if self._hessian in needs else (0, *shape[1:])))
+            others = [zeros(*STATISTICS[name]["shape"](columns)) for name in self._others]
             state = (hessian, zeros(1, dtype=torch.int64), zeros(1), *others)
         self._seen = _Seen(state, None)
 
@@ -132,7 +132,7 @@ class Observer(nn.Module):
             if self._seen.holders > 1:
                 state = tuple(total.clone() for total in state)
             if state[0].device != x.device:
-                state = tuple(total.to(x.device) for total in state)
+                state = tuple(moved_totals(state, x.device, self.has_seen))
         observe = ops.observe_full if self._hessian == "hessian" else ops.observe
         visible = self._visible(x)
         # Most batches hide nothing, and graphs of them have no argument more.
@@ -150,10 +150,12 @@ class Observer(nn.Module):
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
-        hessian, count, amax, *others = self.state
-        found = _hessians(hessian.unsqueeze(0), self.needs)
-        found |= {name: each.unsqueeze(0) for name, each in zip(self._others, others, strict=True)}
-        return Stats(tokens=int(count), input_amax=float(amax), **found)
+        if self._seen.stats is None:
+            hessian, count, amax, *others = self.state
+            found = _hessians(hessian.unsqueeze(0), self.needs)
+            found |= {name: x[None] for name, x in zip(self._others, others, strict=True)}
+            self._seen.stats = Stats(tokens=int(count), input_amax=float(amax), **found)
+        return self._seen.stats
 
     @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +232,6 @@ class ExpertObserver:
 
     def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
-        zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
         counts = zeros(self.experts, dtype=torch.int64)
         return [zeros(self.experts, *shape), counts, zeros(1), zeros(self.experts)]
 
@@ -272,7 +273,7 @@ class ExpertObserver:
     def _add(self, totals: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> None:
         with torch.inference_mode(False):
             if totals[0].device != x.device:
-                totals[:] = [total.to(x.device) for total in totals]
+                totals[:] = moved_totals(totals, x.device, bool(totals[1].any()))
         ops.observe_experts(x.detach(), ids, weights.detach().float(), *totals)
 
     def stats(self) -> Stats:

@@ -22,6 +22,7 @@ from ..errors import OptionError, ShapeError, StateError, expected
 from ..experts import QuantizedExperts, require_adapter
 from ..linear import PACKED, SCALE, PackedBlocks
 from ..state import get_state, unwrap
+from .peers import reach_peers
 from .split import SplitModule
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
@@ -120,6 +121,7 @@ def parallelize(
             module.register_forward_hook(_refuse_gradients)
     kind = mesh.device_type
     root.to(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind)
+    reach_peers(mesh)
     fit_caches(root)
     return model
 

@@ -18,6 +18,7 @@ from ..config import LinearConfig
 from ..core.formats import WHOLE
 from ..errors import StateError
 from ..kernels.common.float_scales import row_amax, scale_of
+from ..kernels.reduce.memory import LARGEST
 from ..linear import StoredWeight, needs_dynamic_scale
 from ..packed_linear import swap_class
 
@@ -92,6 +93,8 @@ def redistribute_output(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Pla
     if now == wanted:
         return y
     if now == Partial() and wanted == Replicate() and not _has_gradient(y):
+        if y.numel() * y.element_size() <= LARGEST:
+            return ops.all_reduce(y, mesh.get_group().group_name, False)
         # As a DTensor does it, without its layers of Python.
         y = y.contiguous()
         dist.all_reduce(y, group=mesh.get_group())
@@ -116,16 +119,22 @@ def with_shared_scale(
     if of_tokens and weight.input_global_scale is None:
         rotated = ops.rotate(x, config.input_rotation) if config.input_rotation else x
         tokens = row_amax(rotated.detach().float().nan_to_num(0.0, 0.0, 0.0), fmt)
-        dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        tokens = _largest(tokens, mesh)
         return weight._replace(input_global_scale=scale_of(tokens, fmt))
     if not needs_dynamic_scale(weight, config):
         return weight
     x = ops.rotate(x, config.input_rotation) if config.input_rotation else x
     finite = x.detach().nan_to_num(0.0, 0.0, 0.0).abs()
     amax = finite.amax().view(1) if x.numel() else x.new_zeros(1)
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    # A whole word of memory, which GPUs exchange.
+    amax = _largest(amax.to(torch.promote_types(amax.dtype, torch.float32)), mesh)
     scale = ops.dynamic_global_scale(amax, config.format.key)
     return weight._replace(input_global_scale=scale)
+
+
+def _largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the maximum over all processes."""
+    return ops.all_reduce(x.contiguous(), mesh.get_group().group_name, True)
 
 
 def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

@@ -240,16 +240,20 @@ def with_statistics(plan: Plan) -> Plan:
 
 def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/quality.md); half of the time for rows * columns^2 is errors.
+    # As measured (docs/quality.md, docs/large-models.md).
     columns, parts = layer.columns, layer.parts
     if "hessian" not in layer.config.needs:
         return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)
     factor = 1.45e-14 * columns**3
-    rate = (2.4e-9 + 1.9e-13 * columns) * columns
+    # Launches take longer than the work in them, for few rows as for many: two visits of each
+    # block, whose scales and codes are chosen, with a product for each part of the rows.
+    blocks = columns / max(layer.config.format.block, 1)
+    begin, each = factor + 1e-4 * blocks, 1e-4 * blocks
+    rate = 2e-12 * columns * blocks
     if layer.matrices > 1:
-        return 0.0, [rate * layer.rows + factor] * len(parts)
+        return 0.0, [begin + each + rate * layer.rows] * len(parts)
     counts = [layer.rows if rows is None else rows.stop - rows.start for _, rows in parts]
-    return factor, [rate * count for count in counts]
+    return begin, [each + rate * count for count in counts]
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.distributed import exchange_parts, own_part, ranks
 from fp4pass.methods import METHODS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -55,7 +56,7 @@ class Tall(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tall, self.small = nn.Linear(32, 5000), nn.Linear(32, 64)
+        self.tall, self.small = nn.Linear(32, 13000), nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.tall(x[:, :32]), self.small(x[:, 32:])], -1)
@@ -191,11 +192,9 @@ def together(folder: Path) -> dict[str, Any]:
         with noting_searches() as found[f"{name}, searched"]:
             found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
     found["kept"] = facts(kept(folder / "fp8"))
-    streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
-    fp4pass.calibrate(streamed, share(texts()), progress=False)
-    for name in ("streamed", "resumed"):
-        again = copy.deepcopy(streamed)
-        found[name] = facts(fp4pass.convert(again, stream=folder / "layers", device=DEVICE))
+    with small_pages():
+        found["parts"] = exchanged()
+        streamed_twice(found, folder)
     model = quantized(decoder(), share(texts()), "hessian", weight_only=True)
     found["saved"] = facts(model)
     fp4pass.save(model, folder / "saved")
@@ -227,6 +226,49 @@ def together(folder: Path) -> dict[str, Any]:
     return found
 
 
+def exact(folder: Path) -> dict[str, Any]:
+    """What has the same bits on any number of processes."""
+    found: dict[str, Any] = {}
+    for method in ("hessian", "gptq"):
+        found[method] = facts(quantized(Readers(), share(integers()), method))
+    found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
+    found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
+    with small_pages():
+        found["parts"] = exchanged()
+    return found
+
+
+@contextmanager
+def small_pages() -> Iterator[None]:
+    """Have processes read parts of small tensors."""
+    reading = sys.modules["fp4pass.distributed.reading"].__dict__
+    before = {name: reading[name] for name in ("_LEAST", "_PAGE")}
+    reading.update(_LEAST=512, _PAGE=64)
+    yield
+    reading.update(before)
+
+
+def exchanged() -> list[bool]:
+    """Whether tensors are complete of which this process had its own part."""
+    group, right = ranks(), []
+    for count in (1, 128, 129, 1000, 4096):
+        whole = torch.arange(count, dtype=torch.float32, device=DEVICE)
+        part = torch.full_like(whole, -1.0)
+        own = own_part(group, whole)
+        part.view(torch.uint8)[own] = whole.view(torch.uint8)[own]
+        exchange_parts(group, [part])
+        right.append(torch.equal(part, whole))
+    return right
+
+
+def streamed_twice(found: dict[str, Any], folder: Path) -> None:
+    streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
+    fp4pass.calibrate(streamed, share(texts()), progress=False)
+    for name in ("streamed", "resumed"):
+        again = copy.deepcopy(streamed)
+        found[name] = facts(fp4pass.convert(again, stream=folder / "layers", device=DEVICE))
+
+
 def dies(folder: Path) -> dict[str, Any]:
     """One process ends in the middle of its searches."""
     model = quantized_later()
@@ -243,6 +285,34 @@ def dies_early(folder: Path) -> dict[str, Any]:
     if RANK == 1:
         os._exit(3)
     return {"error": failure(lambda: fp4pass.convert(model))}
+
+
+def dies_streaming(folder: Path) -> dict[str, Any]:
+    """One process ends in the second layer, when the first is written."""
+    from fp4pass.quantization import search
+
+    before = search._search
+
+    def dying(weight: Any, stats: Any, layer: Any, *others: Any) -> Any:
+        if RANK == 1 and ".layers.1." in layer.name:
+            os._exit(3)
+        return before(weight, stats, layer, *others)
+
+    search._search = dying
+    return {"error": failure(lambda: streamed(folder / "interrupted"))}
+
+
+def goes_on(folder: Path) -> dict[str, Any]:
+    """The same again, and what an uninterrupted run has."""
+    with noting_searches() as searched:
+        found = facts(streamed(folder / "interrupted"))
+    return {"found": found, "searched": list(searched), "whole": facts(streamed(folder / "whole"))}
+
+
+def streamed(folder: Path) -> Any:
+    model = fp4pass.prepare(decoder(), "gptq", sequential=True)
+    fp4pass.calibrate(model, share(texts()), progress=False)
+    return fp4pass.convert(model, stream=folder)
 
 
 def quantized_later() -> Any:

@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fp4pass
 from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
+from fp4pass.kernels.quantize.naive import NORMS
 from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
+from fp4pass.parallel.peers import reach_peers
 
 IDS = texts(1)[0].to(DEVICE)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -44,6 +46,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "dense experts": ("Qwen3Moe", EXPERTS, {"rules": [("*.experts.*", None)]}, None),
     "biased experts": ("GptOss", GPT_OSS, {}, {"model.layers.*.mlp.experts": ExpertParallel()}),
 }
+
+# Those that kernels tell apart, each of which takes seconds to compile.
+ON_GPUS = ("weight only", "dynamic", "dynamic experts")
 
 
 def mesh(*sizes: int) -> DeviceMesh:
@@ -107,10 +112,54 @@ def shapes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def reductions() -> dict[str, Any]:
+    """Sums and maxima of integers in operators, alone and on GPUs in a graph, and whether right."""
+    found: dict[str, Any] = {"shared memory": reach_peers(mesh())}
+    name = mesh().get_group().group_name
+    generators = [torch.Generator().manual_seed(10 + rank) for rank in range(SIZE)]
+
+    def numbers(count: int, dtype: torch.dtype) -> list[Tensor]:
+        made = [torch.randint(-50, 51, (count,), generator=each) for each in generators]
+        return [each.to(dtype).to(DEVICE) for each in made]
+
+    kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    cases = [(count, kind) for count in (1, 2, 66, 4096, 1 << 15, 1 << 18) for kind in kinds]
+    for count, kind in cases:
+        every = numbers(count, kind)
+        expected = sum(every), torch.stack(every).amax(0)
+        reduced = (ops.all_reduce(every[RANK], name, maximum) for maximum in (False, True))
+        found[f"{count} {kind}"] = tuple(map(torch.equal, reduced, expected))
+    for rows, kind in ((1, torch.bfloat16), (5, torch.bfloat16), (3, torch.float32)):
+        every = [x.view(rows, -1) for x in numbers(rows * 512, kind)]
+        total = sum(every) + (residual := every[0] / 8)
+        weight = torch.linspace(-1, 1, 512, device=DEVICE, dtype=kind)
+        both = ops.all_reduce_norm(every[RANK], residual, weight, 1e-6, name)
+        expected = NORMS["rms"](total, weight, None, 1e-6)
+        # Squares are added in another order.
+        near = torch.allclose(both[1], expected, rtol=2 * torch.finfo(kind).eps, atol=0)
+        found[f"norm {rows} {kind}"] = torch.equal(both[0], total), near
+    if ON_GPU:
+        x = [torch.empty(count, device=DEVICE, dtype=torch.bfloat16) for count in (4096, 64)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = [ops.all_reduce(each, name, False) for each in (*x, *x)]
+        right = []
+        for _ in range(20):
+            every = [numbers(len(each), each.dtype) for each in x]
+            for each, values in zip(x, every, strict=True):
+                each.copy_(values[RANK])
+            graph.replay()
+            sums = [sum(values) for values in every] * 2
+            right += [torch.equal(a, b) for a, b in zip(y, sums, strict=True)]
+        found["graph"] = all(right), True
+    return found
+
+
 def models(folder: Path) -> dict[str, Any]:
     """Models that are split by their plans."""
-    found: dict[str, Any] = {}
-    for name, (kind, sizes, options, plan) in CASES.items():
+    found: dict[str, Any] = {"reductions": reductions()}
+    for name in ON_GPUS if ON_GPU else CASES:
+        kind, sizes, options, plan = CASES[name]
         model = converted(kind, sizes, options)
         facts = {"before": state_of(model), "whole": computed(model)}
         if name == "weight only" and not ON_GPU:
@@ -219,7 +268,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     """Models under FSDP2."""
     found: dict[str, Any] = {}
     bfloat16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for name in ("static", "rotated", "experts"):
+    for name in ("static", "experts") if ON_GPU else ("static", "rotated", "experts"):
         kind, sizes, options, _ = CASES[name]
         model = converted(kind, sizes, options)
         before = state_of(model)

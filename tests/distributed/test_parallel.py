@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,18 @@ def test_a_split_model_generates(two: list[dict[str, Any]], name: str) -> None:
         assert torch.equal(dynamic, whole) and torch.equal(static, whole)
 
 
+def assert_reduced(found: dict[str, Any], shared: bool) -> None:
+    assert found.pop("shared memory") == shared
+    assert {name for name, right in found.items() if right != (True, True)} == set()
+
+
+def test_processes_reduce_tensors(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert_reduced(dict(found["models"]["reductions"]), shared=False)
+
+
 def test_inputs_are_quantized_once(two: list[dict[str, Any]]) -> None:
-    counts = {name: found["split"]["quantizations"] for name, found in two[0]["models"].items()}
+    counts = {name: two[0]["models"][name]["split"]["quantizations"] for name in CASES}
     # Two layers of q/k/v, o, gate/up and down.
     assert counts["static"] == counts["dynamic"] == 8
     assert counts["weight only"] == 0
@@ -274,14 +285,19 @@ def test_adapters_are_trained_on_sharded_models(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ON_GPU", "1")
-    first, second = run(SPLITS, "models", tmp_path)
-    for name in CASES:
+    # Both at one time, for most of it compiles kernels.
+    with ThreadPoolExecutor() as pool:
+        (first, second), (sharded, _) = pool.map(
+            lambda name: run(SPLITS, name, tmp_path), ("models", "sharded")
+        )
+    for found in (first, second):
+        assert_reduced(found["reductions"], shared=True)
+    for name in ("weight only", "dynamic", "dynamic experts"):
         assert torch.equal(first[name]["split"]["logits"], second[name]["split"]["logits"])
         assert_bits(first[name]["after"], first[name]["before"])
     # Without codes of inputs, which another order of sums may change.
     assert_near(first["weight only"]["split"]["logits"], first["weight only"]["whole"]["logits"])
-    sharded = run(SPLITS, "sharded", tmp_path)[0]
-    for name in ("static", "rotated", "experts"):
+    for name in ("static", "experts"):
         assert torch.equal(sharded[name]["split"]["logits"], sharded[name]["whole"]["logits"])
 
 

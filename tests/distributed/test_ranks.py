@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,20 @@ def test_sums_that_are_exact_give_the_bits_of_one_process(
         assert torch.equal(state["q_proj.weight_scale"], state["k_proj.weight_scale"])
 
 
+@pytest.mark.slow
+def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any]) -> None:
+    for found in run(SCENARIOS, "exact", tmp_path, 3):
+        for name in ("hessian", "gptq", "rows", "sse"):
+            assert_equal(found[name]["state"], one[name]["state"])
+            assert found[name]["report"] == one[name]["report"]
+        assert all(found["parts"])
+
+
 def test_processes_share_the_rows_of_a_large_layer(
     two: list[dict[str, Any]], one: dict[str, Any]
 ) -> None:
-    assert two[0]["rows, searched"] == [("tall", 0, slice(4096, 5000)), ("small", 0, None)]
-    assert two[1]["rows, searched"] == [("tall", 0, slice(0, 4096))]
+    assert two[0]["rows, searched"] == [("tall", 0, slice(12288, 13000)), ("small", 0, None)]
+    assert two[1]["rows, searched"] == [("tall", 0, slice(0, 12288))]
     assert one["rows, searched"] == [("tall", 0, None), ("small", 0, None)]
     # With other statistics than Hessians, and targets made of them.
     name = "model.layers.0.self_attn.q_proj"
@@ -174,9 +184,26 @@ def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
+def test_a_run_that_a_process_ended_goes_on_behind_its_last_layer(tmp_path: Path) -> None:
+    processes = start(SCENARIOS, "dies_streaming", tmp_path)
+    texts = [each.communicate(timeout=120)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
+    found = torch.load(tmp_path / "dies_streaming-0.pt", weights_only=False)
+    assert found["error"].startswith("RankError: Rank 0: another process has ended")
+    for again in run(SCENARIOS, "goes_on", tmp_path):
+        assert again["searched"] and all(".layers.1." in name for name, *_ in again["searched"])
+        assert_equal(again["found"]["state"], again["whole"]["state"])
+        assert again["found"]["report"] == again["whole"]["report"]
+
+
 def test_a_call_that_only_the_first_process_makes(two: list[dict[str, Any]]) -> None:
     error = two[0]["alone"]
     assert error.startswith("RankError: Not all processes made this call of fp4pass within 0:00:02")
+
+
+def test_processes_exchange_the_parts_that_they_read(two: list[dict[str, Any]]) -> None:
+    assert all(all(found["parts"]) for found in two)
 
 
 def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any]]) -> None:
@@ -187,15 +214,23 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
-def test_two_gpus(tmp_path: Path, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ON_GPU", "1")
-    first, second = run(SCENARIOS, "together", tmp_path)
+def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor() as pool:
+        alone = pool.submit(run, SCENARIOS, "exact", tmp_path, 1)
+        # It has its environment by then.
+        time.sleep(1)
+        monkeypatch.setenv("ON_GPU", "1")
+        first, second = run(SCENARIOS, "together", tmp_path)
+        one = alone.result()[0]
     for name in MODELS:
         assert_equal(first[name]["state"], second[name]["state"])
         assert first[name]["report"] == second[name]["report"]
     # Sums over integers are exact in any order.
     for name in ("hessian", "sse"):
         assert_equal(first[name]["state"], one[name]["state"])
+    for found in (first, second):
+        assert all(found["parts"])
+    assert_equal(first["streamed"]["state"], first["sequential"]["state"])
 
 
 @pytest.mark.core

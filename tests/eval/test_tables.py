@@ -45,6 +45,7 @@ TABLES = {
     "quality/sinks": ("calibration.md", "--json sinks-smollm2.json"),
     "pages/qualities": ("quality.md", ""),
     "pages/memory": ("memory-and-time.md", ""),
+    "pages/several_gpus": ("large-models.md", ""),
 }
 
 

@@ -53,6 +53,8 @@ from fp4pass.kernels.quantize.triton import (
     dynamic_global_scale_triton,
     quantize_triton,
 )
+from fp4pass.kernels.reduce.memory import LARGEST, WORDS, Memory, count_of_words
+from fp4pass.kernels.reduce.triton import all_reduce_norm_triton, all_reduce_triton
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Metric, Solution
@@ -164,6 +166,7 @@ def _launch_each() -> None:
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+    _launch_reductions([(fmt, torch.bfloat16)])
     _launch_attention(torch.bfloat16, 1, 128, 1024)
     # One row for each expert, few and more.
     for tokens in (1, 64, 256):
@@ -189,6 +192,7 @@ def _launch_all(every: bool) -> None:
         _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
         for tokens in (1, 16, 256):
             _launch_experts(fmt, dtype, tokens)
+    _launch_reductions(cases)
     for codebook in CODEBOOKS.values():
         _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
     for width, size in ((128, 1024), (64, 32768)):
@@ -364,6 +368,18 @@ def _launch_e4m3(every: bool) -> None:
         norm_quantize_e4m3(x, x, row, None, "rms", 1e-6, None, fmt)
         norm_quantize_e4m3(x, None, row, row, "layer", 1e-6, None, fmt)
         activate_quantize_e4m3(x, x, "silu", None, fmt)
+
+
+def _launch_reductions(cases: Sequence[tuple[Format, torch.dtype]]) -> None:
+    for size in (2, 8):
+        words = _empty(count_of_words(size), dtype=torch.int64)
+        calls = _empty(LARGEST // 4 // WORDS, dtype=torch.int32)
+        memory = Memory(words, _empty(size, dtype=torch.int64), calls, 1, None)
+        for dtype in {dtype for _, dtype in cases}:
+            x, weight = _empty(4, 4096, dtype=dtype), _empty(4096, dtype=dtype)
+            for maximum in (False, True):
+                all_reduce_triton(x, memory, maximum)
+            all_reduce_norm_triton(x, x, weight, 1e-6, memory)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
