@@ -23,7 +23,6 @@ from .launches import launch_early
 from .merge import group_linears, share_calls
 from .norms import fuse_norms
 from .observers import share_observers
-from .reductions import fuse_reductions
 from .residuals import fuse_residuals
 from .rotary import fuse_rotary
 
@@ -32,7 +31,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_calls,
     share_observers,
     fuse_quantizers,
-    fuse_reductions,
     fuse_experts,
     fuse_gates,
     fuse_attention,
