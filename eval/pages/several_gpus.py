@@ -17,6 +17,7 @@ from typing import Any
 
 from eval.pages.memory import QWEN3_4B, gb, read, row
 from eval.pages.tables import origin, table, write_between
+from eval.record import RESULTS
 from fp4pass.core.formats import NVFP4
 from fp4pass.distributed import divide
 from fp4pass.kernels.search.gptq_reference import ROWS
@@ -191,6 +192,11 @@ def text() -> str:
     return "\n".join((measured(), larger()))
 
 
+def are_measured(*names: str) -> bool:
+    """Return whether there are such results; a table lacks the rows of others."""
+    return all((RESULTS / name).exists() for name in names)
+
+
 def measured() -> str:
     """Return what one GPU and two take."""
     lines = []
@@ -202,19 +208,21 @@ def measured() -> str:
     for method in METHODS:
         one, two = (row(name, part="convert", method=method)["seconds"] for name in (ONE, TWO))
         add(f"`{method}`, 18 layers of Qwen3-4B, 64k tokens, s", one, two, 2)
-    one, two = (
-        next(r for r in read(DECODE)["rows"] if r["gpus"] == n and "all_layers_us" in r)
-        for n in (1, 2)
-    )
-    rates = (each["tokens_per_second"] for each in (one, two))
-    add("decode, Llama-3-8B, `nvfp4a16`, tokens/s", *rates, 0, best=True)
-    add("prefill, 8 x 2048, not compiled, ms", *(x["eager_prefill_ms"] for x in (one, two)), 0)
-    for name in ("from the disk", "from memory"):
+    if are_measured(DECODE):
+        one, two = (
+            next(r for r in read(DECODE)["rows"] if r["gpus"] == n and "all_layers_us" in r)
+            for n in (1, 2)
+        )
+        rates = (each["tokens_per_second"] for each in (one, two))
+        add("decode, Llama-3-8B, `nvfp4a16`, tokens/s", *rates, 0, best=True)
+        add("prefill, 8 x 2048, not compiled, ms", *(x["eager_prefill_ms"] for x in (one, two)), 0)
+    for name in ("from the disk", "from memory") if are_measured(FILES_ONE, FILES_TWO) else ():
         files = [row(file, read=name) for file in (FILES_ONE, FILES_TWO)]
         add(f"6 layers of Qwen3-32B, {name}, s", *(each["seconds"] for each in files), 1)
-    shard = row(FSDP, part="fsdp")
-    whole, part = (shard[f"bytes_{each}"] / 1e9 for each in ("whole", "sharded"))
-    add("FSDP2, weights of a GPU, GB", whole, part, 2)
+    if are_measured(FSDP):
+        shard = row(FSDP, part="fsdp")
+        whole, part = (shard[f"bytes_{each}"] / 1e9 for each in ("whole", "sharded"))
+        add("FSDP2, weights of a GPU, GB", whole, part, 2)
     reduced = row(REDUCE, rows=1)
     found = table(["", "one GPU", "two", "ratio"], lines, left=1)
     return "\n".join(
