@@ -28,6 +28,6 @@ from .experts import (
     observe_experts,
 )
 from .linears import linear, linear_group, linear_quantized, linear_quantized_group
-from .reduce import all_reduce, all_reduce_norm
+from .reduce import all_reduce
 from .registration import call
 from .weights import dequantize, gptq, joint, observe, observe_full, search, search_stack

@@ -52,7 +52,7 @@ from fp4pass.kernels.quantize.triton import (
     quantize_triton,
 )
 from fp4pass.kernels.reduce.memory import LARGEST, WORDS, Memory, count_of_words
-from fp4pass.kernels.reduce.triton import all_reduce_norm_triton, all_reduce_triton
+from fp4pass.kernels.reduce.triton import all_reduce_triton
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
@@ -348,10 +348,8 @@ def _launch_reductions(cases: Sequence[tuple[Format, torch.dtype]]) -> None:
         calls = _empty(LARGEST // 4 // WORDS, dtype=torch.int32)
         memory = Memory(words, _empty(size, dtype=torch.int64), calls, 1, None)
         for dtype in {dtype for _, dtype in cases}:
-            x, weight = _empty(4, 4096, dtype=dtype), _empty(4096, dtype=dtype)
             for maximum in (False, True):
-                all_reduce_triton(x, memory, maximum)
-            all_reduce_norm_triton(x, x, weight, 1e-6, memory)
+                all_reduce_triton(_empty(4, 4096, dtype=dtype), memory, maximum)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:

@@ -19,7 +19,6 @@ from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .merge import group_linears, share_calls
 from .observers import share_observers
-from .reductions import fuse_reductions
 from .rotary import fuse_rotary
 
 # The passes on every graph with operators of fp4pass, in their order.
@@ -27,7 +26,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_calls,
     share_observers,
     fuse_quantizers,
-    fuse_reductions,
     fuse_experts,
     fuse_attention,
     fuse_rotary,

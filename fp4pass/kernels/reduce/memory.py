@@ -40,11 +40,6 @@ class Memory:
         """The number of processes."""
         return len(self.addresses)
 
-    @property
-    def capacity(self) -> int:
-        """The number of words of a process in one call."""
-        return self.words.numel() // self.size // 2
-
     @staticmethod
     def of(words: Tensor, addresses: list[int], rank: int, group: Any = None) -> Memory:
         """Return the memory of a group, given the words [2 x size x LARGEST / 4] of each, zero."""

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.torch import process_group
-from ..quantize.naive import NORMS
 from .memory import LARGEST, MEMORIES
 
 
@@ -25,20 +24,6 @@ def all_reduce_ref(x: Tensor, group: str, maximum: bool) -> Tensor:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         dist.all_reduce(out, operation, group=process_group(group))
     return out
-
-
-def all_reduce_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of x [..., K] of all processes plus a residual, and the RMSNorm of that."""
-    memory = MEMORIES.get(group)
-    if memory is not None and memory.group is process_group(group) and is_served(x):
-        from .triton import all_reduce_norm_triton, whole_units
-
-        if whole_units(x) and x.dtype == residual.dtype == weight.dtype:
-            return all_reduce_norm_triton(x, residual, weight, eps, memory)
-    total = all_reduce_ref(x, group, False) + residual
-    return total, NORMS["rms"](total, weight, None, eps)
 
 
 def is_served(x: Tensor) -> bool:
