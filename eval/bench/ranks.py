@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_for(__doc__, "ranks-h100.json")
+    parser = parser_for(__doc__, "ranks.json")
     parser.add_argument("parts", nargs="*", choices=list(PARTS), default=["convert"])
     parser.add_argument("--layers", type=int, default=18)
     return parser.parse_args()

@@ -17,14 +17,12 @@ from typing import Any
 
 from eval.pages.memory import QWEN3_4B, gb, read, row
 from eval.pages.tables import origin, table, write_between
-from eval.record import RESULTS
 from fp4pass.core.formats import NVFP4
 from fp4pass.distributed import divide
 from fp4pass.kernels.search.gptq_reference import ROWS
 from fp4pass.quantization.plan import search_seconds
 
-ONE, TWO, REDUCE, DECODE = (f"ranks/{name}.json" for name in ("one", "two", "reduce", "decode"))
-FSDP, FILES_ONE, FILES_TWO = (f"ranks/{name}.json" for name in ("fsdp", "stream-one", "stream-two"))
+ONE, TWO, REDUCE = (f"ranks/{name}.json" for name in ("one", "two", "reduce"))
 
 TOKENS = 128 * 2048
 BITS = 4.5
@@ -120,26 +118,22 @@ class Rates:
     @staticmethod
     def measured() -> Rates:
         """Return the rates of the results."""
-        one = row(ONE, part="convert", method="hessian")
-        two = row(TWO, part="phases", method="gptq")
-        tokens = 8 * 4 * 2048
-        layers = read(ONE)["layers"]
-        forward = 2 * layers * QWEN3_4B.dense_layer * tokens / one["calibrate_seconds"]
-        steps = two["steps"]
-        # Of four layers, half of the tokens a process.
-        observing = max(each["observe"][0] - each["summed_statistics"][0] for each in steps) / 4
-        running = QWEN3_4B.dense_layer * tokens / forward
+        hessian, gptq = (row(ONE, part="convert", method=method) for method in METHODS)
+        tokens, layers = 8 * 4 * 2048, read(ONE)["layers"]
+        passing = 2 * layers * QWEN3_4B.dense_layer * tokens
+        forward = passing / hessian["calibrate_seconds"]
+        # Of four layers, each searched by one of the processes.
+        steps = row(TWO, part="phases", method="gptq")["steps"]
+        searching = sum(each["search_parts"][0] for each in steps) / 4
+        observing = gptq["convert_seconds"] - layers * searching - 2 * passing / forward
         squares = sum(each.columns**2 for each in SMALL if each.observes)
         sent = sum(STATISTICS["gptq"](each.columns) for each in SMALL if each.observes) / 2
-        searched = {
-            "gptq": sum(each["search_parts"][0] for each in steps) / 4,
-            "hessian": one["convert_seconds"] / layers,
-        }
+        searches = {"gptq": searching, "hessian": hessian["convert_seconds"] / layers}
         return Rates(
             forward,
-            tokens * squares / max(observing - running, 1e-3),
+            2 * layers * tokens * squares / observing,
             sent / (max(each["exchange"][0] for each in steps) / 4),
-            {name: each / busiest(SMALL, name, 1) for name, each in searched.items()},
+            {name: each / busiest(SMALL, name, 1) for name, each in searches.items()},
         )
 
 
@@ -192,48 +186,24 @@ def text() -> str:
     return "\n".join((measured(), larger()))
 
 
-def are_measured(*names: str) -> bool:
-    """Return whether there are such results; a table lacks the rows of others."""
-    return all((RESULTS / name).exists() for name in names)
-
-
 def measured() -> str:
     """Return what one GPU and two take."""
     lines = []
-
-    def add(name: str, one: float, two: float, digits: int, best: bool = False) -> None:
-        ratio = two / one if best else one / two
-        lines.append([name, f"{one:.{digits}f}", f"{two:.{digits}f}", f"{ratio:.2f}"])
-
     for method in METHODS:
         one, two = (row(name, part="convert", method=method)["seconds"] for name in (ONE, TWO))
-        add(f"`{method}`, 18 layers of Qwen3-4B, 64k tokens, s", one, two, 2)
-    if are_measured(DECODE):
-        one, two = (
-            next(r for r in read(DECODE)["rows"] if r["gpus"] == n and "all_layers_us" in r)
-            for n in (1, 2)
-        )
-        rates = (each["tokens_per_second"] for each in (one, two))
-        add("decode, Llama-3-8B, `nvfp4a16`, tokens/s", *rates, 0, best=True)
-        add("prefill, 8 x 2048, not compiled, ms", *(x["eager_prefill_ms"] for x in (one, two)), 0)
-    for name in ("from the disk", "from memory") if are_measured(FILES_ONE, FILES_TWO) else ():
-        files = [row(file, read=name) for file in (FILES_ONE, FILES_TWO)]
-        add(f"6 layers of Qwen3-32B, {name}, s", *(each["seconds"] for each in files), 1)
-    if are_measured(FSDP):
-        shard = row(FSDP, part="fsdp")
-        whole, part = (shard[f"bytes_{each}"] / 1e9 for each in ("whole", "sharded"))
-        add("FSDP2, weights of a GPU, GB", whole, part, 2)
-    reduced = row(REDUCE, rows=1)
+        name = f"`{method}`, 18 layers of Qwen3-4B, 64k tokens, s"
+        lines.append([name, f"{one:.2f}", f"{two:.2f}", f"{one / two:.2f}"])
     found = table(["", "one GPU", "two", "ratio"], lines, left=1)
-    return "\n".join(
+    sums = table(
+        ["rows of 4096 numbers", "memory that GPUs share, µs", "NCCL, µs"],
         [
-            *origin(read(TWO)),
-            found,
-            f"A sum of 4096 numbers over both GPUs takes {reduced['own_us']:.1f} µs in a CUDA "
-            f"graph, {reduced['nccl_us']:.1f} by NCCL.",
-            "",
-        ]
+            [f"{each['rows']}", f"{each['own_us']:.1f}", f"{each['nccl_us']:.1f}"]
+            for each in read(REDUCE)["rows"]
+        ],
+        left=1,
     )
+    what = "Sums over both GPUs in a CUDA graph, bfloat16:"
+    return "\n".join([*origin(read(TWO)), found, what, "", sums])
 
 
 def larger() -> str:
