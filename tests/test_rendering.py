@@ -33,7 +33,7 @@ BOX = re.compile(r"^(?:\?\?\?|!!!|===)\+? .*\n((?:(?: {4}.*)?\n)*)", re.MULTILIN
 EXPLORER = ROOT / "docs" / "assets" / "explorer.js"
 
 # Printed text is as wide as it is.
-CODE = {"python", "sh", "yaml", "json", "toml"}
+CODE = {"python", "sh", "yaml", "json", "toml", "bash"}
 COLUMNS = 80
 
 
