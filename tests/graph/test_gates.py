@@ -169,6 +169,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [n if n == "phi3" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )

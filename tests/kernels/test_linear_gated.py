@@ -50,6 +50,7 @@ NAMES = list(ACTIVATIONS)
 PAIRS = list(zip(VARIANTS, NAMES, strict=True))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fmt", "name"), cases(PAIRS, itertools.product(VARIANTS, NAMES)))
 def test_the_bits_of_products_and_their_gate(fmt: Format, name: str) -> None:
     for m, n, k in SHAPES:
@@ -62,6 +63,7 @@ def test_the_bits_of_products_and_their_gate(fmt: Format, name: str) -> None:
         assert (differs.sum() <= found.numel() / 20) and ((found - wanted).abs() <= step).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_other_dtypes(dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4")

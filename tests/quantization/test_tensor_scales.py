@@ -91,6 +91,7 @@ def test_a_method_of_others_is_left_alone() -> None:
     assert len(set(own.values())) == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sequential", [False, True])
 def test_streamed_and_layer_by_layer(sequential: bool, tmp_path: Path) -> None:
     ids = [torch.arange(64).view(2, 32)]
