@@ -22,7 +22,7 @@ def own_part(group: Ranks, tensor: Tensor) -> slice:
 
 
 def exchange_parts(group: Ranks, tensors: Sequence[Tensor]) -> None:
-    """Complete contiguous tensors of which each rank has filled its own part, in place."""
+    """Complete contiguous tensors in place. Each rank has filled its own part of each."""
     for tensor in tensors:
         if tensor.nbytes >= _LEAST:
             for source, part in enumerate(_parts(group, tensor)):

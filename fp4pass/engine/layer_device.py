@@ -224,7 +224,7 @@ def _own_bytes(tensor: Tensor) -> Tensor:
 
 
 def _exchange(copies: _Copies, place: torch.device) -> None:
-    """Complete copies of which each process has made a part."""
+    """Complete copies. Each process has made a part of each."""
     group = ranks()
     with group.together():
         events = [copied.result() for _, copied in copies.values()]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint
 from fp4pass.float_models import load_float
+from fp4pass.rows import Report
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -60,19 +61,23 @@ def assert_kept(source: Path, target: Path, report: Any) -> None:
                 assert torch.equal(tensor.expand_as(other), other)
 
 
+def quantized(source: Path, target: Path, kept: str, streamed: bool) -> Report:
+    """Write the folder of a source whose experts stay in a format; what the report says."""
+    given: Any = {"rules": rules(kept), "progress": False}
+    if streamed:
+        return fp4pass.quantize_checkpoint(source, target, "nvfp4a16", "sse", **given)
+    model = load_float(str(source), "auto", "cpu")
+    fp4pass.convert(model, "nvfp4a16", "sse", **given)
+    fp4pass.save(model, target, progress=False)
+    return fp4pass.report(model)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacked_experts(kind: str, streamed: bool, tmp_path: Path) -> None:
     source, target = tmp_path / "fp8", tmp_path / "q"
     fp8_folders.make(fp8_folders.mixture_model(), source, kind)
-    given: Any = {"rules": rules(KINDS[kind]), "progress": False}
-    if streamed:
-        report = fp4pass.quantize_checkpoint(source, target, "nvfp4a16", "sse", **given)
-    else:
-        model = load_float(str(source), "auto", "cpu")
-        fp4pass.convert(model, "nvfp4a16", "sse", **given)
-        fp4pass.save(model, target, progress=False)
-        report = fp4pass.report(model)
+    report = quantized(source, target, KINDS[kind], streamed)
     assert_kept(source, target, report)
     assert open_checkpoint(target).layers["model.layers.0.self_attn.q_proj"].fmt.name == "nvfp4"
 
@@ -194,12 +199,5 @@ def test_a_list_of_experts(streamed: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     fp8_folders.make(ListOfExperts(ListConfig()), source, "finegrained")
     assert json.loads((source / "config.json").read_text())["architectures"] == ["ListOfExperts"]
-    given: Any = {"rules": rules("fp8_block"), "progress": False}
-    if streamed:
-        report = fp4pass.quantize_checkpoint(source, target, "nvfp4a16", "sse", **given)
-    else:
-        model = load_float(str(source), "auto", "cpu")
-        fp4pass.convert(model, "nvfp4a16", "sse", **given)
-        fp4pass.save(model, target, progress=False)
-        report = fp4pass.report(model)
+    report = quantized(source, target, "fp8_block", streamed)
     assert_kept(source, target, report)

@@ -169,7 +169,6 @@ MODELS = {
 }
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [n if n == "phi3" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import meta_of, statically_equal
+from ..._compat.torch import statically_equal
 from .fusions import ACTIVATIONS, UP, X, on_gpu
 from .gates import halves_of, only_for
-from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul
+from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul, replace
 
 aten = torch.ops.aten
 
@@ -66,11 +66,7 @@ def fuse_experts(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) 
         bound = next(match(SUM, node), None)
         arguments = None if bound is None else _arguments(node, bound)
         if arguments is not None:
-            with graph.inserting_before(node):
-                fused = graph.call_function(ops.experts_mixture, arguments)
-            fused.meta = meta_of(node)
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
+            replace(graph, node, ops.experts_mixture, arguments)
             count += 1
     if count:
         graph.eliminate_dead_code()

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import meta_of, statically_equal
+from ..._compat.torch import statically_equal
 from ...core.formats import Format, get_format
 from ...ops.registration import unserved
 from .fusions import ACTIVATIONS, UP, has_few_rows, is_like, on_gpu
-from .pattern import match, mul
+from .pattern import match, mul, replace
 
 aten = torch.ops.aten
 
@@ -54,11 +54,7 @@ def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernel
             weights = zip(*(each.args[_WEIGHT] for each in products), strict=True)
             options = (activation, *first.args[_OPTIONS])
             arguments = (first.args[0], *map(list, weights), *options)
-            with graph.inserting_before(node):
-                fused = graph.call_function(ops.linear_gated, arguments)
-            fused.meta = meta_of(node)
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
+            replace(graph, node, ops.linear_gated, arguments)
             count += 1
     if count:
         graph.eliminate_dead_code()
@@ -66,7 +62,7 @@ def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernel
 
 
 def _products(gate: Any, up: Any, last: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the products, one or two, of which `last` is the gate and nothing else reads any."""
+    """Return the one or two products whose gate is `last`, if nothing else reads them."""
     shape = last.meta["val"].shape
     if not all(is_like(each, last, shape) for each in (gate, up)):
         return ()

@@ -12,7 +12,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import meta_of
 from .fusions import addends_of, has_few_rows, is_norm, on_gpu, rms_norm
-from .pattern import NARROW_DTYPES, dtype_of, match
+from .pattern import NARROW_DTYPES, dtype_of, match, replace
 
 # A norm is worth a launch of its own where one of these reads it.
 PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group, ops.linear_gated)
@@ -40,10 +40,7 @@ def _replace_norm(node: fx.Node, x: fx.Node, weight: fx.Node, eps: float) -> Non
     """Put an operator in the place of a norm, and of the sum x where it can stand there."""
     graph, terms = node.graph, addends_of(x, {weight})
     if terms is None:
-        with graph.inserting_before(node):
-            fused = graph.call_function(ops.rms_norm, (x, weight, eps))
-        fused.meta = meta_of(node)
-        node.replace_all_uses_with(fused)
+        replace(graph, node, ops.rms_norm, (x, weight, eps))
         return
     order = {each: i for i, each in enumerate(graph.nodes)}
     with graph.inserting_after(max((x, weight), key=order.__getitem__)):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..._compat.torch import meta_of
+
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
@@ -103,6 +105,15 @@ def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Boun
         yield from _match_call(pattern, value, bound)
     elif not isinstance(value, fx.Node) and value == pattern:
         yield bound
+
+
+def replace(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+    """Put a call in the place of a node. Dead code elimination removes what it alone read."""
+    with graph.inserting_before(node):
+        found = graph.call_function(target, arguments)
+    found.meta = meta_of(node)
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
