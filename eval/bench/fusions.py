@@ -1,4 +1,4 @@
-"""How much the passes around products save of a compiled decode step, one added to the other.
+"""The time of a compiled decode step, with one more pass around products at a time.
 
     python -m eval.bench.fusions [--models NAME...] [--layers N] [--rows N...] [--profile]
         [--json FILE] [--tiny]

@@ -201,7 +201,7 @@ STEPS = {
 
 @contextmanager
 def timed() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yield the seconds and the calls of each step, of which some are within others."""
+    """Yield the seconds and the calls of each step. Steps may be within others."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     undo: list[Callable[[], None]] = []

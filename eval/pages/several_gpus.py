@@ -38,7 +38,7 @@ STATISTICS = {"hessian": lambda k: 128 * k, "gptq": lambda k: 4 * k * k + 128 * 
 
 @dataclass(frozen=True)
 class Linear:
-    """Equal matrices [N, K], of which a token meets some."""
+    """Equal matrices [N, K]. A token meets some of them."""
 
     rows: int
     columns: int
