@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
 
 from ..errors import OptionError, ShapeError, StateError
 from ..experts import (
@@ -22,8 +21,8 @@ from ..packed_linear import swap_class
 from .split import (
     SplitModule,
     local_shard,
-    redistribute_output,
     split_module,
+    summed,
     with_shared_scale,
     with_summed_gradient,
 )
@@ -63,8 +62,8 @@ class SplitExperts(SplitModule, QuantizedExperts):
         """Return the output of the whole mixture."""
         args = tuple(self._read(each) for each in args)
         kwargs = {name: self._read(each) for name, each in kwargs.items()}
-        y = super().forward(*args, **kwargs)
-        return redistribute_output(y, self.mesh, Partial(), Replicate())
+        # Not super(): see SplitLinear.forward.
+        return summed(QuantizedExperts.forward(self, *args, **kwargs), self.mesh)
 
     def _read(self, value: Any) -> Any:
         return with_summed_gradient(value, self.mesh) if isinstance(value, Tensor) else value

@@ -17,6 +17,7 @@ from .split import (
     SplitModule,
     redistribute_output,
     split_module,
+    summed,
     to_local_input,
     with_shared_scale,
     with_summed_gradient,
@@ -33,10 +34,30 @@ class Layouts:
     local: bool  # give a plain tensor, not a DTensor
 
 
+@dataclass(frozen=True)
+class Moves:
+    """What is left to do between a layer and its neighbours.
+
+    torch.compile checks at every call what a forward reads: of bools it takes a fraction of the
+    time that placements take.
+    """
+
+    reads: bool  # local inputs are not placed as the layer reads them
+    sums: bool  # products are summed over all processes
+    writes: bool  # products are placed in another way
+
+    @staticmethod
+    def between(kind: type[SplitLinear], layouts: Layouts) -> Moves:
+        """Return the moves of a kind of layer with such neighbours."""
+        moved = kind.product != layouts.output
+        sums = kind.product == Partial() and layouts.output == Replicate()
+        return Moves(kind.wanted != layouts.input, sums, moved and not sums)
+
+
 class SplitLinear(SplitModule, QuantizedLinear):
     """A quantized linear layer of which this process has whole blocks."""
 
-    packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "layouts")
+    packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "layouts", "moves")
     # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
     dim: ClassVar[int]
     divided: ClassVar[str]
@@ -44,6 +65,7 @@ class SplitLinear(SplitModule, QuantizedLinear):
     product: ClassVar[Placement]
 
     layouts: Layouts
+    moves: Moves
 
     @property
     def weight(self) -> Tensor:
@@ -53,12 +75,19 @@ class SplitLinear(SplitModule, QuantizedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the whole layer, placed as the style says."""
-        layouts, mesh = self.layouts, self.mesh
-        y = super().forward(to_local_input(input, mesh, layouts.input, self.wanted))
-        y = redistribute_output(y, mesh, self.product, layouts.output)
+        moves, mesh = self.moves, self.mesh
+        if moves.reads or isinstance(input, DTensor):
+            input = to_local_input(input, mesh, self.layouts.input, self.wanted)
+        # Not super(): torch.compile checks the base classes of each layer at every call then.
+        y = QuantizedLinear.forward(self, input)
+        if moves.sums:
+            y = summed(y, mesh)
+        elif moves.writes:
+            y = redistribute_output(y, mesh, self.product, self.layouts.output)
         if self.bias is not None and not self.adds_bias:
             # Once, to the sum.
             y = y + self.bias.to(y.dtype)
+        layouts = self.layouts
         return y if layouts.local else DTensor.from_local(y, mesh, [layouts.output])
 
     def extra_repr(self) -> str:
@@ -75,7 +104,7 @@ class ColumnLinear(SplitLinear):
 
     def checked_input(self, input: Tensor) -> Tensor:
         """Return an input that all processes read."""
-        return with_summed_gradient(super().checked_input(input), self.mesh)
+        return with_summed_gradient(QuantizedLinear.checked_input(self, input), self.mesh)
 
 
 class RowLinear(SplitLinear):
@@ -124,4 +153,5 @@ def split_linear(
         split["bias"] = 0
     sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}
     sizes[kind.divided] //= mesh.size()
-    split_module(layer, kind, split, mesh, layouts=layouts, **sizes)
+    moves = Moves.between(kind, layouts)
+    split_module(layer, kind, split, mesh, layouts=layouts, moves=moves, **sizes)

@@ -73,8 +73,6 @@ def split_module(
 def to_local_input(x: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:
     """Redistribute an input that is placed as `layout` says; return the part of this process."""
     if not isinstance(x, DTensor):
-        if layout == wanted:
-            return x
         x = DTensor.from_local(x, mesh, [layout], run_check=False)
     return x.redistribute(placements=[wanted]).to_local()
 
@@ -89,18 +87,21 @@ def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def redistribute_output(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
-    """Return a local output, placed as `now` says, as `wanted` does; perhaps in place."""
-    if now == wanted:
-        return y
-    if now == Partial() and wanted == Replicate() and not _has_gradient(y):
-        if y.numel() * y.element_size() <= LARGEST:
-            return ops.all_reduce(y, mesh.get_group().group_name, False)
-        # As a DTensor does it, without its layers of Python.
-        y = y.contiguous()
-        dist.all_reduce(y, group=mesh.get_group())
-        return y
+    """Return a local output, placed as `now` says, as `wanted` does."""
     parts = DTensor.from_local(y, mesh, [now], run_check=False)
     return parts.redistribute(placements=[wanted]).to_local()
+
+
+def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the local outputs of all processes, perhaps in place."""
+    if _has_gradient(y):
+        return redistribute_output(y, mesh, Partial(), Replicate())
+    if y.numel() * y.element_size() <= LARGEST:
+        return ops.all_reduce(y, mesh.get_group().group_name, False)
+    # As a DTensor does it, without its layers of Python.
+    y = y.contiguous()
+    dist.all_reduce(y, group=mesh.get_group())
+    return y
 
 
 def _has_gradient(x: Tensor) -> bool:

@@ -126,7 +126,7 @@ def has_tensor_cores(device: torch.device) -> bool:
 def _has_block_product(x: Tensor, n: int, fmt: Format) -> bool:
     """Return whether `block_scaled_mm` multiplies many rows of codes x and a weight [n, K]."""
     m, k = x.shape
-    tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 128 == 0
+    tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 512 == 0
     return tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device)
 
 

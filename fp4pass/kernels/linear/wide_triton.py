@@ -208,9 +208,11 @@ def wide_kernel(
     words, scales = weight.packed, weight.scale
     LAYOUT: gl.constexpr = word_layout(WARPS, WORDS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 32 if FP8 else 16])
-    # Steps come in whole iterations.
-    AHEAD: gl.constexpr = 4 if K % (4 * COLUMNS) == 0 else 2
+    # Steps come in whole iterations, and each part has one.
+    fits: gl.constexpr = K % (4 * COLUMNS) == 0 and K >= 4 * COLUMNS * PARTS
+    AHEAD: gl.constexpr = 4 if fits else 2
     whole: gl.constexpr = K // (AHEAD * COLUMNS)
+    gl.static_assert(whole >= PARTS)
     part = gl.program_id(2)
     # Not PARTS: where the loop is known to run, ptxas waits for each instruction of a product.
     parts = gl.num_programs(2)
