@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from compiled_quality import BUNDLED, divergences
+from graph.test_argmax import rows_of_every_kind
 from post_grad import fresh
 from test_compiled_model import DECODERS, SETTINGS, Logits, converted, difference, package, tokens
 from test_zoo import statistics
@@ -21,7 +22,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
 
 import fp4pass
-from fp4pass.graph.inductor import install
+from fp4pass import ops
+from fp4pass.graph.inductor import install, launches
 from fp4pass.observers.observer import OBSERVERS
 
 pytestmark = [
@@ -180,6 +182,41 @@ def test_what_surrounds_products_is_fused(length: int, monkeypatch: pytest.Monke
         patch.setenv(install.SWITCH, ",".join(ROUNDING))
         plain = forward(torch.compile(model, fullgraph=True), x)
     assert divergence(eager, found) <= divergence(eager, plain) + 2e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "size", "early"),
+    [
+        pytest.param(torch.bfloat16, 10, 151936, False, id="parts of equal sizes"),
+        pytest.param(torch.float16, 64, 50257, False, id="a shorter last part"),
+        pytest.param(torch.float32, 10, 16411, False, id="parts without a number"),
+        pytest.param(torch.bfloat16, 1, 151936, True, id="kernels that start early"),
+    ],
+)
+@torch.no_grad()
+def test_the_largest_of_a_long_row_is_the_one_of_torch(
+    dtype: torch.dtype, rows: int, size: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = fp4pass.convert(nn.Linear(64, 32, device="cuda", dtype=dtype), "nvfp4a16", "naive")
+    monkeypatch.setattr(launches, "EARLY", (ops.linear,) if early else ())
+
+    def choose(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        # Numbers of a kernel just before, and a graph with an operator of ours.
+        y = x + layer(h)[:, :1]
+        return y.float().argmax(-1, keepdim=True), y
+
+    compiled = torch.compile(choose, fullgraph=True)
+    every = rows_of_every_kind(size, max(rows, 10)).to("cuda", dtype)
+    h = torch.zeros(rows, 64, device="cuda", dtype=dtype)
+    for start in range(0, len(every), rows):
+        x = every[start : start + rows]
+        for _ in range(3):
+            found, y = compiled(x, h)
+            assert torch.equal(found, y.float().argmax(-1, keepdim=True))
+            assert torch.equal(found.cpu(), x.cpu().argmax(-1, keepdim=True))
+    (graph,) = fp4pass.compile_report().graphs
+    assert graph.changes["split_argmax"] == 1
+    assert graph.changes["launch_early"] == (early and torch.cuda.get_device_capability() >= (9, 0))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])

@@ -1,7 +1,7 @@
-"""The time of a compiled decode step, with one more pass around products at a time.
+"""The time of a compiled decode step, with one more pass at a time.
 
-    python -m eval.bench.fusions [--models NAME...] [--layers N] [--rows N...] [--profile]
-        [--json FILE] [--tiny]
+    python -m eval.bench.fusions [--models NAME...] [--layers N] [--rows N...] [--columns NAME...]
+        [--profile] [--json FILE] [--tiny]
     python -m eval.bench.fusions --table docs/graphs.md
 
 Models have the sizes of those of eval/bench/generate.py, but N layers, and heavy-tailed random
@@ -45,6 +45,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "fuse_norms": ("fuse_norms",),
     "fuse_residuals": ("fuse_residuals",),
     "launch_early": ("launch_early",),
+    "split_argmax": ("split_argmax",),
 }
 # Tokens before the step; steps in a burst, and bursts; seconds of other work before them.
 POSITION, BURST, BURSTS = 512, 50, 7
@@ -67,6 +68,8 @@ def main() -> None:
             on: set[str] = set()
             for column, passes in COLUMNS.items():
                 on |= set(passes)
+                if column not in args.columns:
+                    continue
                 rest = {each for added in COLUMNS.values() for each in added} - on
                 os.environ[SWITCH] = ",".join(sorted(rest))
                 row[column] = step_us(model, rows, args)
@@ -146,6 +149,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     return parser.parse_args()
 

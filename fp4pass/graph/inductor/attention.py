@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import meta_of, statically_equal
+from ..._compat.torch import statically_equal
 from .fusions import on_gpu
-from .pattern import NARROW_DTYPES, dtype_of
+from .pattern import NARROW_DTYPES, dtype_of, insert
 
 aten = torch.ops.aten
 
@@ -76,23 +76,15 @@ def _replace(
     """Replace attention by the operator, with one span of keys and its counters for each mask."""
     with graph.inserting_before(node):
         if call.mask not in spans:
-            both = _insert(graph, result, ops.attention_span, call.mask)
-            spans[call.mask] = [_insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
+            both = insert(graph, result, ops.attention_span, call.mask)
+            spans[call.mask] = [insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
         arguments = (call.q, call.k, call.v, call.mask, *spans[call.mask], call.scale)
-        fused = _insert(graph, result, ops.attention, *arguments)
-        turned = _insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
+        fused = insert(graph, result, ops.attention, *arguments)
+        turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
     result.replace_all_uses_with(turned)
     # A search for dead code would keep what may drop out numbers.
     graph.erase_node(result)
     graph.erase_node(node)
-
-
-def _insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-    """Insert a call, with the tensors that it gives."""
-    node = graph.call_function(target, arguments)
-    values = (each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments)
-    node.meta = meta_of(like, val=target(*values))
-    return node
 
 
 def _read(node: fx.Node) -> _Attention | None:

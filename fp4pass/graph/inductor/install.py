@@ -15,6 +15,7 @@ from torch import fx
 
 from ..._compat import torch as compat
 from ...errors import VersionError, unknown_name
+from .argmax import split_argmax
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
@@ -38,6 +39,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     group_linears,
     fuse_residuals,
     fuse_norms,
+    split_argmax,
     launch_early,
 )
 

@@ -116,6 +116,14 @@ def replace(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, .
     graph.erase_node(node)
 
 
+def insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+    """Insert a call, with the tensors that it gives; the rest of its meta is another node's."""
+    node = graph.call_function(target, arguments)
+    values = (each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments)
+    node.meta = meta_of(like, val=target(*values))
+    return node
+
+
 def dtype_of(value: Any) -> torch.dtype | None:
     """Return the dtype of the tensor that a node computes, None for anything else."""
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
