@@ -9,7 +9,8 @@ shape is SEQUENCES x CONTEXT x TOKENS: a step reads a static cache of CONTEXT to
 has TOKENS new ones of each, as where drafts are checked. The step (the model, its cache and the
 choice of tokens) is one CUDA graph.
 
-- Step: by the wall clock, the host included; median of several runs of steps.
+- Step: replays of that graph by the wall clock, the median of several runs. What Python does
+  between steps is left out; eval.bench.generate has it.
 - Floor: the bytes of the weights and of the keys and values that a step reads, at the bandwidth
   that the card is sold with. Of experts those that random routing is expected to reach.
 - Compile: the first call of a step, with empty caches of Inductor unless they are warm.
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,13 @@ from eval.bench.generate import (
     print_profile,
 )
 from eval.bench.harness import (
+    captured,
     parser_for,
     random_model,
     seconds,
     storage_bytes,
     synchronize,
+    warm,
     write_table,
 )
 from eval.pages.tables import origin, table
@@ -145,6 +149,8 @@ def timed(model: Any, shape: Shape, profile: bool = False) -> Row:
         return row | {"error": f"a cache of {cached / 1e9:.0f} GB does not fit"}
     step, fill = compiled_step(model, shape)
     row["compile_seconds"] = seconds(step)
+    step = captured(step)
+    warm()
     for _ in range(WARM):
         step()
     times = []
@@ -172,10 +178,11 @@ def of_floor(read: float, taken: float) -> Row:
     return {} if bandwidth is None else {"of_floor": read / bandwidth / taken}
 
 
-def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], Tensor], Callable[[], None]]:
-    """Return a step in one CUDA graph, and what puts its cache back to `context` tokens."""
+def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], object], Callable[[], None]]:
+    """Return a compiled step, and what puts its cache back to `context` tokens."""
     (batch, context, tokens), where = shape, model.device
-    size = context + (STEPS + WARM + 2) * tokens
+    # One call compiles and three come before the capture.
+    size = context + (STEPS + WARM + 4) * tokens
     cache = StaticCache(config=model.config, max_cache_len=size)
     generator = torch.Generator(where).manual_seed(2)
     sizes = (batch, 1 + tokens)
@@ -195,14 +202,9 @@ def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], Tensor], Calla
         for layer in cache.layers:
             layer.cumulative_length.fill_(context)
 
-    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    def run() -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return compiled(ids[:, 1:], positions)
-
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
     fill()
-    return run, fill
+    return partial(compiled, ids[:, 1:], positions), fill
 
 
 def step_bytes(model: Any, shape: Shape) -> tuple[float, float]:

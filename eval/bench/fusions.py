@@ -7,8 +7,9 @@
 Models have the sizes of those of eval/bench/generate.py, but N layers, and heavy-tailed random
 weights in NVFP4, those of the head too. A step is the model, its static cache and the choice of the
 token, in one CUDA graph, after 512 tokens. It is compiled anew for each column, where
-FP4PASS_SKIP_PASSES leaves out the passes of the columns behind it. Times are microseconds of a step
-by the clock, medians of several bursts. Compare columns of one row, which are of one process.
+FP4PASS_SKIP_PASSES leaves out the passes of the columns behind it. Times are microseconds of a
+replay of that graph (`timed` of eval/bench/decode.py). Compare columns of one row, which are of one
+process.
 """
 
 from __future__ import annotations
@@ -17,23 +18,12 @@ import argparse
 import gc
 import itertools
 import os
-import statistics
-import time
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import StaticCache
 
-from eval.bench.generate import MODELS, SMALL, nvfp4_head, print_profile
-from eval.bench.harness import (
-    number,
-    parser_for,
-    random_model,
-    seconds,
-    synchronize,
-    write_table,
-)
+from eval.bench.decode import timed
+from eval.bench.generate import MODELS, SMALL, nvfp4_head
+from eval.bench.harness import number, parser_for, random_model, write_table
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.graph.inductor.install import SWITCH
@@ -47,9 +37,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "launch_early": ("launch_early",),
     "split_argmax": ("split_argmax",),
 }
-# Tokens before the step; steps in a burst, and bursts; seconds of other work before them.
-POSITION, BURST, BURSTS = 512, 50, 7
-WARM_SECONDS = 0.5
+# Tokens before the step.
+POSITION = 512
 
 
 def main() -> None:
@@ -72,59 +61,14 @@ def main() -> None:
                     continue
                 rest = {each for added in COLUMNS.values() for each in added} - on
                 os.environ[SWITCH] = ",".join(sorted(rest))
-                row[column] = step_us(model, rows, args)
+                torch.compiler.reset()
+                with torch.no_grad():
+                    step = timed(model, (rows, 8 if args.tiny else POSITION, 1), args.profile)
+                row[column] = 1e6 * step["step_seconds"]
                 print(name, rows, column, f"{row[column]:.1f} us", flush=True)
             results.put(row)
         del model
         gc.collect()
-
-
-@torch.no_grad()
-def step_us(model: Any, rows: int, args: argparse.Namespace) -> float:
-    """Return the microseconds of a compiled step for texts of one token each."""
-    torch.compiler.reset()
-    where, position = model.device, 8 if args.tiny else POSITION
-    # The cache counts its tokens by itself, those of a profile too.
-    bursts = 2 if args.tiny else BURSTS
-    cache = StaticCache(config=model.config, max_cache_len=position + BURST * (bursts + 1))
-
-    def step(token: Tensor, place: Tensor) -> Tensor:
-        logits = model(
-            token, past_key_values=cache, position_ids=place[None], cache_position=place
-        ).logits
-        return logits[:, -1].argmax(-1, keepdim=True)
-
-    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    token = torch.zeros((rows, 1), dtype=torch.int64, device=where)
-    place = torch.tensor([position], device=where)
-    # The cache is made outside of the graph.
-    step(token.expand(rows, position), torch.arange(position, device=where))
-
-    def once() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled(token, place)
-
-    def burst() -> None:
-        for _ in range(BURST):
-            once()
-
-    for _ in range(3):
-        once()
-    warm()
-    times = [seconds(burst) for _ in range(bursts)]
-    if args.profile:
-        print_profile(once)
-    return 1e6 * statistics.median(times) / BURST
-
-
-def warm() -> None:
-    """Keep a GPU busy until its clock is what it is under load: compiling left it idle."""
-    if torch.cuda.is_available():
-        x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        end = time.perf_counter() + WARM_SECONDS
-        while time.perf_counter() < end:
-            x @ x
-            synchronize()
 
 
 def page(result: Row) -> str:

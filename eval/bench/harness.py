@@ -34,6 +34,8 @@ FLUSHED_BYTES, COLD_CALLS = 1 << 30, 100
 # Graphs that take so long are replayed in bursts with pauses before them: long rows are bound by
 # the clock, which falls with heat, also the heat of the row before.
 HOT_US, BURST, REST_SECONDS = 1000, 8, 0.1
+# Seconds of other work before steps of models.
+WARM_SECONDS = 0.5
 
 # More than three times the L2 cache of an H200, 60 MB.
 ROTATED_BYTES = 180_000_000
@@ -141,21 +143,17 @@ def graph_us(calls: Sequence[Call]) -> float:
     if not torch.cuda.is_available():
         return 1e6 * seconds(calls[0])
     count = max(24, len(calls))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:3]:
-            call()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def around() -> None:
         for i in range(count):
             calls[i % len(calls)]()
+
+    again = captured(around, calls[:3])
 
     def replay() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        again()
         end.record()
         synchronize()
         return 1e3 * begin.elapsed_time(end)
@@ -167,6 +165,38 @@ def graph_us(calls: Sequence[Call]) -> float:
             time.sleep(REST_SECONDS)
         times.append(replay())
     return statistics.median(times) / count
+
+
+def captured(call: Call, before: Sequence[Call] = ()) -> Call:
+    """Return what replays a call as one CUDA graph; without a GPU the call.
+
+    The host does little between replays, whatever a call costs it. `before` compiles and warms what
+    is captured: by default the call, three times.
+    """
+    if not torch.cuda.is_available():
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for each in before or (call,) * 3:
+            each()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads go on, as that of NCCL.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    replay: Call = graph.replay
+    return replay
+
+
+def warm() -> None:
+    """Keep a GPU busy until its clock is what it is under load: compiling left it idle."""
+    if torch.cuda.is_available():
+        x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        end = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < end:
+            x @ x
+            synchronize()
 
 
 def alternating(calls: dict[str, Call], repeats: int) -> dict[str, float]:

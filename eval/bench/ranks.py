@@ -12,8 +12,9 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
   after a model of two such layers, which compiles; and a digest of all packed weights.
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
 - decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
-  eval.bench.generate measures it, and a prefill that is not compiled; each on one GPU and split,
-  with 1 and with 5 layers, which all 32 are reckoned from.
+  eval.bench.decode measures it, and a prefill that is not compiled; each on one GPU and split,
+  with 1 and with 5 layers, which all 32 are reckoned from. What Python does between steps is left
+  out: `eval.bench.generate --gpus 2` has it.
 - stream: seconds of quantize_checkpoint for layers of Qwen3-32B's shape, 64k tokens.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.
@@ -44,7 +45,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
-from eval.bench.generate import LLAMA3_8B, PREFILL, PROMPT, SMALL, decode
+from eval.bench.decode import timed
+from eval.bench.generate import LLAMA3_8B, PREFILL, PROMPT, SMALL
 from eval.bench.harness import (
     QWEN3_4B,
     TINY,
@@ -200,7 +202,7 @@ STEPS = {
 
 
 @contextmanager
-def timed() -> Iterator[tuple[Counter[str], Counter[str]]]:
+def spans() -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Yield the seconds and the calls of each step. Steps may be within others."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -238,7 +240,7 @@ def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
     for method in FLOWS:
         model, _ = calibrated(args, where, method, min(args.layers, 4))
         begin = settled()
-        with timed() as (spent, calls):
+        with spans() as (spent, calls):
             fp4pass.convert(model, progress=False)
         row = {"method": method, "convert_seconds": settled() - begin}
         own = {name: (round(each, 4), calls[name]) for name, each in spent.items()}
@@ -249,7 +251,7 @@ def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
 
 
 def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
-    prompt, new, prefill = (16, 8, (2, 32)) if args.tiny else (PROMPT, 96, PREFILL)
+    prompt, prefill = (16, (2, 32)) if args.tiny else (PROMPT, PREFILL)
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for layers, split in itertools.product(DEPTHS, (False, True) if SIZE > 1 else (False,)):
         sizes = LLAMA3_8B | (SMALL if args.tiny else {}) | {"num_hidden_layers": layers}
@@ -261,12 +263,12 @@ def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
         torch.compiler.reset()
         is_profiled = where.type == "cuda" and layers == DEPTHS[-1]
         with torch.no_grad(), redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
-            rate = decode(model, prompt, new, 2, profile=is_profiled)
+            step = timed(model, (1, prompt, 1), is_profiled)["step_seconds"]
             ids = torch.randint(256, prefill, device=where)
             call = partial(model, ids, logits_to_keep=1)
             reading = statistics.median([seconds(call) for _ in range(4)][1:])
-        found[split].append((1e6 / rate, 1e3 * reading))
-        row = {"layers": layers, "gpus": SIZE if split else 1, "step_us": 1e6 / rate}
+        found[split].append((1e6 * step, 1e3 * reading))
+        row = {"layers": layers, "gpus": SIZE if split else 1, "step_us": 1e6 * step}
         yield row | {"eager_prefill_ms": 1e3 * reading}
         del model, call
     for split, (few, more) in ((split, each) for split, each in found.items() if each):
