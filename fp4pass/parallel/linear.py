@@ -36,7 +36,7 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Moves:
-    """What is left to do between a layer and its neighbours.
+    """The moves of tensors that are left to do between a layer and its neighbours.
 
     torch.compile checks at every call what a forward reads: of bools it takes a fraction of the
     time that placements take.
