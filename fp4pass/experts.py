@@ -18,7 +18,7 @@ from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
 from .errors import StateError
 from .expert_scales import cut_pairs, cut_rows, dequantize_stack, parts_of, quantize_pairs
-from .linear import PackedBlocks, QuantizedLinear
+from .linear import PackedBlocks, QuantizedLinear, StoredWeight
 from .packed_linear import swap_class
 
 
@@ -120,6 +120,10 @@ class QuantizedExpertStack(PackedBlocks):
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the values of the codes [E, N, K]."""
         return dequantize_stack(self.packed_weight, self.config, dtype)
+
+    def weight_for(self, x: Tensor) -> StoredWeight:
+        """Return the buffers to multiply an input by."""
+        return self.packed_weight
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""

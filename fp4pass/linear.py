@@ -90,6 +90,42 @@ def quantized_linear(
     )
 
 
+# Forwards call functions, and methods by the name of their class: of what a layer finds through
+# itself torch.compile checks at every call where it comes from.
+
+
+def read_buffers(layer: PackedBlocks) -> StoredWeight:
+    """Return the buffers of a layer as the operators take them."""
+    # Asking the module for each takes as long as a small product.
+    known = layer._buffers
+    if PACKED not in known:
+        known = {**known, **layer._parameters}
+    packed: Any = known[PACKED]
+    scale: Any = known[SCALE]
+    packed = packed if packed.dtype == torch.uint8 else code_bits(packed)
+    if scale.dtype != torch.uint8:
+        scale = scale_bits(scale, layer.config.format.scale.storage)
+    return StoredWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
+
+
+def output_of(
+    layer: QuantizedLinear, input: Tensor, x: Tensor, weight: StoredWeight, bias: Tensor | None
+) -> Tensor:
+    """Return x W^T + bias; layers that read the same `input`, of which x is made, share results."""
+    config = layer.config
+
+    def share(name: str, compute: Callable[[], Any]) -> Any:
+        if name == "rotate" and x.requires_grad and torch.is_grad_enabled():
+            return compute()
+        scale = weight.input_global_scale
+        is_dynamic = needs_dynamic_scale(weight, config)
+        key = (name, *config.input_key, is_dynamic, x.dtype)
+        return compute_once(input, key, layer, compute, scale)
+
+    y: Tensor = quantized_linear(x, weight, bias, config, share)
+    return y
+
+
 class PackedBlocks(PackedLinear):
     """A module with packed blocks and their scales, in buffers with names of compressed-tensors."""
 
@@ -113,20 +149,7 @@ class PackedBlocks(PackedLinear):
     @property
     def packed_weight(self) -> StoredWeight:
         """The buffers as the operators take them."""
-        # Asking the module for each takes as long as a small product.
-        known = self._buffers
-        if PACKED not in known:
-            known = {**known, **self._parameters}
-        packed: Any = known[PACKED]
-        scale: Any = known[SCALE]
-        packed = packed if packed.dtype == torch.uint8 else code_bits(packed)
-        if scale.dtype != torch.uint8:
-            scale = scale_bits(scale, self.config.format.scale.storage)
-        return StoredWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
-
-    def weight_for(self, x: Tensor) -> StoredWeight:
-        """Return the buffers to multiply an input by."""
-        return self.packed_weight
+        return read_buffers(self)
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes in a state dict of buffers that FSDP may have as other bytes."""
@@ -225,8 +248,6 @@ class QuantizedLinear(PackedBlocks):
     """
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "transposed")
-    # Whether the bias is added to the product: a part of the columns has a part of the sum.
-    adds_bias: ClassVar[bool] = True
 
     transposed: bool  # the dense weight is [K, N]
     bias: Tensor | None  # [N]
@@ -246,18 +267,8 @@ class QuantizedLinear(PackedBlocks):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias [..., N] for x [..., K], in x's dtype or in autocast's."""
-        x, config = self.checked_input(input), self.config
-        weight = self.weight_for(x)
-
-        def share(name: str, compute: Callable[[], Any]) -> Any:
-            if name == "rotate" and x.requires_grad and torch.is_grad_enabled():
-                return compute()
-            scale = weight.input_global_scale
-            is_dynamic = needs_dynamic_scale(weight, config)
-            key = (name, *config.input_key, is_dynamic, x.dtype)
-            return compute_once(input, key, self, compute, scale)
-
-        return quantized_linear(x, weight, self.bias if self.adds_bias else None, config, share)
+        x = PackedLinear.checked_input(self, input)
+        return output_of(self, input, x, read_buffers(self), self.bias)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""

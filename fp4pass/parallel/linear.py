@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core.formats import WHOLE
 from ..errors import ShapeError
-from ..linear import PACKED, SCALE, QuantizedLinear, StoredWeight
+from ..linear import PACKED, SCALE, QuantizedLinear, output_of, read_buffers
+from ..packed_linear import PackedLinear
 from .split import (
     SplitModule,
     redistribute_output,
@@ -34,30 +35,13 @@ class Layouts:
     local: bool  # give a plain tensor, not a DTensor
 
 
-@dataclass(frozen=True)
-class Moves:
-    """The moves of tensors that are left to do between a layer and its neighbours.
-
-    torch.compile checks at every call what a forward reads: of bools it takes a fraction of the
-    time that placements take.
-    """
-
-    reads: bool  # local inputs are not placed as the layer reads them
-    sums: bool  # products are summed over all processes
-    writes: bool  # products are placed in another way
-
-    @staticmethod
-    def between(kind: type[SplitLinear], layouts: Layouts) -> Moves:
-        """Return the moves of a kind of layer with such neighbours."""
-        moved = kind.product != layouts.output
-        sums = kind.product == Partial() and layouts.output == Replicate()
-        return Moves(kind.wanted != layouts.input, sums, moved and not sums)
-
-
 class SplitLinear(SplitModule, QuantizedLinear):
     """A quantized linear layer of which this process has whole blocks."""
 
-    packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "layouts", "moves")
+    packed_attributes = (
+        *QuantizedLinear.packed_attributes,
+        *("mesh", "split", "layouts", "moves_input", "sums", "moves_output", "is_local"),
+    )
     # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
     dim: ClassVar[int]
     divided: ClassVar[str]
@@ -65,30 +49,30 @@ class SplitLinear(SplitModule, QuantizedLinear):
     product: ClassVar[Placement]
 
     layouts: Layouts
-    moves: Moves
+    # As `moves` gives them: torch.compile checks at every call all that a forward reads, and bools
+    # take a fraction of the time of placements.
+    moves_input: bool
+    sums: bool
+    moves_output: bool
+    is_local: bool
+
+    @classmethod
+    def moves(cls, layouts: Layouts) -> dict[str, bool]:
+        """Return what a forward does beside its product, between neighbours with such layouts."""
+        is_other = layouts.output != cls.product
+        sums = is_other and cls.product == Partial() and layouts.output == Replicate()
+        return {
+            "moves_input": layouts.input != cls.wanted,
+            "sums": sums,
+            "moves_output": is_other and not sums,
+            "is_local": layouts.local,
+        }
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, as a DTensor of which this process has a part."""
         dim = 1 - self.dim if self.transposed else self.dim
         return wrap_as_dtensor(super().weight.contiguous(), dim, self.mesh)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the output of the whole layer, placed as the style says."""
-        moves, mesh = self.moves, self.mesh
-        if moves.reads or isinstance(input, DTensor):
-            input = to_local_input(input, mesh, self.layouts.input, self.wanted)
-        # Not super(): torch.compile checks the base classes of each layer at every call then.
-        y = QuantizedLinear.forward(self, input)
-        if moves.sums:
-            y = summed(y, mesh)
-        elif moves.writes:
-            y = redistribute_output(y, mesh, self.product, self.layouts.output)
-        if self.bias is not None and not self.adds_bias:
-            # Once, to the sum.
-            y = y + self.bias.to(y.dtype)
-        layouts = self.layouts
-        return y if layouts.local else DTensor.from_local(y, mesh, [layouts.output])
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized and split, for print(model)."""
@@ -102,9 +86,12 @@ class ColumnLinear(SplitLinear):
     wanted = Replicate()
     product = Shard(-1)
 
-    def checked_input(self, input: Tensor) -> Tensor:
-        """Return an input that all processes read."""
-        return with_summed_gradient(QuantizedLinear.checked_input(self, input), self.mesh)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs of this process, placed as the style says."""
+        input = _local_input(self, input)
+        # All processes read it.
+        x = with_summed_gradient(PackedLinear.checked_input(self, input), self.mesh)
+        return _placed(self, output_of(self, input, x, read_buffers(self), self.bias), None)
 
 
 class RowLinear(SplitLinear):
@@ -113,11 +100,31 @@ class RowLinear(SplitLinear):
     dim, divided = 1, "in_features"
     wanted = Shard(-1)
     product = Partial()
-    adds_bias = False
 
-    def weight_for(self, x: Tensor) -> StoredWeight:
-        """Return the buffers, with one scale for the columns of all processes."""
-        return with_shared_scale(self.packed_weight, self.config, x, self.mesh)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output of the whole layer, placed as the style says."""
+        input = _local_input(self, input)
+        x = PackedLinear.checked_input(self, input)
+        # One scale for the columns of all processes.
+        weight = with_shared_scale(read_buffers(self), self.config, x, self.mesh)
+        return _placed(self, output_of(self, input, x, weight, None), self.bias)
+
+
+def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
+    if not layer.moves_input and not isinstance(input, DTensor):
+        return input
+    return to_local_input(input, layer.mesh, layer.layouts.input, layer.wanted)
+
+
+def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a product as the style of a layer places it; a bias is added once, to the sum."""
+    if layer.sums:
+        y = summed(y, layer.mesh)
+    elif layer.moves_output:
+        y = redistribute_output(y, layer.mesh, layer.product, layer.layouts.output)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y if layer.is_local else DTensor.from_local(y, layer.mesh, [layer.layouts.output])
 
 
 def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], size: int) -> None:
@@ -149,9 +156,8 @@ def split_linear(
     fmt, split = layer.config.format, {PACKED: kind.dim}
     if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
         split[SCALE] = kind.dim
-    if layer.bias is not None and kind.adds_bias:
+    if layer.bias is not None and kind is ColumnLinear:
         split["bias"] = 0
     sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}
     sizes[kind.divided] //= mesh.size()
-    moves = Moves.between(kind, layouts)
-    split_module(layer, kind, split, mesh, layouts=layouts, moves=moves, **sizes)
+    split_module(layer, kind, split, mesh, layouts=layouts, **kind.moves(layouts), **sizes)

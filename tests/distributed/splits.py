@@ -24,6 +24,7 @@ from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
 from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
 from fp4pass.parallel.peers import reach_peers
+from fp4pass.parallel.split import with_shared_scale
 
 IDS = texts(1)[0].to(DEVICE)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -214,7 +215,9 @@ def styles(folder: Path) -> dict[str, Any]:
     wide = torch.randn(5, 128, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     wide[:, 64:] *= 4096
     scale = ops.dynamic_global_scale(wide, "nvfp4")
-    found["scales"] = {"columns": (scale, part.b.weight_for(wide[:, rows]).input_global_scale)}
+    columns = part.b
+    stored = with_shared_scale(columns.packed_weight, columns.config, wide[:, rows], columns.mesh)
+    found["scales"] = {"columns": (scale, stored.input_global_scale)}
     # And among what the experts of one process made.
     model = converted("Qwen3Moe", {**EXPERTS, "num_hidden_layers": 1}, {})
     fp4pass.parallelize(model, mesh())
