@@ -54,6 +54,7 @@ def rows_of_every_kind(size: int, count: int = 10) -> Tensor:
     return x
 
 
+@pytest.mark.quick(3)
 # Of 128 parts that are full, and with a rest that fills the last part, and none of some parts.
 @pytest.mark.parametrize("size", [128 * 140, 16411, 128 * 129 + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -89,6 +90,7 @@ def equal(a: Any, b: Any) -> bool:
     return all(map(torch.equal, a, b)) if isinstance(a, tuple) else torch.equal(a, b)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", [*CHOICES, *NO_CHOICES])
 def test_what_is_split(name: str) -> None:
     choose = CHOICES.get(name) or NO_CHOICES[name]
