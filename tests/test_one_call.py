@@ -162,6 +162,7 @@ def test_data_alone_is_for_the_method_given() -> None:
     assert OneCall.of(language_model(), None, {"method": Gptq(target="cross")}).sequential
 
 
+@pytest.mark.slow
 def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
     fp4pass.save(in_one(quality="best"), tmp_path / "q")
     recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
@@ -242,6 +243,7 @@ def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.Mon
         get_state(model)
 
 
+@pytest.mark.slow
 def test_a_model_without_data_writes_its_own(writes: list[dict[str, Any]]) -> None:
     model = in_one(data=None, tokenizer=Reader)
     assert writes == [{"tokenizer": Reader, "tokens": 32768}]

@@ -64,6 +64,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_wait_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = kernel_of(FUNCTIONS[name], monkeypatch, torch.randn(3, 64))

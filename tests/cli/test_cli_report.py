@@ -73,6 +73,7 @@ def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: No
     assert other == data
 
 
+@pytest.mark.slow
 def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path, undrawn: None) -> None:
     rules = ("--rules", made / "rules.yaml", "--no-png")
     data = run_json("report", TINY, "-o", tmp_path / "r.html", *PLAIN, *rules)

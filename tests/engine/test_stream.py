@@ -153,6 +153,7 @@ def test_a_model_that_is_a_list_of_layers_itself(tmp_path: Path) -> None:
     assert_same_bits(fp4pass.load(tmp_path / "q", model=model()), expected)
 
 
+@pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
     def model(**options: Any) -> Any:
         made = fp4pass.prepare(mixture("qwen3_moe"), "gptq", sequential=True)

@@ -136,6 +136,7 @@ def test_a_killed_run_goes_on(
     assert not converted
 
 
+@pytest.mark.slow
 def test_rows_of_other_settings_are_not_mixed(scripts: Any, shallow: Path, measured: Path) -> None:
     before = measured.read_text("utf-8")
     other = ("--model", shallow, *SMALL, "--window", 32, "--json", measured)

@@ -77,6 +77,7 @@ def test_a_graph_that_generates_and_one_that_was_converted_itself() -> None:
         assert torch.equal(again(ids).logits, graph(ids).logits)
 
 
+@pytest.mark.slow
 def test_export_and_decompositions_of_a_plain_graph() -> None:
     """What torch_tensorrt and ExecuTorch begin with."""
     model = mlp().eval()

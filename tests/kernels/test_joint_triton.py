@@ -223,7 +223,7 @@ def test_settling(static: bool) -> None:
         assert (expected != found).double().mean() <= 0.01
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_warps_that_share_the_scales_of_a_block_choose_the_same(
     key: str, monkeypatch: pytest.MonkeyPatch

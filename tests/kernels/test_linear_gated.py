@@ -50,7 +50,7 @@ NAMES = list(ACTIVATIONS)
 PAIRS = list(zip(VARIANTS, NAMES, strict=True))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("fmt", "name"), cases(PAIRS, itertools.product(VARIANTS, NAMES)))
 def test_the_bits_of_products_and_their_gate(fmt: Format, name: str) -> None:
     for m, n, k in SHAPES:

@@ -47,7 +47,7 @@ def test_a_sum_has_the_bits_of_a_product_and_eager(m: int, fmt: Format) -> None:
         assert (total.float() - reference.float()).norm() <= 0.01 * reference.float().norm()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.key)
 @pytest.mark.parametrize("m", [1, 3])
 def test_products_of_a_norm(m: int, fmt: Format) -> None:

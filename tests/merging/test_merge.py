@@ -380,6 +380,7 @@ def test_peft_merges_what_can_be_merged() -> None:
     assert {name.rpartition(".")[2] for name in changed} == {"v_proj"}
 
 
+@pytest.mark.slow
 def test_the_model_writes_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = pytest.importorskip("transformers")
     monkeypatch.setattr(merging, "_TOKENS", 512)

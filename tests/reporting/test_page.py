@@ -336,6 +336,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_files_of_a_page(folders: Path, tmp_path: Path) -> None:
     data = reporting.write_report(
         folders / "mixed", tmp_path / "r.html", reference=TINY, progress=False
