@@ -47,6 +47,7 @@ def assert_close_to_eager(case: zoo.Case, model: nn.Module, code: Any, i: int) -
     torch.testing.assert_close(run(case, code, i), expected, rtol=0, atol=rounding(expected))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", params(*ONE_GRAPH, slow=OTHERS))
 def test_converted_models_compile_to_one_graph(case: zoo.Case) -> None:
     model = fp4pass.convert(case.build(), method="naive", weight_only=True)

@@ -226,6 +226,7 @@ def run(name: str, folder: Path, **more: Any) -> None:
 SPLIT = [name for name in PUBLIC if "parallel" in name]
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in SPLIT])
 def test_the_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_they_were: None

@@ -245,7 +245,7 @@ class Attention(nn.Module):
         return self.q(x) * self.k(x) + self.v(x)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "mxfp8", "fp8a16"])
 def test_one_graph_quantizes_an_input_once(scheme: str) -> None:
     torch.manual_seed(0)

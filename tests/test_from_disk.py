@@ -37,6 +37,7 @@ def quantized(folder: Path, method: str = "hessian", **options: Any) -> fp4pass.
     return fp4pass.quantize_checkpoint(TINY, folder, method=method, **options)
 
 
+@pytest.mark.slow
 def test_a_folder_as_of_a_model_in_memory(tmp_path: Path) -> None:
     expected = fp4pass.load(in_memory(tmp_path / "whole"))
     report = quantized(tmp_path / "q")

@@ -87,6 +87,7 @@ def test_a_model_that_came_from_no_folder_needs_a_tokenizer() -> None:
     fp4pass.calibrate(model, TEXTS, tokenizer=tokenizer(), progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_a_folder_is_quantized_on_texts_with_its_own_tokenizer(tmp_path: Path) -> None:
     options: dict[str, Any] = {

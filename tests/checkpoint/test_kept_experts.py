@@ -72,6 +72,7 @@ def quantized(source: Path, target: Path, kept: str, streamed: bool) -> Report:
     return fp4pass.report(model)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacked_experts(kind: str, streamed: bool, tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def run_case(case: zoo.Case, module: nn.Module) -> Any:
     return module
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "method",
     [pytest.param("gptq", marks=pytest.mark.slow, id="plain"), pytest.param(CROSS, id="cross")],

@@ -48,6 +48,7 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
     assert fp4pass.report(model) == fp4pass.report(other)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "method", ["sse", "hessian", *(pytest.param(m, marks=slow) for m in ("gptq", CROSS))]
 )

@@ -94,7 +94,7 @@ def test_norms_and_activations_before_it(fmt: Format) -> None:
     assert (found[0] != wanted[0]).float().mean() < 0.03
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @formats
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_codes_get_the_values_of_the_reference(fmt: Format, dtype: torch.dtype) -> None:
