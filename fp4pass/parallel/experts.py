@@ -62,7 +62,7 @@ class SplitExperts(SplitModule, QuantizedExperts):
         """Return the output of the whole mixture."""
         args = tuple(self._read(each) for each in args)
         kwargs = {name: self._read(each) for name, each in kwargs.items()}
-        # Not super(): see SplitLinear.forward.
+        # By name, not super(): see linear.py.
         return summed(QuantizedExperts.forward(self, *args, **kwargs), self.mesh)
 
     def _read(self, value: Any) -> Any:
