@@ -233,11 +233,11 @@ MODELS = {
     "gpt2": {"quantize": 2, "layer_norm": 1, "add_layer_norm": 3, "activate": 2},
     # Norms multiply by 1 + weight in float32.
     "gemma3": {"quantize": 6, "activate": 2},
-    # A norm is the next residual too; the last is read by the output alone.
-    "bert": {"quantize": 6, "add_layer_norm": 1, "activate": 2},
+    # A norm is the next residual too.
+    "bert": {"quantize": 6, "activate": 2},
     # Its tokens are reshaped between the sum and the norm; ReLU is not fused.
     "opt": {"quantize": 4, "layer_norm": 3, "add_layer_norm": 1},
-    "vit": {"quantize": 3, "layer_norm": 1, "add_layer_norm": 3, "activate": 2},
+    "vit": {"quantize": 2, "layer_norm": 1, "add_layer_norm": 3, "activate": 2},
 }
 
 
