@@ -90,8 +90,8 @@ def quantized_linear(
     )
 
 
-# Forwards call functions, and methods by the name of their class: of what a layer finds through
-# itself torch.compile checks at every call where it comes from.
+# Forwards call functions, and methods by the name of their class. Of a layer's own methods
+# torch.compile checks at every call where they come from.
 
 
 def read_buffers(layer: PackedBlocks) -> StoredWeight:
@@ -111,7 +111,10 @@ def read_buffers(layer: PackedBlocks) -> StoredWeight:
 def output_of(
     layer: QuantizedLinear, input: Tensor, x: Tensor, weight: StoredWeight, bias: Tensor | None
 ) -> Tensor:
-    """Return x W^T + bias; layers that read the same `input`, of which x is made, share results."""
+    """Return x W^T + bias, where x is made of `input`.
+
+    Layers that read the same input share what they make of it.
+    """
     config = layer.config
 
     def share(name: str, compute: Callable[[], Any]) -> Any:

@@ -83,8 +83,6 @@ def page(result: Row) -> str:
         cells.append([row["model"], str(row["rows"]), number(row[columns[0]]), *later, gain])
     header = ["model", "rows", *columns, "saved"]
     what = f"Microseconds of a decode step of {result['layers']} layers; each column adds a pass."
-    if "note" in result:
-        what += f" {result['note']}"
     return "\n".join([*origin(result), what, "", table(header, cells, left=1)])
 
 

@@ -40,7 +40,7 @@ def block_scaled_mm(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor)
     x_scales [M, K / 128] are of 128 columns of a row, scales [N / 128, K / 128] of 128 x 128. M is
     a multiple of 4, N of 128, K of 512. Sums of 128 columns keep fewer bits than float32 has.
     """
-    # cuBLAS reads the scales of x column by column, and rows of four or eight of those of W. Where
-    # K / 128 is no multiple of four, versions of torch ask for different strides.
+    # cuBLAS reads the scales of x column by column, and those of W in rows of a multiple of four.
+    # Versions of torch ask for different strides of other rows.
     by_columns = x_scales.t().contiguous().t()
     return torch._scaled_mm(x, weight.t(), by_columns, scales.t(), out_dtype=torch.bfloat16)

@@ -27,7 +27,6 @@ TABLES = {
         "performance.md",
         "--json generate-peers-h200.json generate-h200.json generate-h100.json",
     ),
-    "bench/fusions": ("graphs.md", "--json fusions-h100.json"),
     "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
     "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
     "bench/mixture": ("moe.md", "--json mixture-h200.json"),

@@ -32,7 +32,7 @@ SIZES = (
 # Rows of a weight that tiles of 256 rows of x cut into programs enough for 512 rows of x.
 _WIDE = 12288
 
-# Programs of which an H200 has nearly a round, and its multiprocessors.
+# Programs that nearly fill an H200 once, and its multiprocessors.
 _ENOUGH, _AT_ONCE = 112, 132
 
 

@@ -51,7 +51,7 @@ def _load_row(x, FIRST: gl.constexpr, STOP: gl.constexpr, K: gl.constexpr, WARPS
 
 @gluon.jit
 def inverse_norm(norm, K: gl.constexpr, WARPS: gl.constexpr):
-    """Return 1 / the root mean square of a row, of which sums of squares are known."""
+    """Return 1 / the root mean square of a row, given sums of its squares."""
     COUNT: gl.constexpr = (K + _SQUARES - 1) // _SQUARES
     # Each warp adds all of them, and waits for no other.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])

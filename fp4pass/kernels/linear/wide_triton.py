@@ -175,7 +175,7 @@ def finish(
 
 @gluon.jit
 def added(y, sums, at, part, PARTS: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the sum of all parts in their order, of which y is `part` and others are stored."""
+    """Return the sum of all parts in their order: y is `part`, the others are stored."""
     if PARTS == 2:
         # The same in either order.
         total = y + gl.load(sums + (1 - part) * (BN * BM) + at, cache_modifier=".cg")

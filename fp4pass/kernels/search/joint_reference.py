@@ -64,7 +64,7 @@ class Solution:
     Tensors are flat and hold rows in parts, one after the other, [K, R] or [J, R] each.
     """
 
-    part: int  # the rows of a part, of which the last may have fewer
+    part: int  # the rows of a part; the last part may have fewer
     unit: Tensor  # [N], what scales are multiplied by
     x: Tensor  # [K * N], the normalized weight
     q: Tensor  # [K * N], its quantized values
