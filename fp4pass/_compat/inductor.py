@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,23 @@ class DenseProduct:
     bias: Described | None
 
 
+def call_by_name(operators: Iterable[Any]) -> None:
+    """Have generated code call operators as Inductor calls those that it does not know.
+
+    At the first call of an unknown operator, Inductor of torch 2.11 writes its arguments to a
+    string, and what they were computed from, again at each use: after 36 layers that does not end.
+    Operators that Inductor knows stay as they are.
+    """
+    require_version("torch", VERSIONS)
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    for each in operators:
+        if each not in lowering.lowerings:
+            constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(each))
+            lowering.make_fallback(each, layout_constraint=constraint, warn=False)
+
+
 def lower_to_cpp(
     operator: Any, lower: Callable[..., Sequence[CppCall | DenseProduct] | None]
 ) -> None:
@@ -56,13 +73,10 @@ def lower_to_cpp(
     """
     require_version("torch", VERSIONS)
     from torch._inductor import lowering
-    from torch._library.utils import get_layout_constraint_tag
 
     if operator in lowering.lowerings:
         return
-    # As Inductor treats an operator that it does not know.
-    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(operator))
-    lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
+    call_by_name([operator])
     fallback = lowering.lowerings[operator]
 
     def lowered(*args: Any, **kwargs: Any) -> Any:

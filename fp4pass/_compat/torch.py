@@ -248,12 +248,18 @@ def shardable(tensor: Tensor) -> Tensor:
     return tensor if fits else tensor.view(torch.float8_e4m3fn)
 
 
-def operator_name(node: fx.Node) -> str:
-    """Return the name of the operator that a node calls, as "fp4pass::quantize", or ""."""
+def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Return the operator that a node calls, or None for anything else."""
     target: Any = node.target
     if target is torch.ops.higher_order.auto_functionalized_v2:
         target = node.args[0]
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return the name of the operator that a node calls, as "fp4pass::quantize", or ""."""
+    operator = operator_of(node)
+    return "" if operator is None else operator._schema.name
 
 
 def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:

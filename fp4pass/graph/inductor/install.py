@@ -78,10 +78,13 @@ def run_passes(graph: fx.Graph) -> None:
     if not before:
         return
     # Late, for most processes compile nothing.
+    from ..._compat.inductor import call_by_name
     from .cpu import lower_products
 
     lower_products()
     changes = {each.__name__: each(graph) for each in active_passes()}
+    called = (compat.operator_of(node) for node in graph.nodes)
+    call_by_name(each for each in called if each is not None and each.namespace == "fp4pass")
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])
 
