@@ -1,7 +1,7 @@
 """Steps of whole models on a GPU by sequences, context and tokens, beside what memory allows.
 
     python -m eval.bench.decode [--models NAME...] [--by NAME...] [--shapes SHAPE...] [--layers N]
-        [--prefill] [--json FILE] [--limit SECONDS] [--tiny]
+        [--prefill] [--json FILE] [--limit SECONDS] [--tiny] [--together]
     python -m eval.bench.decode --plot docs/decode.png --table PAGE --json FILE [FILE...]
 
 Models and kinds of weights are those of eval/bench/generate.py, each in a process of its own. A
@@ -16,15 +16,16 @@ choice of tokens) is one CUDA graph.
 - Compile: the first call of a step, with empty caches of Inductor unless they are warm.
 - --prefill adds 8 x 2048 tokens into an empty cache, as in eval/bench/generate.py.
 
---layers leaves out all layers but the first: every row says how many it had.
+--layers leaves out all layers but the first: every row says how many it had. --together makes and
+compiles a model for each shape at a time, and measures them one after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from eval.bench import turns
 from eval.bench.generate import (
     KINDS,
     MODELS,
@@ -45,6 +47,7 @@ from eval.bench.generate import (
     SMALL,
     prefill_seconds,
     print_profile,
+    why_not,
 )
 from eval.bench.harness import (
     captured,
@@ -82,36 +85,37 @@ def main() -> None:
         return
     about = {**facts(None), "models": {name: MODELS[name][1] for name in args.models}}
     results = Results(args.json[0], about, again=True)
-    for name in args.models:
-        for by in args.by:
-            for row in run(name, by, args):
-                print(row, flush=True)
-                results.put({"model": name, "by": by} | row)
+    shapes = [[shape] for shape in args.shapes] if args.together else [args.shapes]
+    cases = list(itertools.product(args.models, args.by, shapes))
+    groups = [cases] if args.together else [[case] for case in cases]
+    for group in groups:
+        for row in run(group, args):
+            print(row, flush=True)
+            results.put(row)
 
 
-def run(name: str, by: str, args: argparse.Namespace) -> list[Row]:
-    """Measure in a process of its own; what was measured before it was stopped counts."""
-    words = [sys.executable, "-m", "eval.bench.decode", "--one", by, "--models", name]
-    words += ["--shapes", *args.shapes]
-    words += [f"--{flag}" for flag in ("tiny", "prefill", "profile") if getattr(args, flag)]
-    words += [] if args.layers is None else ["--layers", str(args.layers)]
+def run(cases: list[tuple[str, str, list[str]]], args: argparse.Namespace) -> list[Row]:
+    """Measure in processes of their own; what was measured before they were stopped counts."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.jsonl"
-        process = subprocess.Popen([*words, "--found", str(found)])
-        try:
-            code, why = process.wait(args.limit), ""
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code, why = process.wait(), f"not done after {args.limit:.0f} s"
-        rows: list[Row] = [json.loads(line) for line in found.read_text().splitlines()]
-        if code:
-            rows.append({"error": why or f"the process ended with {code}"})
+        files = [Path(folder) / f"{i}.jsonl" for i in range(len(cases))]
+        commands = []
+        for file, (name, by, shapes) in zip(files, cases, strict=True):
+            file.touch()
+            words = [sys.executable, "-m", "eval.bench.decode", "--one", by, "--models", name]
+            words += ["--shapes", *shapes, "--found", str(file)]
+            words += [f"--{flag}" for flag in ("tiny", "prefill", "profile") if getattr(args, flag)]
+            words += [] if args.layers is None else ["--layers", str(args.layers)]
+            commands.append(words)
+        codes, rows = turns.run(commands, args.limit), []
+        for file, code, (name, by, _) in zip(files, codes, cases, strict=True):
+            found = [json.loads(line) for line in file.read_text().splitlines()]
+            found += [] if code == 0 else [{"error": why_not(code, args)}]
+            rows += [{"model": name, "by": by} | row for row in found]
         return rows
 
 
 def measure(args: argparse.Namespace) -> None:
     """Measure one kind of weights of one model."""
-    args.found.touch()
     kind, config = MODELS[args.models[0]]
     if args.tiny:
         small = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
@@ -149,6 +153,7 @@ def timed(model: Any, shape: Shape, profile: bool = False) -> Row:
         return row | {"error": f"a cache of {cached / 1e9:.0f} GB does not fit"}
     step, fill = compiled_step(model, shape)
     row["compile_seconds"] = seconds(step)
+    turns.await_turn()
     step = captured(step)
     warm()
     for _ in range(WARM):
@@ -312,6 +317,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the model, in place of all")
     parser.add_argument("--plot", type=Path, help="draw the files to this PNG")
     parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--together", action="store_true", help="compile all at a time")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)

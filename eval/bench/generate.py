@@ -1,7 +1,7 @@
 """Whole models that generate on a GPU: fp4pass beside bf16 and what one could install.
 
     python -m eval.bench.generate [--models NAME...] [--by NAME...] [--json FILE] [--warm | --tiny]
-        [--no-prefill] [--limit SECONDS] [--gpus N]
+        [--no-prefill] [--limit SECONDS] [--gpus N | --together]
     python -m eval.bench.generate --plot docs/generation.png --table PAGE --json FILE [FILE...]
 
 Models have heavy-tailed random weights in bf16. Each kind of weight is measured in processes of
@@ -10,20 +10,22 @@ its own, one a GPU: with --gpus N the model is split by fp4pass.parallelize over
 - Decode: greedy, batch 1, 512 tokens in, 256 out, with a static cache. One step (the model, its
   cache and the choice of the token) is compiled with fullgraph=True and CUDA graphs
   (mode="reduce-overhead"); tokens a second are of all steps after the first three, by the wall
-  clock, the host included. Median of several runs.
+  clock, the host included. Median of several runs. Compile: the first call of a step.
 - Prefill: 8 x 2048 tokens into an empty static cache, logits of the last token only, compiled
   with fullgraph=True; median of several runs.
 - Weights: bytes of all parameters and buffers, and of the linears of the decoder layers alone.
 
---warm fills the caches of torch.compile and Triton and measures nothing, so that several processes
-can do it at a time. --profile prints where the GPU spends a decode step. What takes longer than
---limit has that for its result. A page shows a table for each file, a picture the rows of all.
+--together makes and compiles all models at a time, for which memory must suffice, and measures
+them one after another. --warm fills the caches of torch.compile and Triton and measures nothing.
+--profile prints where the GPU spends a decode step. What takes longer than --limit has that for its
+result. A page shows a table for each file, a picture the rows of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -41,6 +43,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 import fp4pass
+from eval.bench import turns
 from eval.bench.harness import (
     QWEN3_4B,
     QWEN3_30B_A3B,
@@ -88,6 +91,8 @@ SMALL: Row = {
 # Tokens in, tokens out; sequences and tokens of the prefill.
 PROMPT, NEW, PREFILL = 512, 256, (8, 2048)
 PLAIN, RATE = "bf16", "decode_tokens_per_second"
+# What a process writes into its folder.
+FOUND = "found.json"
 
 
 def nvfp4(model: nn.Module) -> None:
@@ -160,18 +165,45 @@ def main() -> None:
     about = {**facts(None, *LIBRARIES), "models": {name: MODELS[name][1] for name in args.models}}
     path = None if args.warm else args.json[0]
     results = Results(path, {**about, "tokens": tokens}, again=True)
-    for name in args.models:
-        for by in args.by:
-            row = {"model": name, "by": by, "gpus": args.gpus} | run(name, by, args)
-            print(row, flush=True)
-            results.put(row)
+    cases = list(itertools.product(args.models, args.by))
+    all_found = run_together(cases, args) if args.together else (run(*c, args) for c in cases)
+    for (name, by), found in zip(cases, all_found, strict=True):
+        row = {"model": name, "by": by, "gpus": args.gpus} | found
+        print(row, flush=True)
+        results.put(row)
+
+
+def words_of(name: str, by: str, args: argparse.Namespace) -> list[str]:
+    """Return the command of a process that measures."""
+    words = [sys.executable, "-m", "eval.bench.generate", "--one", by, "--models", name]
+    flags = ("warm", "tiny", "profile", "no-prefill")
+    return words + [f"--{flag}" for flag in flags if getattr(args, flag.replace("-", "_"))]
+
+
+def run_together(cases: list[tuple[str, str]], args: argparse.Namespace) -> list[Row]:
+    """Measure each case in a process of its own; all get ready at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder) / str(i) for i in range(len(cases))]
+        commands = []
+        for own, case in zip(folders, cases, strict=True):
+            own.mkdir()
+            commands.append([*words_of(*case, args), "--folder", str(own)])
+        codes = turns.run(commands, args.limit)
+        return [
+            json.loads((own / FOUND).read_text()) if code == 0 else {"error": why_not(code, args)}
+            for own, code in zip(folders, codes, strict=True)
+        ]
+
+
+def why_not(code: int | None, args: argparse.Namespace) -> str:
+    if code is None:
+        return f"not done after {args.limit:.0f} s"
+    return f"the process ended with {code}"
 
 
 def run(name: str, by: str, args: argparse.Namespace) -> Row:
     """Measure in processes of their own, so that nothing of one kind is left for the next."""
-    words = [sys.executable, "-m", "eval.bench.generate", "--one", by, "--models", name]
-    flags = ("warm", "tiny", "profile", "no-prefill")
-    words += [f"--{flag}" for flag in flags if getattr(args, flag.replace("-", "_"))]
+    words = words_of(name, by, args)
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(args.gpus):
@@ -182,16 +214,16 @@ def run(name: str, by: str, args: argparse.Namespace) -> Row:
         except subprocess.TimeoutExpired:
             for each in processes:
                 each.kill()
-            return {"error": f"not done after {args.limit:.0f} s"}
+            return {"error": why_not(None, args)}
         if any(codes):
-            return {"error": f"the processes ended with {codes}"}
-        found: Row = json.loads((Path(folder) / "found.json").read_text())
+            return {"error": why_not(next(filter(None, codes)), args)}
+        found: Row = json.loads((Path(folder) / FOUND).read_text())
         return found
 
 
 def measure(args: argparse.Namespace) -> None:
     """Measure one kind of weights of one model, as one of the processes of its row."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     where = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -212,19 +244,19 @@ def measure(args: argparse.Namespace) -> None:
     prompt, new, prefill = (16, 8, (2, 32)) if args.tiny else (PROMPT, NEW, PREFILL)
     repeats = 1 if args.warm else 3
     with torch.no_grad():
-        found[RATE] = decode(model, prompt, new, repeats, args.profile)
+        found |= decode(model, prompt, new, repeats, args.profile)
         if not args.no_prefill:
             torch.compiler.reset()
             found["prefill_seconds"] = prefill_seconds(model, prefill, repeats)
     if rank == 0:
-        (args.folder / "found.json").write_text(json.dumps(found))
+        (args.folder / FOUND).write_text(json.dumps(found))
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = False) -> float:
-    """Return the tokens a second of greedy generation, one sequence."""
+def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = False) -> Row:
+    """Return the tokens a second of greedy generation, one sequence, and the time to compile."""
     config, where = model.config, model.device
     # The cache counts its tokens by itself; a profile adds some.
     cache = StaticCache(config=config, max_cache_len=prompt + new + 64)
@@ -252,10 +284,14 @@ def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = Fals
         synchronize()
         return (new - 4) / (time.perf_counter() - begin), token
 
-    runs = [generate() for _ in range(repeats + 1)][1:]
+    token = step(ids, torch.arange(prompt, device=where))
+    compiling = seconds(lambda: compiled(token, positions[0]))
+    generate()
+    turns.await_turn()
+    runs = [generate() for _ in range(repeats)]
     if profile:
         print_profile(lambda: compiled(runs[-1][1], positions[-1]))
-    return statistics.median(rate for rate, _ in runs)
+    return {RATE: statistics.median(rate for rate, _ in runs), "compile_seconds": compiling}
 
 
 def print_profile(step: Call, count: int = 20) -> None:
@@ -365,7 +401,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--by", nargs="+", choices=KINDS, default=weights)
     parser.add_argument("--gpus", type=int, default=1, help="over which each model is split")
     parser.add_argument("--plot", type=Path, help="draw the files to this PNG")
-    for flag in ("warm", "profile", "no-prefill"):
+    for flag in ("warm", "profile", "no-prefill", "together"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
