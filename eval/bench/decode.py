@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from eval.bench import turns
+from eval.bench.floor import Shape, of_floor, step_bytes
 from eval.bench.generate import (
     KINDS,
     MODELS,
@@ -54,7 +55,6 @@ from eval.bench.harness import (
     parser_for,
     random_model,
     seconds,
-    storage_bytes,
     synchronize,
     warm,
     write_table,
@@ -63,12 +63,7 @@ from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.reporting import charts
 
-Shape = tuple[int, int, int]
-
 SHAPES = ("1x512x1", "4x512x1", "16x512x1", "64x512x1", "1x8192x1", "1x32768x1")
-
-# Bytes a second, by a word of the card's name.
-BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}
 
 # Steps of a run, runs, and steps before them.
 STEPS, RUNS, WARM = 24, 3, 3
@@ -176,13 +171,6 @@ def timed(model: Any, shape: Shape, profile: bool = False) -> Row:
     return row | of_floor(weights + cached, taken)
 
 
-def of_floor(read: float, taken: float) -> Row:
-    """Return the share of what memory allows, on a card whose bandwidth is known."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    bandwidth = next((each for word, each in BANDWIDTHS.items() if word in name), None)
-    return {} if bandwidth is None else {"of_floor": read / bandwidth / taken}
-
-
 def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], object], Callable[[], None]]:
     """Return a compiled step, and what puts its cache back to `context` tokens."""
     (batch, context, tokens), where = shape, model.device
@@ -210,34 +198,6 @@ def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], object], Calla
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     fill()
     return partial(compiled, ids[:, 1:], positions), fill
-
-
-def step_bytes(model: Any, shape: Shape) -> tuple[float, float]:
-    """Return the bytes of weights and of keys and values that a step reads."""
-    batch, context, tokens = shape
-    config = model.config
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    own = {id(each) for each in embedding.parameters()} - {id(each) for each in head.parameters()}
-    experts: set[int] = set()
-    for module in model.modules():
-        if "Experts" in type(module).__name__:
-            experts |= {id(each) for each in (*module.parameters(), *module.buffers())}
-    share = reached(config, batch * tokens)
-    each = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    weights = sum(
-        storage_bytes(tensor) * (share if key in experts else 1.0)
-        for key, tensor in each.items()
-        if key not in own
-    )
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 2
-    return weights, float(batch * (context + tokens) * token)
-
-
-def reached(config: Any, tokens: int) -> float:
-    """Return the share of experts that random routing is expected to reach."""
-    count = getattr(config, "num_experts", None)
-    return 1.0 if count is None else 1 - (1 - config.num_experts_per_tok / count) ** tokens
 
 
 def shape_of(text: str) -> Shape:

@@ -44,6 +44,7 @@ from transformers import StaticCache
 
 import fp4pass
 from eval.bench import turns
+from eval.bench.floor import of_floor, step_bytes
 from eval.bench.harness import (
     QWEN3_4B,
     QWEN3_30B_A3B,
@@ -256,7 +257,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = False) -> Row:
-    """Return the tokens a second of greedy generation, one sequence, and the time to compile."""
+    """Return the tokens a second of greedy generation, their floor, and the time to compile."""
     config, where = model.config, model.device
     # The cache counts its tokens by itself; a profile adds some.
     cache = StaticCache(config=config, max_cache_len=prompt + new + 64)
@@ -291,7 +292,9 @@ def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = Fals
     runs = [generate() for _ in range(repeats)]
     if profile:
         print_profile(lambda: compiled(runs[-1][1], positions[-1]))
-    return {RATE: statistics.median(rate for rate, _ in runs), "compile_seconds": compiling}
+    rate = statistics.median(rate for rate, _ in runs)
+    read = sum(step_bytes(model, (1, prompt + new // 2, 1)))
+    return {RATE: rate, "compile_seconds": compiling} | of_floor(read, 1 / rate)
 
 
 def print_profile(step: Call, count: int = 20) -> None:
@@ -337,7 +340,7 @@ def page(result: Row) -> str:
     for row in result["rows"]:
         by = row["by"] + (f", {row['gpus']} GPUs" if row.get("gpus", 1) > 1 else "")
         if "error" in row:
-            cells.append([row["model"], by, f"failed: {row['error']}", "", "", ""])
+            cells.append([row["model"], by, f"failed: {row['error']}", *[""] * 5])
             continue
         base = plain_row(result["rows"], row["model"])
         prefill = ""
@@ -349,16 +352,22 @@ def page(result: Row) -> str:
             for name in ("weight_bytes", "linear_bytes")
         ]
         rate = f"{row[RATE]:.0f} ({row[RATE] / base[RATE]:.2f})"
-        cells.append([row["model"], by, rate, prefill, *sizes])
-    header = ["model", "weights", "decode, tokens/s", "prefill, ms", "weights, GB", "linears, GB"]
+        share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
+        taken = f"{row['compile_seconds']:.0f}" if "compile_seconds" in row else ""
+        cells.append([row["model"], by, rate, share, prefill, *sizes, taken])
+    header = ["model", "weights", "decode, tokens/s", "of floor", "prefill, ms"]
+    header += ["weights, GB", "linears, GB", "compile, s"]
     what = (
         f"Decode: {tokens['in']} tokens in, {tokens['out']} out, batch 1, one CUDA graph a step. "
     )
     if any("prefill_seconds" in row for row in result["rows"]):
         what += f"Prefill: {tokens['prefill'][0]} x {tokens['prefill'][1]} tokens. "
-    else:
-        header, *cells = ([*each[:3], *each[4:]] for each in (header, *cells))
+    if any("of_floor" in row for row in result["rows"]):
+        what += "Floor: weights and cache read once. "
     what += "In brackets: times as fast as bf16, or the share of its bytes."
+    # Columns that no row of the file has are left out.
+    columns = [each for each in zip(header, *cells, strict=True) if any(each[1:])]
+    header, *cells = map(list, zip(*columns, strict=True))
     return "\n".join([*origin(result), what, "", table(header, cells, left=2)])
 
 
