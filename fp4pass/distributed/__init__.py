@@ -12,6 +12,7 @@ from .ranks import (
     sharded_parameter,
 )
 from .reading import exchange_parts, own_part
+from .threads import share_of_threads
 
 __all__ = [
     "ONE",
@@ -23,6 +24,7 @@ __all__ = [
     "ranks",
     "require_initialized",
     "reshard",
+    "share_of_threads",
     "sharded_parameter",
     "shared_tensors",
     "summed_statistics",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed import ranks
+from ..distributed import ranks, share_of_threads
 from ..errors import CalibrationError
 from ..observers.reached import observes
 from ..quantization.plan import Plan
@@ -74,10 +74,11 @@ class Recording(Recorder):
         for stack in self.stacks:
             stack.context = context
         try:
-            if not self._skim(model, args, kwargs):
-                model(*args, **kwargs)
-                for stack in self.stacks:
-                    stack.finish_open()
+            with share_of_threads():
+                if not self._skim(model, args, kwargs):
+                    model(*args, **kwargs)
+                    for stack in self.stacks:
+                        stack.finish_open()
         except Recorded:
             return
         finally:

@@ -324,6 +324,34 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
 
 
+def test_batches_run_on_the_processors_that_torchrun_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    source = fp4pass.prepare(model(), "gptq", sequential=True)
+    source.layers[0].register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
+
+    def threads(chosen: dict[str, str]) -> set[int]:
+        seen.clear()
+        with monkeypatch.context() as patch:
+            for name, value in chosen.items():
+                patch.setenv(name, value)
+            fp4pass.calibrate(source, batches(1), progress=False)
+        return set(seen)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert threads(torchrun) == {3} and torch.get_num_threads() == 1
+        # The caller's own choice, in torchrun's and without it.
+        assert threads(torchrun | {"OMP_NUM_THREADS": "2"}) == {1}
+        assert threads({"OMP_NUM_THREADS": "1"}) == {1}
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.core
 def test_every_layer_gets_its_own_arguments() -> None:
     class Different(Model):
