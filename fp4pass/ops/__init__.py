@@ -38,6 +38,6 @@ from .linears import (
     linear_quantized_group,
 )
 from .norms import add_rms_norm, rms_norm
-from .reduce import all_reduce
+from .reduce import all_reduce, all_reduce_add
 from .registration import call
 from .weights import dequantize, gptq, joint, observe, observe_full, search, search_stack

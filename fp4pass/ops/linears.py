@@ -19,7 +19,7 @@ from ..kernels.linear.naive import (
     linear_quantized_ref,
     linear_ref,
 )
-from ..kernels.norm.naive import SQUARES
+from ..kernels.norm.naive import sums_of_squares
 from .activations import rotate
 from .checks import (
     require_activation,
@@ -48,8 +48,7 @@ def _gate(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
 
 def _sum_and_squares(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
     total = _product(x, weight)
-    count = (total.shape[-1] + SQUARES - 1) // SQUARES
-    return total, x.new_empty((*x.shape[:-1], count), dtype=torch.float32)
+    return total, sums_of_squares(total)
 
 
 def gradients_of(

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fp4pass
 from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
+from fp4pass.kernels.norm.naive import square_sums_ref
 from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
 from fp4pass.parallel.peers import reach_peers
 from fp4pass.parallel.split import with_shared_scale
@@ -129,6 +130,14 @@ def reductions() -> dict[str, Any]:
         expected = sum(every), torch.stack(every).amax(0)
         reduced = (ops.all_reduce(every[RANK], name, maximum) for maximum in (False, True))
         found[f"{count} {kind}"] = tuple(map(torch.equal, reduced, expected))
+    for count, kind in ((4096, torch.bfloat16), (48, torch.float16), (560, torch.float32)):
+        parts = [each.view(2, -1) for each in numbers(2 * count, kind)]
+        # Halves do not round away.
+        residual = torch.arange(2 * count, device=DEVICE).remainder(7).view(2, -1).to(kind) / 2
+        total, squares = ops.all_reduce_add(parts[RANK], residual, name)
+        expected = residual + sum(parts)
+        right = torch.equal(total, expected), torch.equal(squares, square_sums_ref(expected))
+        found[f"with a residual, {count} {kind}"] = right
     if ON_GPU:
         x = [torch.empty(count, device=DEVICE, dtype=torch.bfloat16) for count in (4096, 64)]
         graph = torch.cuda.CUDAGraph()

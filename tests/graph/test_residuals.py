@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass import ops
 from fp4pass.graph.inductor.gates import fuse_gates
 from fp4pass.graph.inductor.merge import group_linears
 from fp4pass.graph.inductor.residuals import fuse_residuals, is_one_row
@@ -46,7 +47,7 @@ def run(
         counts.extend(fuse_residuals(graph, eligible) for _ in range(2))
         graph.lint()
         for node in graph.nodes:
-            if str(node.target).startswith("fp4pass.linear_"):
+            if str(node.target).startswith(("fp4pass.linear_", "fp4pass.all_reduce_")):
                 value = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
                 found = node.meta["val"]
                 several = isinstance(value, list | tuple)
@@ -86,6 +87,10 @@ NORMS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
         lambda x, y: F.silu(product(n := rms_norm(layer(x, y)), GATE)) * product(n, UP),
         {"linear_add": 1, "linear_normed_gated": 1},
     ),
+    "the sum of several processes": (
+        lambda x, y: product(rms_norm(y + ops.all_reduce(product(x, SQUARE), "", False)), GATE),
+        {"linear": 1, "all_reduce_add": 1, "linear_normed_group": 1},
+    ),
 }
 
 NO_NORMS: dict[str, Callable[..., Any]] = {
@@ -101,6 +106,9 @@ NO_NORMS: dict[str, Callable[..., Any]] = {
         rms_norm(torch.add(y, product(x, SQUARE), alpha=2)), GATE
     ),
     "a residual for each": lambda x, y: product(rms_norm(y[:, :1] + product(x, SQUARE)), GATE),
+    "the largest of several processes": lambda x, y: product(
+        rms_norm(y + ops.all_reduce(product(x, SQUARE), "", True)), GATE
+    ),
     "another norm": lambda x, y: product(F.layer_norm(layer(x, y), (K,), ROW), GATE),
 }
 
@@ -122,7 +130,7 @@ def test_a_norm_is_computed_in_launches_of_products(name: str) -> None:
 def test_what_is_no_such_norm_stays(name: str) -> None:
     x, y = numbers(1, K), 2 * numbers(1, K).flip(-1)
     found, counts, left = run(NO_NORMS[name], (x, y))
-    assert counts == [0, 0] and "linear_add" not in left
+    assert counts == [0, 0] and not {"linear_add", "all_reduce_add"} & left.keys()
     assert equal(found, NO_NORMS[name](x, y))
 
 

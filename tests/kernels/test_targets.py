@@ -54,7 +54,7 @@ from fp4pass.kernels.quantize.triton import (
     quantize_triton,
 )
 from fp4pass.kernels.reduce.memory import LARGEST, WORDS, Memory, count_of_words
-from fp4pass.kernels.reduce.triton import all_reduce_triton
+from fp4pass.kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Metric, Solution
@@ -378,6 +378,8 @@ def _launch_reductions(cases: Sequence[tuple[Format, torch.dtype]]) -> None:
         for dtype in {dtype for _, dtype in cases}:
             for maximum in (False, True):
                 all_reduce_triton(_empty(4, 4096, dtype=dtype), memory, maximum)
+            x = _empty(1, 4096, dtype=dtype)
+            all_reduce_add_triton(x, x, memory)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:

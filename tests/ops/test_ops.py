@@ -152,6 +152,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "experts_dense": (x, ids, experts, biases),
         "experts_outer": (torch.randn(3, 2, 5), x.detach(), ids, 3),
         "all_reduce": (x.detach(), "", False),
+        "all_reduce_add": (x.detach(), residual.detach(), ""),
         "observe_experts": (x.detach(), ids, torch.rand(3, 2), *of_experts),
     }
 
@@ -174,7 +175,14 @@ def test_every_operator_is_traced(name: str) -> None:
 def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     declared = OPERATORS[name]
     if declared.triton is None:
-        dense = ("all_reduce", "observe_full", "linear_int8", "experts_dense", "experts_outer")
+        dense = (
+            "all_reduce",
+            "all_reduce_add",
+            "observe_full",
+            "linear_int8",
+            "experts_dense",
+            "experts_outer",
+        )
         assert name in (*dense, "experts_linear_transposed")
         return
     for place in filter(None, (declared.triton, declared.e4m3)):

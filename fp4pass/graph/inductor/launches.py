@@ -9,7 +9,7 @@ from ..._compat import inductor
 
 # Graphs with a call of one of these: steps of one row with few kernels of Inductor's between ours.
 # In a step with norms and gates of Inductor's, early launches were measured to lose.
-EARLY = (ops.linear_add,)
+EARLY = (ops.linear_add, ops.all_reduce_add)
 
 
 def launch_early(graph: fx.Graph) -> int:

@@ -1,7 +1,8 @@
 """The pass that computes residual sums and norms of one row in the launches of its products.
 
 A product adds its result to the residual, and returns sums of squares of that beside it. The next
-products read both in place of the norm.
+products read both in place of the norm. Where processes have parts of a product, what sums these
+does the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import meta_of, statically_equal
+from ...kernels.reduce.memory import LARGEST
 from .fusions import is_like, is_norm, on_gpu, rms_norm
 from .gates import format_of
 from .pattern import Bound, dtype_of, match
@@ -32,7 +34,7 @@ _NORMED: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A norm of residual + product, and the products that alone read it."""
+    """A norm of residual + product, or the sum of products, and the products that alone read it."""
 
     product: fx.Node
     residual: fx.Node
@@ -50,6 +52,9 @@ def is_one_row(product: fx.Node, normed: bool) -> bool:
     x, packed = product.args[:2]
     if not on_gpu(x):
         return False
+    if product.target is ops.all_reduce:
+        value = x.meta["val"]
+        return value.numel() * value.itemsize <= LARGEST
     # Late, for most processes launch no kernel.
     from ...kernels.linear.fused import multiplies_row, norms_row
 
@@ -93,10 +98,17 @@ def _sum_before(norm: fx.Node, bound: Bound) -> _Place | None:
     if not all(is_like(each, total, shape) for each in total.args):
         return None
     for product, residual in (total.args, total.args[::-1]):
-        if product.target is ops.linear and not product.kwargs and len(product.users) == 1:
-            if product is not residual:
-                return _Place(product, residual, total, norm, bound["weight"], bound["eps"])
+        if _adds(product) and product is not residual:
+            return _Place(product, residual, total, norm, bound["weight"], bound["eps"])
     return None
+
+
+def _adds(product: fx.Node) -> bool:
+    """Return whether a node is a product, or a sum of products, that a residual can be added to."""
+    if product.kwargs or len(product.users) != 1:
+        return False
+    is_sum = product.target is ops.all_reduce and not product.args[2]
+    return product.target is ops.linear or is_sum
 
 
 def _is_row(node: fx.Node) -> bool:
@@ -113,18 +125,26 @@ def _reads(user: fx.Node, norm: fx.Node) -> bool:
 def _replace(graph: fx.Graph, place: _Place) -> None:
     """Put the operators in the place of a product and a sum, and of those that read the norm."""
     product, total = place.product, place.total
-    x, packed, scale, global_scale, bias, *options = product.args
+    target, arguments = _added(product, place.residual)
     with graph.inserting_before(total):
-        arguments = (x, packed, scale, global_scale, bias, place.residual, *options)
-        added = graph.call_function(ops.linear_add, arguments)
+        added = graph.call_function(target, arguments)
         items = [graph.call_function(operator.getitem, (added, i)) for i in range(2)]
     value = total.meta["val"]
-    sums = ops.linear_add(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1]
+    sums = target(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1]
     added.meta = meta_of(total, val=(value, sums))
     items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
     total.replace_all_uses_with(items[0])
     for user in list(place.norm.users):
         _read_squares(graph, user, (*items, place.weight, place.eps))
+
+
+def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator that adds a residual too, and its arguments."""
+    if product.target is ops.all_reduce:
+        x, group, _ = product.args
+        return ops.all_reduce_add, (x, residual, group)
+    x, packed, scale, global_scale, bias, *options = product.args
+    return ops.linear_add, (x, packed, scale, global_scale, bias, residual, *options)
 
 
 def _read_squares(graph: fx.Graph, user: fx.Node, row: tuple[Any, ...]) -> None:

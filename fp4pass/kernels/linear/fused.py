@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, cdiv, overlapping
-from ..norm.naive import SQUARES, square_sums_ref
+from ..norm.naive import square_sums_ref, sums_of_squares
 from ..norm.triton import rms_norm_triton
 from .around_triton import Around, RowNorm, gate_kernel
 from .decode_triton import InputRows
@@ -49,7 +48,7 @@ def linear_add_triton(
         return total, square_sums_ref(total)
     tiles = config(1, n, k, 1, shared_memory_of(x.device), step=step)
     total = x.new_empty((*x.shape[:-1], n))
-    squares = x.new_empty((*x.shape[:-1], cdiv(n, SQUARES)), dtype=torch.float32)
+    squares = sums_of_squares(total)
     around = Around(residual=residual.contiguous(), squares=squares)
     multiply_few(InputRows.of_numbers(x), [weight], [total], fmt, tiles, around)
     return total, squares

@@ -29,6 +29,11 @@ def square_sums_ref(x: Tensor) -> Tensor:
     return squares.unflatten(-1, (-1, SQUARES)).sum(-1)
 
 
+def sums_of_squares(x: Tensor) -> Tensor:
+    """Return an empty tensor for the `square_sums_ref` of x."""
+    return x.new_empty((*x.shape[:-1], -(-x.shape[-1] // SQUARES)), dtype=torch.float32)
+
+
 def rms_norm_of_squares_ref(x: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x, whose `square_sums_ref` are given."""
     return _scaled(x, squares.sum(-1, keepdim=True) / x.shape[-1], weight, eps)

@@ -3,7 +3,8 @@
 Every 32 bits travel with the number of the call in one 64-bit store, so that who reads them knows
 whether they have arrived: no flag is set behind the data, and none before it. A process writes to
 the words of call n again in call n + 2. By then all others have begun call n + 1, for this one has
-read what they sent in it, and so have ended call n on their streams.
+read what they sent in it, and so have ended call n on their streams. The kernel waits for the one
+before it, as all that are launched early do, so calls of one process do not overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.tiles import DTYPES, LAUNCH, cdiv
+from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
+from ..norm.naive import SQUARES
 from .memory import WORDS, Memory
 
 
@@ -21,17 +23,41 @@ def all_reduce_triton(x: Tensor, memory: Memory, maximum: bool) -> Tensor:
     """Return the sum or the maximum of x of all processes, of at most LARGEST bytes."""
     x = x.contiguous()
     out = torch.empty_like(x)
+    _launch(x, None, out, None, memory, maximum)
+    return out
+
+
+def all_reduce_add_triton(x: Tensor, residual: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Return residual + the sum of x of all processes, and its sums of squares."""
+    x, residual = x.contiguous(), residual.contiguous()
+    out = torch.empty_like(x)
+    squares = x.new_empty((*x.shape[:-1], x.shape[-1] // SQUARES), dtype=torch.float32)
+    _launch(x, residual, out, squares, memory, False)
+    return out, squares
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    squares: Tensor | None,
+    memory: Memory,
+    maximum: bool,
+) -> None:
     # 32 bits are one float32 or two smaller numbers.
     words = x.nbytes // 4
     all_reduce_kernel[(max(1, cdiv(words, WORDS)),)](
         x.view(-1).view(torch.int32),
+        None if residual is None else residual.view(-1).view(torch.int32),
         out.view(-1).view(torch.int32),
+        squares,
         *(memory.addresses, memory.calls, words, memory.rank),
         *(memory.size, memory.words.numel() // memory.size // 2, DTYPES[x.dtype], maximum, WORDS),
+        SQUARES * x.element_size() // 4,
         num_warps=4,
         **LAUNCH,
+        **overlapping(x.device, True),
     )
-    return out
 
 
 @triton.jit
@@ -103,6 +129,12 @@ def _bits(number, DTYPE: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_two(a, b, DTYPE: tl.constexpr):
+    """Return the sum of two float32 that are rounded to a dtype each, rounded too."""
+    return (a.to(DTYPE).to(tl.float32) + b).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _together(a, b, MAXIMUM: tl.constexpr):
     """Return the sum or the maximum, NaN if any is."""
     if MAXIMUM:
@@ -114,7 +146,9 @@ def _together(a, b, MAXIMUM: tl.constexpr):
 @triton.jit(do_not_specialize=["words", "rank"])
 def all_reduce_kernel(
     x_ptr,
+    residual_ptr,
     out_ptr,
+    squares_ptr,
     addresses_ptr,
     calls_ptr,
     words,
@@ -124,9 +158,16 @@ def all_reduce_kernel(
     DTYPE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     WORDS: tl.constexpr,
+    SQUARED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
-    """Send WORDS words to all others, and reduce what all have sent, in the order of ranks."""
+    """Send WORDS words to all others, and reduce what all have sent, in the order of ranks.
+
+    With a residual, that is added, and the squares of every SQUARED words.
+    """
     program = tl.program_id(0)
+    wait(OVERLAP, RELEASES)
     call = tl.load(calls_ptr + program) + 1
     at = program * WORDS + tl.arange(0, WORDS)
     mask = at < words
@@ -148,6 +189,16 @@ def all_reduce_kernel(
         second = _number(bits, DTYPE, 1)
         low = first if source == 0 else _together(low, first, MAXIMUM)
         high = second if source == 0 else _together(high, second, MAXIMUM)
+    if residual_ptr is not None:
+        added = tl.load(residual_ptr + at, mask=mask, other=0)
+        low = _sum_of_two(low, _number(added, DTYPE, 0), DTYPE)
+        squares = low * low
+        if DTYPE != tl.float32:
+            high = _sum_of_two(high, _number(added, DTYPE, 1), DTYPE)
+            squares += high * high
+        sums = tl.sum(tl.reshape(squares, (WORDS // SQUARED, SQUARED)), axis=1)
+        group = program * (WORDS // SQUARED) + tl.arange(0, WORDS // SQUARED)
+        tl.store(squares_ptr + group, sums, mask=group * SQUARED < words)
     found = _bits(low, DTYPE, 0)
     if DTYPE != tl.float32:
         found = found | _bits(high, DTYPE, 1)
