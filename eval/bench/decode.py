@@ -218,7 +218,7 @@ def page(result: Row) -> str:
     """Return the tables of a file: steps, and prompts."""
     rows = [row for row in result["rows"] if "error" not in row]
     base = {key_of(row): row for row in rows if row["by"] == PLAIN}
-    one = {(r["by"], *key_of(r)[:3]): r for r in rows if r.get("tokens") == 1 and r["batch"] == 1}
+    one = {(r["by"], *key_of(r)[:4]): r for r in rows if r.get("tokens") == 1}
     steps, prompts = [], []
     for row in rows:
         plain = base.get(key_of(row))
@@ -231,9 +231,8 @@ def page(result: Row) -> str:
         taken = row["step_seconds"]
         ratio = f" ({plain['step_seconds'] / taken:.2f})" if plain else ""
         rate = row["batch"] * row["tokens"] / taken
-        single = one.get((row["by"], *key_of(row)[:3]))
-        more = single is not None and row["batch"] == 1 and row["context"] == single["context"]
-        times = f" ({taken / single['step_seconds']:.2f} of 1)" if more and single else ""
+        single = one.get((row["by"], *key_of(row)[:4])) if row["tokens"] > 1 else None
+        times = f" ({taken / single['step_seconds']:.2f} of 1)" if single else ""
         shape = f"{row['batch']} x {row['context']} x {row['tokens']}"
         share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
         cells = [f"{1e6 * taken:.0f}{times}", f"{rate:.0f}{ratio}", share]
@@ -269,7 +268,7 @@ def plot(rows: list[Row], target: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_for(__doc__, "decode-h100.json")
+    parser = parser_for(__doc__, "decode-h200.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-4B"])
     ours = [by for by in KINDS if by == PLAIN or by.endswith("lm_head too")]
     parser.add_argument("--by", nargs="+", choices=KINDS, default=ours)

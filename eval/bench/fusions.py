@@ -115,7 +115,7 @@ def page(result: Row) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_for(__doc__, "fusions-h100.json")
+    parser = parser_for(__doc__, "fusions-h200.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])

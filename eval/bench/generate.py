@@ -18,7 +18,7 @@ its own, one a GPU: with --gpus N the model is split by fp4pass.parallelize over
 --together makes and compiles all models at a time, for which memory must suffice, and measures
 them one after another. --warm fills the caches of torch.compile and Triton and measures nothing.
 --profile prints where the GPU spends a decode step. What takes longer than --limit has that for its
-result. A page shows a table for each file, a picture the rows of all.
+result. A page shows a table for each file, a picture the rows of all, of the kinds of --by.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def main() -> None:
         return
     if args.plot:
         read = [json.loads(path.read_text())["rows"] for path in args.json]
-        plot([timed for rows in read for timed in against_bf16(rows)], args.plot)
+        rows = [timed for rows in read for timed in against_bf16(rows)]
+        plot([row for row in rows if row["by"] in args.by], args.plot)
     if write_table(args, "eval/bench/generate.py", page) or args.plot:
         return
     tokens = {"in": PROMPT, "out": NEW, "prefill": PREFILL}

@@ -236,8 +236,8 @@ def compared() -> str:
             name,
         )
         for shape, name, by, model in (
-            (QWEN3_4B, "generate-h200.json", "fp4pass nvfp4", {"model": "Qwen3-4B"}),
-            (llama, "generate-h200.json", "fp4pass nvfp4", {"model": "Llama-3-8B"}),
+            (QWEN3_4B, "generate-peers-h200.json", "fp4pass nvfp4", {"model": "Qwen3-4B"}),
+            (llama, "generate-peers-h200.json", "fp4pass nvfp4", {"model": "Llama-3-8B"}),
             (QWEN3_30B, "mixture-h200.json", "hessian", {}),
         )
     ]

@@ -22,7 +22,9 @@ from fp4pass.distributed import divide
 from fp4pass.kernels.search.gptq_reference import ROWS
 from fp4pass.quantization.plan import search_seconds
 
-ONE, TWO, REDUCE, FSDP = (f"ranks/{name}.json" for name in ("one", "two", "reduce", "fsdp"))
+ONE, TWO, REDUCE, FSDP, DECODE = (
+    f"ranks/{name}.json" for name in ("one", "two", "reduce", "fsdp", "decode")
+)
 
 TOKENS = 128 * 2048
 BITS = 4.5
@@ -193,6 +195,14 @@ def measured() -> str:
         one, two = (row(name, part="convert", method=method)["seconds"] for name in (ONE, TWO))
         name = f"`{method}`, 18 layers of Qwen3-4B, 64k tokens, s"
         lines.append([name, f"{one:.2f}", f"{two:.2f}", f"{one / two:.2f}"])
+    # The rows of all layers have no number of them.
+    split = [row(DECODE, part="decode", gpus=n, layers=None) for n in (1, 2)]
+    for name, key in (
+        ("a compiled step of Llama-3-8B in `nvfp4a16`, one sequence, ms", "all_layers_us"),
+        ("eager prefill of 8 x 2048 tokens, ms", "eager_prefill_ms"),
+    ):
+        one, two = (each[key] / (1e3 if key.endswith("_us") else 1) for each in split)
+        lines.append([name, f"{one:.4g}", f"{two:.4g}", f"{one / two:.2f}"])
     found = table(["", "one GPU", "two", "ratio"], lines, left=1)
     sums = table(
         ["rows of 4096 numbers", "memory that GPUs share, µs", "NCCL, µs"],
@@ -203,7 +213,9 @@ def measured() -> str:
         left=1,
     )
     what = "Sums over both GPUs in a CUDA graph, bfloat16:"
-    return "\n".join([*origin(read(TWO)), found, what, "", sums, sharded()])
+    layers = " and ".join(str(each["layers"]) for each in read(DECODE)["rows"][::2][:2])
+    reckoned = f"Steps and prefills are reckoned from {layers} layers.\n"
+    return "\n".join([*origin(read(TWO)), found, reckoned, what, "", sums, sharded()])
 
 
 def sharded() -> str:
