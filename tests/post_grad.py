@@ -28,6 +28,8 @@ def compiled(
         compile_fx.view_to_reshape(gm)
         with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
             post_grad_passes(gm, is_inference=how.get("is_inference", False))
+        # What is written in place returns nothing, and a result of it that is not read is dead.
+        gm.graph.eliminate_dead_code()
         gm.graph.lint()
         gm.recompile()
 

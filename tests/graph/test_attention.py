@@ -38,6 +38,7 @@ class Fused:
         self.calls: dict[str, int] = {}
         self.targets: list[Any] = []
         self.copies: list[fx.Node] = []
+        self.places: list[Tensor] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         self.attention += fuse_attention(graph, lambda node: True)
@@ -47,6 +48,10 @@ class Fused:
         self.calls = dict(calls(graph))
         self.targets = [node.target for node in graph.nodes]
         self.copies = [node for node in graph.nodes if node.target is aten.clone.default]
+        called = graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.auto_functionalized_v2
+        )
+        self.places = [n.kwargs["places"].meta["val"] for n in called if "places" in n.kwargs]
         for node in graph.nodes:
             if node.op == "call_function" and str(node.target).startswith("fp4pass."):
                 found = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
@@ -117,6 +122,10 @@ def test_steps_of_decoders_read_their_cache_in_place(
     assert aten.index_put.default not in change.targets or not rotary
     assert aten._scaled_dot_product_flash_attention_for_cpu.default not in change.targets
     assert all(node.meta["val"].ndim < 5 for node in change.copies)
+    # Counters are read as they are, where there is no window.
+    counted = [each.ndim == 0 for each in change.places]
+    assert bool(counted) == bool(rotary)
+    assert all(counted) or "sliding_window" in changes
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from ..._compat import torch as compat
 from ...errors import VersionError, unknown_name
 from .argmax import split_argmax
 from .attention import fuse_attention
+from .counters import join_counters
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
@@ -40,6 +41,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_residuals,
     fuse_norms,
     split_argmax,
+    join_counters,
     launch_early,
 )
 

@@ -81,7 +81,7 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
         "eps": eps.pop() if eps else 0.0,
         "cos": query.cos,
         "sin": query.sin,
-        "places": of_keys.places,
+        "places": _start_of(of_keys.places),
         "keys": of_keys.cache,
         "values": of_values.cache,
     }
@@ -118,6 +118,18 @@ def _written(node: Any) -> _Write | None:
         return None
     dimensions = cache.meta["val"].ndim, indices[2].meta["val"].ndim
     return _Write(cache, indices[2], rows) if dimensions == (4, 1) else None
+
+
+def _start_of(places: fx.Node) -> fx.Node:
+    """Return the count c of positions c, c + 1, ..., which need no kernel then, or positions."""
+    for found in match(add(Var("steps"), Var("start")), places):
+        steps, start = found["steps"], found["start"]
+        if not isinstance(steps, fx.Node) or steps.target is not torch.ops.prims.iota.default:
+            continue
+        is_range = (steps.kwargs["start"], steps.kwargs["step"]) == (0, 1)
+        if is_range and dtype_of(start) == torch.int64 and start.meta["val"].ndim == 0:
+            return cast(fx.Node, start)
+    return places
 
 
 def _before_turn(node: Any) -> fx.Node | None:

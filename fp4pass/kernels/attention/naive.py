@@ -91,7 +91,8 @@ def rotary_attention_ref(
         eps: added by the norms to the mean of squares.
         cos: [B, T, D] or [1, T, D].
         sin: the same.
-        places: [T] int64, the positions of the tokens in the cache.
+        places: [T] int64, the positions of the tokens in the cache; or [], that of the first, which
+            the others follow.
         keys: [B, groups, S, D]; rows `places` are written.
         values: [B, groups, S, E], the same.
         mask: as of `attention`.
@@ -103,6 +104,8 @@ def rotary_attention_ref(
         [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
     """
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
+    if places.ndim == 0:
+        places = places + torch.arange(q.shape[1], device=places.device)
     keys.index_copy_(2, places, _rotated(_normed(k, k_weight, eps), cos, sin))
     values.index_copy_(2, places, v.transpose(1, 2))
     q = _rotated(_normed(q, q_weight, eps), cos, sin)

@@ -21,8 +21,9 @@ class NewTokens(NamedTuple):
     eps: float
     cos: Tensor  # [B, T, D]
     sin: Tensor
-    places: Tensor  # [T], positions in the cache
-    # Of k and v in texts, tokens and heads; of cos and sin in texts, 0 for one of all, and tokens.
+    places: Tensor  # [T], positions in the cache, or [], the first of them
+    # Of k and v in texts, tokens and heads; of cos and sin in texts, 0 for one of all, and tokens;
+    # of places.
     strides: tuple[int, ...]
 
 
@@ -41,6 +42,7 @@ def new_tokens(
     weights = (None if each is None else each.contiguous() for each in (q_weight, k_weight))
     tables = ((x.stride(0) if len(x) > 1 else 0, x.stride(1)) for x in (cos, sin))
     strides = (*k.stride()[:3], *v.stride()[:3], *(stride for each in tables for stride in each))
+    strides = (*strides, places.ndim)
     return NewTokens(k, v, *weights, eps, cos, sin, places.contiguous(), strides)
 
 
