@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -68,10 +69,13 @@ def one_call(
     return OneCall.of(model, given.pop(QUALITY, None), given, rules, kv_cache, by_layers, device)
 
 
+@contextmanager
 def calibrated(
     call: OneCall, found: Sequence[Example] | None, batch_size: int, *, tokenizer: Any = None
-) -> dict[str, Any]:
-    """Calibrate a model, and return the arguments of `convert` for the rest.
+) -> Iterator[dict[str, Any]]:
+    """Smooth and calibrate a model, and yield the arguments of `convert` for the rest.
+
+    After an error within, a smoothed model has the bits of before.
 
     Args:
         call: of the model.
@@ -91,10 +95,18 @@ def calibrated(
         call.announce(None if writes else batches, tokenizer)
         if writes:
             batches = call.own_text(tokenizer)
-        if not batches:
-            return call.arguments
-        prepare(model, sequential=call.sequential, **call.arguments)
-        calibrate(model, batches)
+    if not batches:
+        yield call.arguments
+        return
+    with call.smoothed(batches):
+        with fast_dtype(*whole):
+            prepare(model, sequential=call.sequential, **call.arguments)
+            calibrate(model, batches)
+        yield _rest(call, found)
+
+
+def _rest(call: OneCall, found: Sequence[Example] | None) -> dict[str, Any]:
+    """Return the arguments of `convert` for a calibrated model."""
     # Those given to prepare hold, and are not to be recorded twice. With layers one
     # after the other the user decides about layers that no data reaches.
     if call.sequential and call.quality is None:

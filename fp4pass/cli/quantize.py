@@ -230,8 +230,8 @@ def quantize(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            arguments = calibrated(call, read, batch_size, tokenizer=processor)
-            convert(loaded, **arguments, device=place, resume=finished)
+            with calibrated(call, read, batch_size, tokenizer=processor) as arguments:
+                convert(loaded, **arguments, device=place, resume=finished)
             call.record()
             save(loaded, output, source=float_models.files_beside(model), **written)
             result = report(loaded)

@@ -175,7 +175,8 @@ def _convert(
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     call = one_call(model, recipe)
-    convert(model, **calibrated(call, read, batch_size))
+    with calibrated(call, read, batch_size) as arguments:
+        convert(model, **arguments)
     call.record()
     return model
 

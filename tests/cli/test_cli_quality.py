@@ -46,6 +46,8 @@ def test_a_quality_is_printed_recorded_and_shown(tmp_path: Path, rules: Path) ->
     assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
+    # As fp4pass.convert does it.
+    assert json.loads((out / "fp4pass.json").read_text())["recipe"]["smooth"] == 0.5
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
     run("report", out, "-o", tmp_path / "r.html", "--no-png")
     assert json.loads((tmp_path / "r.json").read_text())["recipe"]["quality"] == "good"

@@ -147,9 +147,10 @@ def test_what_reads_no_text_is_refused_before_it_is_loaded(tmp_path: Path) -> No
 def test_a_layer_of_the_text_part_that_is_not_reached_is_an_error() -> None:
     calibrating = pytest.importorskip("fp4pass.cli.calibrating")
 
-    def calibrated(model: Any, recipe: fp4pass.Recipe) -> dict[str, Any]:
+    def calibrated(model: Any, recipe: fp4pass.Recipe) -> Any:
         call = calibrating.one_call(model, recipe)
-        return calibrating.calibrated(call, [torch.arange(20, 84)], 8)
+        with calibrating.calibrated(call, [torch.arange(20, 84)], 8) as arguments:
+            return arguments
 
     model = llava().eval()
     model.model.language_model.spare = nn.Linear(64, 64)
