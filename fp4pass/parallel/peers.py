@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.torch import shared_words
 from ..distributed import Ranks
+from ..kernels.norm.naive import SQUARES
 from ..kernels.reduce.memory import MEMORIES, Memory, count_of_words
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def _memory(ranks: Ranks) -> tuple[Memory | None, str | None]:
 
 
 def _loaded(memory: Memory) -> Any:
-    from ..kernels.reduce.triton import all_reduce_triton
+    from ..kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
 
+    nothing = memory.words.new_empty((0, SQUARES), dtype=torch.bfloat16)
     for maximum in (False, True):
-        all_reduce_triton(memory.words.new_empty(0, dtype=torch.bfloat16), memory, maximum)
+        all_reduce_triton(nothing, memory, maximum)
+    all_reduce_add_triton(nothing, nothing, memory)
