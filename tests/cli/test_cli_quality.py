@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,24 @@ def written(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return windows
 
 
-def test_a_quality_is_printed_recorded_and_shown(tmp_path: Path, rules: Path) -> None:
-    out = tmp_path / "q"
+def test_a_quality_is_printed_recorded_and_shown(
+    tmp_path: Path, rules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, smoothed = tmp_path / "q", []
+
+    @contextmanager
+    def note(root: Any, strength: float, batches: list[Any]) -> Iterator[list[Any]]:
+        smoothed.append((strength, len(batches)))
+        yield []
+
+    # Tracing takes longer than all else.
+    monkeypatch.setattr("fp4pass.smoothing.smoothed_unless_it_fails", note)
     options = ("--quality", "good", "--rules", rules, *CALIBRATED)
     result = run("quantize", TINY, "-o", out, *options)
     assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
-    # As fp4pass.convert does it.
-    assert json.loads((out / "fp4pass.json").read_text())["recipe"]["smooth"] == 0.5
+    assert smoothed == [(0.5, 1)]
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
     run("report", out, "-o", tmp_path / "r.html", "--no-png")
     assert json.loads((tmp_path / "r.json").read_text())["recipe"]["quality"] == "good"
@@ -80,6 +91,8 @@ def test_best_runs_one_layer_after_the_other(
         progress=False,
     )
     assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
+    recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
+    assert recipe["smooth"] == 0.5
 
 
 @pytest.mark.slow
