@@ -325,6 +325,7 @@ def test_compiled_models_compute_the_same(weight_only: bool, fmt: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_inductor_shares_what_is_rotated_and_groups_the_products() -> None:
     model = fp4pass.convert(fork(), "mxfp4", "naive", rotation=64)
     torch.compiler.reset()

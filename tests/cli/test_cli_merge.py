@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["base", "modelopt"])
 def test_a_folder_and_an_adapter(folders: Path, tmp_path: Path, base: str) -> None:
     found = run_json("merge", folders / base, folders / "adapter", "-o", tmp_path / "out", *DATA)

@@ -46,7 +46,8 @@ def drafted(how: str, compiled: bool = False) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick(1)
+# The example of compile_for_drafts is the quick one.
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prompt", "same model", "other model"])
 def test_drafts_change_no_token(how: str) -> None:
     """Compiled or not, also in a second text, which finds the cache of the first."""

@@ -382,6 +382,7 @@ def test_options_of_tasks_need_tasks() -> None:
 # ---- our tasks ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wikitext_local_is_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same documents through the built-in task, with its dataset replaced."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

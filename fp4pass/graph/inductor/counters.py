@@ -46,13 +46,14 @@ def _is_count(counter: Any, total: Any) -> bool:
 
 def _join(graph: fx.Graph, totals: list[fx.Node], number: int) -> None:
     """Put results of one call in the place of additions of a number."""
+    # Late, for counters that nothing reads any more are written in place.
     order = {node: i for i, node in enumerate(graph.nodes)}
-    first = min(totals, key=order.__getitem__)
+    first = min((user for each in totals for user in each.users), key=order.__getitem__)
     counters = [each.args[0] for each in totals]
     with graph.inserting_before(first):
         call = graph.call_function(aten._foreach_add.Scalar, (counters, number))
         results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(totals))]
-    call.meta = meta_of(first, val=[each.meta["val"] for each in totals])
+    call.meta = meta_of(totals[0], val=[each.meta["val"] for each in totals])
     for old, new in zip(totals, results, strict=True):
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
