@@ -416,7 +416,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.together and args.gpus > 1:
+        parser.error("--together measures models of one GPU: leave out --gpus")
+    return args
 
 
 if __name__ == "__main__":

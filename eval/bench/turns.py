@@ -50,7 +50,7 @@ def run(commands: Sequence[Sequence[str]], limit: float | None = None) -> list[i
 
 
 def _code(process: subprocess.Popen[bytes], end: float) -> int | None:
-    """Return how a process ended, or None if it had to be killed."""
+    """Return the exit code of a process, None if it was killed here."""
     try:
         left = None if end == float("inf") else max(0.0, end - time.monotonic())
         return process.wait(left)
@@ -69,7 +69,10 @@ def await_turn() -> None:
         return
     mark = Path(os.environ[TURNS])
     mark.touch()
+    parent = os.getppid()
     while not (mark.parent / GO).exists():
+        if os.getppid() != parent:
+            raise SystemExit("The process that gives turns has ended.")
         time.sleep(0.1)
     _held.append((mark.parent / LOCK).open("w"))
     fcntl.flock(_held[0], fcntl.LOCK_EX)

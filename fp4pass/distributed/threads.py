@@ -13,8 +13,8 @@ import torch
 def share_of_threads() -> Iterator[None]:
     """Compute with this process's share of the processors where torchrun left it one thread.
 
-    torchrun sets OMP_NUM_THREADS to 1 unless the caller sets it: a layer of a large model then
-    takes as many times longer on a CPU as there are processors. Elsewhere nothing changes.
+    torchrun sets OMP_NUM_THREADS to 1 unless the caller sets it, and a caller's 1 looks the same. A
+    layer of a large model then takes many times longer on a CPU. Elsewhere nothing changes.
     """
     before, share = torch.get_num_threads(), _share()
     torch.set_num_threads(max(before, share))

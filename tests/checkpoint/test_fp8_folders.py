@@ -87,7 +87,7 @@ def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
     assert logits(model).isfinite().all()
 
 
-# Rows of its layers fill no whole blocks, of which every way to write them warns.
+# Its rows fill no whole blocks. Every way to write them warns of that.
 @pytest.mark.filterwarnings("ignore:vLLM joins")
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", SCHEMES)

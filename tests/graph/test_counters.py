@@ -23,7 +23,7 @@ def _clean() -> Iterator[None]:
 
 
 def run(step: Callable[..., Any], kept: list[Tensor]) -> tuple[Any, int, list[Any]]:
-    """What the compiled step returns, how many calls the pass removed, and those that are left."""
+    """A compiled step: its result, the number of calls that the pass removed, the calls left."""
     counts, targets = [], []
 
     def change(graph: fx.Graph) -> None:
