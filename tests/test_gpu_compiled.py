@@ -192,6 +192,23 @@ def test_what_surrounds_products_is_fused(length: int, monkeypatch: pytest.Monke
     assert divergence(eager, found) <= divergence(eager, plain) + 2e-4
 
 
+@torch.no_grad()
+def test_inputs_of_fp8_products_are_rounded_in_the_kernels_before() -> None:
+    """It is as near to the original as eager is."""
+    transformers = pytest.importorskip("transformers")
+    original = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16)
+    model, x = tiny(weight_only=True, calibrated=False), ids(4, 256)
+    fp4pass.set_compute(model, "fp8")
+    expected = forward(original.eval().cuda(), x)
+    eager = divergence(expected, forward(model, x))
+    found, (code,) = run_and_get_code(lambda: forward(torch.compile(model, fullgraph=True), x))
+    (graph,) = fp4pass.compile_report().graphs
+    layers = model.config.num_hidden_layers
+    assert graph.changes["round_rows"] == graph.after["linear_rounded"] == 7 * layers
+    assert "torch.float8_e4m3fn" in code
+    assert divergence(expected, found) == pytest.approx(eager, rel=0.02) and eager > 1e-3
+
+
 @pytest.mark.parametrize(
     ("dtype", "rows", "size", "early"),
     [

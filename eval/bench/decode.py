@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace) -> None:
         if args.prefill:
             torch.compiler.reset()
             shape = (2, 32) if args.tiny else PREFILL
-            note({"prefill": shape, "seconds": prefill_seconds(model, shape, 3)})
+            note({"prefill": shape, "seconds": prefill_seconds(model, shape, 10)})
 
 
 def timed(model: Any, shape: Shape, profile: bool = False) -> Row:

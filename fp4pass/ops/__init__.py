@@ -36,6 +36,7 @@ from .linears import (
     linear_normed_group,
     linear_quantized,
     linear_quantized_group,
+    linear_rounded,
 )
 from .norms import add_rms_norm, rms_norm
 from .reduce import all_reduce, all_reduce_add

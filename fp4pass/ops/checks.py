@@ -140,6 +140,18 @@ def require_added(x: Tensor, weight: PackedWeight, residual: Tensor) -> None:
         )
 
 
+def require_rounded(x: Tensor, factors: Tensor) -> None:
+    """Raise DtypeError or ShapeError unless these are E4M3 rows with their factors."""
+    if x.dtype != torch.float8_e4m3fn:
+        raise DtypeError(f"Rounded rows: expected torch.float8_e4m3fn, got {x.dtype}.")
+    shape = (*x.shape[:-1], 1)
+    if factors.shape != shape or factors.dtype != torch.float32:
+        raise ShapeError(
+            f"The factors of rounded rows: expected {shape} torch.float32, got "
+            f"{tuple(factors.shape)} {factors.dtype}."
+        )
+
+
 def require_squares(x: Tensor, squares: Tensor) -> None:
     """Raise ShapeError unless these are sums of the squares of x."""
     shape = (*x.shape[:-1], math.ceil(x.shape[-1] / SQUARES))

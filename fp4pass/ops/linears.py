@@ -18,6 +18,7 @@ from ..kernels.linear.naive import (
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
+    linear_rounded_ref,
 )
 from ..kernels.norm.naive import sums_of_squares
 from .activations import rotate
@@ -28,6 +29,7 @@ from .checks import (
     require_float,
     require_gate,
     require_norm_weight,
+    require_rounded,
     require_squares,
 )
 from .registration import Backward, operator, save_product
@@ -44,6 +46,10 @@ def _products(x: Tensor, weights: Sequence[PackedWeight]) -> list[Tensor]:
 
 def _gate(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
     return x.new_empty((*x.shape[:-1], weights[0].packed.shape[0] * len(weights) // 2))
+
+
+def _narrow_product(x: Tensor, weight: PackedWeight) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.packed.shape[0]), dtype=torch.bfloat16)
 
 
 def _sum_and_squares(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
@@ -128,6 +134,12 @@ linear_quantized_group = operator(
     cpu="kernels.linear.cpu:linear_quantized_group_cpu",
     shapes=_products,
     checks=(require_compute,),
+)
+linear_rounded = operator(
+    linear_rounded_ref,
+    triton="kernels.linear.triton:linear_rounded_triton",
+    shapes=_narrow_product,
+    checks=(require_rounded,),
 )
 linear_gated = operator(
     linear_gated_ref,

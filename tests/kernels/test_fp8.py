@@ -17,14 +17,14 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import operands, sorted_rows
-from fp4pass.kernels.fp8.triton import SIZES, tiles_of
+from fp4pass.kernels.fp8.triton import SIZES, multiplies_dense, tiles_of
 from fp4pass.methods import search_scales
 
 linear_ref, linear_quantized_ref = (
     flat(name, "reference") for name in ("linear", "linear_quantized")
 )
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
-linear_group_triton = flat("linear_group")
+linear_group_triton, linear_rounded_triton = flat("linear_group"), flat("linear_rounded")
 linear_quantized_group_triton = flat("linear_quantized_group")
 
 GPU = torch.cuda.is_available()
@@ -283,6 +283,9 @@ def test_kernels_agree_with_the_reference(
             values, factor = fp8.quantize_rows_ref(x)
             found = linear_triton(x, *weight, bias, fmt)
             expected = linear_ref(x.float(), *weight, bias, fmt)
+            if multiplies_dense(m, n, k, dtype, x.device):
+                rounded = (values, factor[:, None])
+                assert torch.equal(found, linear_rounded_triton(*rounded, *weight, bias, fmt))
         assert found.dtype == dtype and found.shape == (m, n)
         size = (values.float().abs() @ w.float().abs().t()) * factor[:, None] * w_factor
         # One rounding to the dtype, and sums: of fewer bits on FP8 tensor cores, else float32.

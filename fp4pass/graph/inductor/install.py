@@ -27,6 +27,7 @@ from .norms import fuse_norms
 from .observers import share_observers
 from .residuals import fuse_residuals
 from .rotary import fuse_rotary
+from .rounding import round_rows
 
 # The passes on every graph with operators of fp4pass, in their order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -37,6 +38,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_gates,
     fuse_attention,
     fuse_rotary,
+    round_rows,
     group_linears,
     fuse_residuals,
     fuse_norms,

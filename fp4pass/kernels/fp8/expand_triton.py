@@ -27,9 +27,9 @@ def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tupl
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
     weight = weight._replace(packed=wider(weight.packed, torch.int64))
     weight = weight._replace(scale=weight.scale.contiguous())
-    rows = _expand(x, fmt) if isinstance(x, PackedInput) else _quantize(x)
+    rows = expand(x, fmt) if isinstance(x, PackedInput) else _quantize(x)
     # While rows of numbers are rounded, which wait for what came before.
-    return rows, _expand(weight, fmt, not isinstance(x, PackedInput))
+    return rows, expand(weight, fmt, not isinstance(x, PackedInput))
 
 
 def _rows(count: int, k: int, device: torch.device) -> Rows:
@@ -49,7 +49,7 @@ def _quantize(x: Tensor) -> Rows:
     return found
 
 
-def _expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False) -> Rows:
+def expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False) -> Rows:
     """Return packed rows [R, K] as operands; beside: made while the kernel before runs."""
     codes = wider(packed.packed, torch.int64)
     n, k = len(codes), 16 * codes.shape[1]

@@ -17,8 +17,8 @@ from ..linear.decode_triton import joined
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
 from .decode_triton import decode_e4m3, operand
-from .expand_triton import expanded
-from .operands_triton import operands, sorted_rows
+from .expand_triton import expand, expanded
+from .operands_triton import Rows, operands, sorted_rows
 
 # From the largest, measured on an H200.
 SIZES = (
@@ -51,6 +51,23 @@ def _bytes(tiles: Tiles) -> int:
 def expands(m: int, n: int) -> bool:
     """Return whether a weight is expanded first, and not decoded in the product."""
     return m > (512 if n >= _WIDE else 256)
+
+
+def multiplies_dense(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether cuBLAS multiplies rows x [m, k] in order and an expanded weight [n, k]."""
+    # It takes factors for rows with results in bfloat16 alone.
+    fits = dtype == torch.bfloat16 and has_dense_product(n, device)
+    return fits and expands(m, n) and not (runs_wide(k, device) and wide_config(m, n, k))
+
+
+def has_dense_product(n: int, device: torch.device) -> bool:
+    """Return whether cuBLAS multiplies E4M3 rows and a dense weight of n rows on a device."""
+    return n % 16 == 0 and has_fp8(device)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device has FP8 tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def wide_config(m: int, n: int, k: int) -> Tiles | None:
@@ -86,20 +103,19 @@ def multiply_fp8(
 ) -> Tensor:
     """Return the product [M, N] of rows and a packed weight as E4M3."""
     device = weight.packed.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and not has_fp8(device):
         raise OptionError(
             'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
             f'{device} does not have. Call fp4pass.set_compute(model, "input").'
         )
     m = len(x.packed if isinstance(x, PackedInput) else x)
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
+    if multiplies_dense(m, n, k, dtype, device):
+        rows, dense = expanded(x, weight, fmt)
+        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
     out = torch.empty((m, n), dtype=dtype, device=device)
     if runs_wide(k, device) and (wide := wide_config(m, n, k)):
         return multiply_with(wide, x, weight, out, fmt)
-    # cuBLAS takes factors for rows with results in bfloat16 alone.
-    if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
-        rows, dense = expanded(x, weight, fmt)
-        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
     tiles = tiles_of(m, n, shared_memory_of(device))
     rows, of_weight = operands(x, weight, fmt, tiles.words)
     fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
@@ -109,6 +125,12 @@ def multiply_fp8(
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
     return out
+
+
+def multiply_dense(rows: Rows, weight: PackedWeight, fmt: Format) -> Tensor:
+    """Return the product [M, N] of E4M3 rows [M, K] in order and a packed weight, in bfloat16."""
+    dense = expand(weight, fmt)
+    return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
 
 
 def multiply_with(

@@ -30,6 +30,12 @@ def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
     return F.linear(x.to(exact), dense, bias).to(x.dtype)
 
 
+def linear_rounded_ref(x: Tensor, factors: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
+    """Return E4M3 x [..., K] with factors [..., 1] times a packed weight, [..., N] in bfloat16."""
+    rows = (x.reshape(-1, x.shape[-1]), factors.reshape(-1))
+    return multiply_ref(rows, weight, fmt).to(torch.bfloat16).view(*x.shape[:-1], -1)
+
+
 def linear_quantized_ref(
     x: Tensor,
     x_rows: PackedInput,

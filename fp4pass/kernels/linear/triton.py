@@ -15,12 +15,13 @@ from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import LAUNCH, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..fp8.naive import uses_fp8
-from ..fp8.triton import multiply_fp8
+from ..fp8.operands_triton import Rows
+from ..fp8.triton import has_dense_product, multiply_dense, multiply_fp8
 from .around_triton import NOTHING, Around
 from .decode_triton import InputRows, arranged
 from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
 from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
-from .naive import linear_quantized_ref, linear_ref
+from .naive import linear_quantized_ref, linear_ref, linear_rounded_ref
 from .ptx_triton import offset
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of, wide_config
 
@@ -55,6 +56,14 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         return F.linear(x, dense, None if weight.bias is None else weight.bias.to(x.dtype))
     out = x.new_empty((*x.shape[:-1], n))
     return multiply(InputRows.of_numbers(x), weight, out, fmt)
+
+
+def linear_rounded_triton(x: Tensor, factors: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
+    """Multiply E4M3 rows and a packed weight (`linear_rounded_ref`)."""
+    if not has_dense_product(len(weight.packed), x.device):
+        return linear_rounded_ref(x, factors, weight, fmt)
+    rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors.reshape(-1).contiguous())
+    return multiply_dense(rows, weight, fmt).view(*x.shape[:-1], -1)
 
 
 def linear_quantized_triton(

@@ -1,0 +1,72 @@
+"""The pass that has Inductor round inputs of FP8 products, in the kernels that compute them.
+
+A product of many rows is one of E4M3 rows and an expanded weight. Written as ATen calls, rounding
+joins the kernel of a norm or an activation, and is done once for all products of one input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ...kernels.fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
+from .gates import has_kernels
+from .pattern import CAST, dtype_of, insert, replace
+
+aten = torch.ops.aten
+
+# Of `linear`: the packed codes, and what follows the weight of four arguments.
+_PACKED, _FORMAT, _COMPUTE = 1, 5, 6
+
+
+def is_dense(product: fx.Node, rows: int) -> bool:
+    """Return whether a product of so many rows is one of two dense operands, on a GPU."""
+    if not has_kernels(product):
+        return False
+    # Late, for most processes launch no kernel.
+    from ...kernels.fp8.triton import multiplies_dense
+
+    packed: Any = product.args[_PACKED]
+    n, words = packed.meta["val"].shape
+    return multiplies_dense(rows, n, 2 * words, torch.bfloat16, product.meta["val"].device)
+
+
+def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_dense) -> int:
+    """Round inputs of FP8 products outside of them; return of how many."""
+    rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    count = 0
+    for node in list(graph.find_nodes(op="call_function", target=ops.linear)):
+        if not _is_fp8(node) or not eligible(node, math.prod(node.meta["val"].shape[:-1])):
+            continue
+        x: Any = node.args[0]
+        if x not in rounded:
+            with graph.inserting_before(node):
+                rounded[x] = _round(graph, node, x)
+        replace(graph, node, ops.linear_rounded, (*rounded[x], *node.args[_PACKED:_COMPUTE]))
+        count += 1
+    return count
+
+
+def _is_fp8(node: fx.Node) -> bool:
+    """Return whether a product in bfloat16 rounds its input, for every size of its graph."""
+    rows = node.meta["val"].shape[:-1]
+    if node.kwargs or len(node.args) <= _COMPUTE or dtype_of(node) != torch.bfloat16:
+        return False
+    known = all(isinstance(size, int) for size in rows)
+    return known and uses_fp8(str(node.args[_COMPUTE]), math.prod(rows))
+
+
+def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Insert what rounds rows to E4M3 as `quantize_rows_ref`; return them and their factors."""
+    wide = insert(graph, like, CAST, x, torch.float32)
+    sizes = insert(graph, like, aten.abs.default, wide)
+    largest = insert(graph, like, aten.amax.default, sizes, [-1], True)
+    factor = insert(graph, like, aten.div.Tensor, largest, E4M3_MAX)
+    factor = insert(graph, like, aten.clamp_min.default, factor, SMALLEST)
+    quotient = insert(graph, like, aten.div.Tensor, wide, factor)
+    return insert(graph, like, CAST, quotient, torch.float8_e4m3fn), factor

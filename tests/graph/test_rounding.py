@@ -1,0 +1,135 @@
+"""The pass that rounds inputs of FP8 products outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from post_grad import calls, compiled, fresh
+from torch import Tensor, fx
+from torch._inductor import config
+
+from fp4pass import ops
+from fp4pass.graph.inductor.merge import group_linears
+from fp4pass.graph.inductor.rounding import round_rows
+
+ROWS, K, N = 70, 64, 32
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with fresh(), torch.no_grad():
+        yield
+
+
+def weight(rows: int, seed: int = 0) -> tuple[Any, ...]:
+    dense = torch.randn(rows, K, generator=torch.Generator().manual_seed(seed))
+    return (*ops.search(dense, None, 2.0**-8, "nvfp4", "naive"), torch.tensor([256.0]))
+
+
+QUERY, KEY = weight(N), weight(2 * N, seed=1)
+BIAS = torch.randn(N, generator=torch.Generator().manual_seed(2))
+
+
+def product(x: Tensor, of: tuple[Any, ...] = QUERY, bias: Tensor | None = None) -> Tensor:
+    return ops.linear(x, *of, bias, "nvfp4", "fp8")
+
+
+def inputs(rows: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    x = torch.randn(2, rows // 2, K, generator=torch.Generator().manual_seed(3)).to(dtype)
+    # A row of zeros, one of small numbers, and one that is not finite.
+    x[0, 0], x[0, 1], x[1, 2, 5] = 0, x[0, 1] * 2.0**-120, float("inf")
+    return x
+
+
+def run(function: Callable[..., Any], x: Tensor) -> tuple[Any, int, dict[str, int]]:
+    """The result of a compiled function, how many products the pass changed, and the calls."""
+    counts, left = [], {}
+
+    def change(graph: fx.Graph) -> None:
+        counts.extend(round_rows(graph, lambda node, rows: True) for _ in range(2))
+        group_linears(graph)
+        graph.lint()
+        left.update(calls(graph))
+
+    torch._dynamo.reset()
+    found = compiled(function, change)(x)
+    assert counts[1] == 0
+    return found, counts[0], left
+
+
+ALIKE: dict[str, tuple[int, Callable[..., Any]]] = {
+    "one": (1, product),
+    "with a bias": (1, lambda x: product(x, QUERY, BIAS)),
+    "two of one input": (2, lambda x: [product(x), product(x, KEY)]),
+    "two inputs": (2, lambda x: [product(x), product(F.silu(x), KEY)]),
+    "of an activation": (1, lambda x: product(F.silu(x) * x)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
+    count, function = ALIKE[name]
+    x = inputs()
+    found, changed, left = run(function, x)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
+    assert changed == count and left == {"linear_rounded": count}
+
+
+def test_one_input_is_rounded_once() -> None:
+    casts: list[fx.Node] = []
+
+    def change(graph: fx.Graph) -> None:
+        round_rows(graph, lambda node, rows: True)
+        casts.extend(node for node in graph.nodes if node.args[1:] == (torch.float8_e4m3fn,))
+
+    compiled(lambda x: [product(x), product(x, KEY)], change)(inputs())
+    assert len(casts) == 1
+
+
+def in_order(x: Tensor) -> Tensor:
+    return ops.linear(x, *QUERY, None, "nvfp4", "input")
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [(product, inputs(62)), (product, inputs(dtype=torch.float32)), (in_order, inputs())],
+    ids=["few rows", "float32", "not fp8"],
+)
+def test_other_products_stay(function: Callable[..., Any], x: Tensor) -> None:
+    found, changed, _ = run(function, x)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
+    assert changed == 0
+
+
+def test_a_dynamic_number_of_rows_stays() -> None:
+    counts: list[int] = []
+
+    def change(graph: fx.Graph) -> None:
+        counts.append(round_rows(graph, lambda node, rows: True))
+
+    compiled(product, change, dynamic=True)(inputs())
+    assert counts == [0]
+
+
+@pytest.mark.slow
+def test_generated_code_rounds_in_the_kernel_before() -> None:
+    """Bits of inputs that float32 keeps and bfloat16 does not move a code here and there."""
+
+    def function(x: Tensor) -> Tensor:
+        return product(F.silu(x) * x)
+
+    changed: list[int] = []
+
+    def change(graph: fx.Graph) -> None:
+        changed.append(round_rows(graph, lambda node, rows: True))
+
+    x = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with config.patch(post_grad_custom_pre_pass=change):
+        found = torch.compile(function, fullgraph=True)(x)
+    expected = function(x).float()
+    assert changed == [1]
+    assert (found - expected).norm() <= 2.0**-6 * expected.norm()
