@@ -226,7 +226,7 @@ def page(result: Row) -> str:
         if "prefill" in row:
             taken = row["seconds"]
             ratio = f" ({plain['seconds'] / taken:.2f})" if plain else ""
-            prompts.append([model, row["by"], f"{1e3 * taken:.0f}{ratio}"])
+            prompts.append([model, row["by"], f"{1e3 * taken:.1f}{ratio}"])
             continue
         taken = row["step_seconds"]
         ratio = f" ({plain['step_seconds'] / taken:.2f})" if plain else ""
@@ -242,7 +242,10 @@ def page(result: Row) -> str:
     parts = [*origin(result), what + "Floor: weights and cache read once.", ""]
     parts.append(table([*header, "of floor", "compile, s"], steps, left=3))
     if prompts:
-        parts += ["", table(["model", "weights", "prefill, ms"], prompts, left=2)]
+        parts.append(table(["model", "weights", "prefill, ms"], prompts, left=2))
+    failed = dict.fromkeys(f"{r['by']}: {r['error']}" for r in result["rows"] if "error" in r)
+    if failed:
+        parts.append(f"Without a row: {'; '.join(failed)}.\n")
     return "\n".join(parts)
 
 
@@ -253,6 +256,7 @@ def plot(rows: list[Row], target: Path) -> None:
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         context = min(row["context"] for row in own)
+        title = f"{model}, {own[0]['layers']} layers, context {context}"
         series = []
         for i, by in enumerate(dict.fromkeys(row["by"] for row in own)):
             mine = {r["batch"]: r for r in own if r["by"] == by and r["context"] == context}
@@ -263,7 +267,7 @@ def plot(rows: list[Row], target: Path) -> None:
         batches = sorted({row["batch"] for row in own})
         x = charts.Scale("sequences", ticks={n: str(n) for n in batches}, log=True)
         y = charts.Scale("tokens a second", log=True, grid=True)
-        panels.append(charts.Panel(series, model, x, y, width=5.5, height=3.8))
+        panels.append(charts.Panel(series, title, x, y, width=7.5, height=3.8))
     charts.write_png([panels], target)
 
 

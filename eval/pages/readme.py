@@ -13,7 +13,9 @@ from eval.pages.tables import ROOT, table, unique, write_between
 from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 RESULTS = ROOT / "eval" / "results"
-QUALITY, SPEED = "peers-quality/smollm2.json", "generate-peers-h200.json"
+QUALITY = "peers-quality/smollm2.json"
+# Ours beside bf16, and the libraries of an older run.
+SPEED, OTHERS = "generate-h200.json", "generate-peers-h200.json"
 
 # The rows: library, weights, what chose them, the run in the results on quality, and its name in
 # those on speed, which does not depend on who chose the codes.
@@ -54,11 +56,16 @@ def main() -> None:
 
 def text() -> str:
     """Return the table and where its numbers come from."""
-    quality, speed = (json.loads((RESULTS / name).read_text("utf-8")) for name in (QUALITY, SPEED))
+    quality, speed, others = (
+        json.loads((RESULTS / name).read_text("utf-8")) for name in (QUALITY, SPEED, OTHERS)
+    )
     by = {(row["library"], row["run"]): row for row in quality["rows"]}
-    tokens = {(r["by"], r["model"]): r["decode_tokens_per_second"] for r in speed["rows"]}
+    of_others, of_both = (
+        {(r["by"], r["model"]): r["decode_tokens_per_second"] for r in rows}
+        for rows in (others["rows"], others["rows"] + speed["rows"])
+    )
     texts = quality["texts"]
-    rows = [["(original)", "bf16", "", *["0"] * len(texts), "", *fast("bf16", tokens)]]
+    rows = [["(original)", "bf16", "", *["0"] * len(texts), "", *fast("bf16", of_both)]]
     versions = {}
     for library, weights, how, run, timed in ROWS:
         package = PACKAGES.get(library, library)
@@ -66,7 +73,7 @@ def text() -> str:
         kls = [found["W4A16"][name]["kl"]["value"] for name in texts] if found else []
         shown = [f"{kl:.3f}" for kl in kls] or ["-"] * len(texts)
         seconds = f"{found['cpu_seconds']:,.0f}" if found else "-"
-        rows.append([library, weights, how, *shown, seconds, *fast(timed, tokens)])
+        rows.append([library, weights, how, *shown, seconds, *fast(timed, of_both)])
         if found and library != "fp4pass":
             versions[library] = found["versions"][package]
     header = ["library", "weights", "by", *(f"KL, {name}" for name in texts), "CPU s"]
@@ -81,7 +88,9 @@ def text() -> str:
         f"[more of each](docs/peers.md);\n"
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
         f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
-        f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
+        f"([JSON](eval/results/{SPEED})); those of torchao and bitsandbytes on another one, where\n"
+        f"bf16 had {' and '.join(fast('bf16', of_others))} ([JSON](eval/results/{OTHERS})). A dash "
+        "means not measured.\n"
     )
 
 

@@ -22,8 +22,9 @@ from fp4pass.distributed import divide
 from fp4pass.kernels.search.gptq_reference import ROWS
 from fp4pass.quantization.plan import search_seconds
 
-ONE, TWO, REDUCE, FSDP, DECODE = (
-    f"ranks/{name}.json" for name in ("one", "two", "reduce", "fsdp", "decode")
+ONE, TWO, REDUCE, FSDP, DECODE, *STREAM = (
+    f"ranks/{name}.json"
+    for name in ("one", "two", "reduce", "fsdp", "decode", "stream-one", "stream-two")
 )
 
 TOKENS = 128 * 2048
@@ -195,6 +196,12 @@ def measured() -> str:
         one, two = (row(name, part="convert", method=method)["seconds"] for name in (ONE, TWO))
         name = f"`{method}`, 18 layers of Qwen3-4B, 64k tokens, s"
         lines.append([name, f"{one:.2f}", f"{two:.2f}", f"{one / two:.2f}"])
+    for read_from in ("from the disk", "from memory"):
+        found = [row(name, part="stream", read=read_from) for name in STREAM]
+        one, two = (each["seconds"] for each in found)
+        layers = f"{found[0]['layers']} layers of Qwen3-32B"
+        name = f"`hessian`, {layers}, 64k tokens, read {read_from}, s"
+        lines.append([name, f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"])
     # The rows of all layers have no number of them.
     split = [row(DECODE, part="decode", gpus=n, layers=None) for n in (1, 2)]
     for name, key in (
@@ -203,7 +210,7 @@ def measured() -> str:
     ):
         one, two = (each[key] / (1e3 if key.endswith("_us") else 1) for each in split)
         lines.append([name, f"{one:.4g}", f"{two:.4g}", f"{one / two:.2f}"])
-    found = table(["", "one GPU", "two", "ratio"], lines, left=1)
+    compared = table(["", "one GPU", "two", "ratio"], lines, left=1)
     sums = table(
         ["rows of 4096 numbers", "memory that GPUs share, µs", "NCCL, µs"],
         [
@@ -215,7 +222,7 @@ def measured() -> str:
     what = "Sums over both GPUs in a CUDA graph, bfloat16:"
     layers = " and ".join(str(each["layers"]) for each in read(DECODE)["rows"][::2][:2])
     reckoned = f"Steps and prefills are reckoned from {layers} layers.\n"
-    return "\n".join([*origin(read(TWO)), found, reckoned, what, "", sums, sharded()])
+    return "\n".join([*origin(read(TWO)), compared, reckoned, what, "", sums, sharded()])
 
 
 def sharded() -> str:

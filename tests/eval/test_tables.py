@@ -19,7 +19,11 @@ RESULTS = ROOT / "eval" / "results"
 TABLES = {
     "bench/convert": ("performance.md", "--json convert-h200.json"),
     "bench/cpu": ("performance.md", "--json compiled-speed-cpu.json"),
-    "bench/decode": ("performance.md", "--json decode-h200.json decode-moe-h200.json"),
+    "bench/decode": (
+        "performance.md",
+        "--json decode-h200.json decode-fp8-h200.json decode-prefill-h200.json "
+        "decode-moe-h200.json",
+    ),
     "bench/fp8_layers": (
         "performance.md",
         "--json fp8-layers-h100.json fp8-parts-h100.json",
@@ -27,7 +31,7 @@ TABLES = {
     "bench/fusions": ("graphs.md", "--json fusions-h200.json"),
     "bench/generate": (
         "performance.md",
-        "--json generate-h200.json generate-peers-h200.json",
+        "--json generate-h200.json generate-h100.json generate-peers-h200.json",
     ),
     "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
     "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
@@ -88,7 +92,7 @@ def test_the_first_numbers_of_the_readme_are_those_of_results() -> None:
     assert f'{ours:.3f} with `quality="best"`; the best other library, {peer}, has {best:.3f}' in (
         readme
     )
-    rows = json.loads((RESULTS / "generate-peers-h200.json").read_text("utf-8"))["rows"]
+    rows = json.loads((RESULTS / "generate-h200.json").read_text("utf-8"))["rows"]
     by = {row["by"]: row for row in rows if row["model"] == "Llama-3-8B"}
     packed, dense = by["fp4pass nvfp4"], by["bf16"]
     speed = "decode_tokens_per_second"
