@@ -20,8 +20,8 @@ from .pattern import CAST, dtype_of, insert, replace
 
 aten = torch.ops.aten
 
-# Of `linear`: the packed codes, and what follows the weight of four arguments.
-_PACKED, _FORMAT, _COMPUTE = 1, 5, 6
+# Where `linear` has the packed codes, and `compute` behind the weight and its format.
+_PACKED, _COMPUTE = 1, 6
 
 
 def is_dense(product: fx.Node, rows: int) -> bool:
@@ -37,7 +37,7 @@ def is_dense(product: fx.Node, rows: int) -> bool:
 
 
 def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_dense) -> int:
-    """Round inputs of FP8 products outside of them; return of how many."""
+    """Round inputs of FP8 products outside of them; return of how many products."""
     rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     count = 0
     for node in list(graph.find_nodes(op="call_function", target=ops.linear)):
