@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -129,7 +130,7 @@ def output_of(
     return y
 
 
-class PackedBlocks(PackedLinear):
+class PackedBlocks(PackedLinear, ABC):
     """A module with packed blocks and their scales, in buffers with names of compressed-tensors."""
 
     packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
@@ -170,17 +171,17 @@ class PackedBlocks(PackedLinear):
         restored = self.stacked(list(map(self.config.restored, stored)))
         return self.as_parameter(restored.to(self.weight_dtype))
 
+    @abstractmethod
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the values of the codes: the weight as `LinearConfig.stored` has it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_parameter(self, stored: Tensor) -> Tensor:
         """Return such a weight in the shape that the layer had."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_parameter(self, weight: Tensor) -> Tensor:
         """Return a weight in that shape as it was before."""
-        raise NotImplementedError
 
     @staticmethod
     def stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _WARM_ROWS = 32
 
 # Errors of models that cannot run as the trial runs them.
-_FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
+_FAULTS = (*FAULTS, Fp4PassError)
 
 
 @dataclass(frozen=True)
