@@ -294,6 +294,32 @@ def test_kernels_agree_with_the_reference(
         assert (off <= size * (2.0**-10 if GPU else 1e-6)).all()
 
 
+@pytest.mark.skipif(GPU, reason="the test above runs cuBLAS")
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+def test_rounded_rows_multiply_an_expanded_weight(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a plain product in the place of cuBLAS."""
+
+    def product(x: Tensor, w: Tensor, x_factor: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
+        y = x.float() @ w.float().t() * x_factor[:, None] * factor + bias
+        return y.to(torch.bfloat16)
+
+    place = "fp4pass.kernels.{}.triton.{}"
+    monkeypatch.setattr(place.format("fp8", "scaled_mm"), product)
+    monkeypatch.setattr(place.format("fp8", "multiplies_dense"), lambda *_: True)
+    monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
+    monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
+    fmt = get_format(key)
+    weight, bias = packed(fmt, 24, 96), torch.randn(24, generator=seeded(2))
+    x = torch.randn(2, 3, 96, generator=seeded(6)).bfloat16()
+    values, factor = fp8.quantize_rows_ref(x.view(6, 96))
+    found = linear_rounded_triton(values.view(x.shape), factor.view(2, 3, 1), *weight, bias, fmt)
+    assert torch.equal(found, linear_triton(x, *weight, bias, fmt))
+    expected = fp8.multiply_ref((values, factor), PackedWeight(*weight, bias), fmt)
+    torch.testing.assert_close(found.view(6, 24).float(), expected, rtol=2.0**-8, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = get_format("nvfp4")

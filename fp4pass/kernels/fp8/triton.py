@@ -17,7 +17,7 @@ from ..linear.decode_triton import joined
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
 from .decode_triton import decode_e4m3, operand
-from .expand_triton import expand, expanded
+from .expand_triton import expanded
 from .operands_triton import Rows, operands, sorted_rows
 
 # From the largest, measured on an H200.
@@ -111,8 +111,7 @@ def multiply_fp8(
     m = len(x.packed if isinstance(x, PackedInput) else x)
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
     if multiplies_dense(m, n, k, dtype, device):
-        rows, dense = expanded(x, weight, fmt)
-        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
+        return multiply_dense(*expanded(x, weight, fmt), weight.bias)
     out = torch.empty((m, n), dtype=dtype, device=device)
     if runs_wide(k, device) and (wide := wide_config(m, n, k)):
         return multiply_with(wide, x, weight, out, fmt)
@@ -127,10 +126,9 @@ def multiply_fp8(
     return out
 
 
-def multiply_dense(rows: Rows, weight: PackedWeight, fmt: Format) -> Tensor:
-    """Return the product [M, N] of E4M3 rows [M, K] in order and a packed weight, in bfloat16."""
-    dense = expand(weight, fmt)
-    return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, weight.bias)
+def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None) -> Tensor:
+    """Return the product [M, N] of rows [M, K] in order and an expanded weight, in bfloat16."""
+    return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
 
 
 def multiply_with(

@@ -14,6 +14,7 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import LAUNCH, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
+from ..fp8.expand_triton import expand
 from ..fp8.naive import uses_fp8
 from ..fp8.operands_triton import Rows
 from ..fp8.triton import has_dense_product, multiply_dense, multiply_fp8
@@ -63,7 +64,7 @@ def linear_rounded_triton(x: Tensor, factors: Tensor, weight: PackedWeight, fmt:
     if not has_dense_product(len(weight.packed), x.device):
         return linear_rounded_ref(x, factors, weight, fmt)
     rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors.reshape(-1).contiguous())
-    return multiply_dense(rows, weight, fmt).view(*x.shape[:-1], -1)
+    return multiply_dense(rows, expand(weight, fmt), weight.bias).view(*x.shape[:-1], -1)
 
 
 def linear_quantized_triton(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
-from ..norm.naive import SQUARES
+from ..norm.naive import SQUARES, sums_of_squares
 from .memory import WORDS, Memory
 
 
@@ -31,7 +31,7 @@ def all_reduce_add_triton(x: Tensor, residual: Tensor, memory: Memory) -> tuple[
     """Return residual + the sum of x of all processes, and its sums of squares."""
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(x)
-    squares = x.new_empty((*x.shape[:-1], x.shape[-1] // SQUARES), dtype=torch.float32)
+    squares = sums_of_squares(out)
     _launch(x, residual, out, squares, memory, False)
     return out, squares
 
