@@ -12,9 +12,9 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
   after a model of two such layers, which compiles; and a digest of all packed weights.
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
 - decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
-  eval.bench.decode measures it, and a prefill that is not compiled; each on one GPU and split,
-  with 1 and with 5 layers, which all 32 are reckoned from. What Python does between steps is left
-  out: `eval.bench.generate --gpus 2` has it.
+  eval.bench.decode measures it, and a prefill, compiled and not; each on one GPU and split, with
+  1 and with 5 layers, which all 32 are reckoned from. What Python does between steps is left out:
+  `eval.bench.generate --gpus 2` has it.
 - stream: seconds of quantize_checkpoint for layers of Qwen3-32B's shape, 64k tokens.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.
@@ -252,7 +252,7 @@ def phases(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
 
 def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
     prompt, prefill = (16, (2, 32)) if args.tiny else (PROMPT, PREFILL)
-    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    found: dict[bool, list[Row]] = {False: [], True: []}
     for layers, split in itertools.product(DEPTHS, (False, True) if SIZE > 1 else (False,)):
         sizes = LLAMA3_8B | (SMALL if args.tiny else {}) | {"num_hidden_layers": layers}
         model = random_model("llama", sizes, where)
@@ -265,19 +265,20 @@ def decodes(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
         with torch.no_grad(), redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
             step = timed(model, (1, prompt, 1), is_profiled)["step_seconds"]
             ids = torch.randint(256, prefill, device=where)
-            call = partial(model, ids, logits_to_keep=1)
-            reading = statistics.median([seconds(call) for _ in range(4)][1:])
-        found[split].append((1e6 * step, 1e3 * reading))
-        row = {"layers": layers, "gpus": SIZE if split else 1, "step_us": 1e6 * step}
-        yield row | {"eager_prefill_ms": 1e3 * reading}
-        del model, call
+            row = {"step_us": 1e6 * step}
+            for name, each in (("eager_", model), ("", torch.compile(model, fullgraph=True))):
+                call = partial(each, ids, logits_to_keep=1, use_cache=False)
+                reading = statistics.median([seconds(call) for _ in range(4)][1:])
+                row[f"{name}prefill_ms"] = 1e3 * reading
+        found[split].append(row)
+        yield {"layers": layers, "gpus": SIZE if split else 1} | row
+        del model, each, call
     for split, (few, more) in ((split, each) for split, each in found.items() if each):
-        step, reading = (
-            a + (LLAMA3_8B["num_hidden_layers"] - DEPTHS[0]) * (b - a) / (DEPTHS[1] - DEPTHS[0])
-            for a, b in zip(few, more, strict=True)
-        )
-        row = {"gpus": SIZE if split else 1, "all_layers_us": step, "eager_prefill_ms": reading}
-        yield row | {"tokens_per_second": 1e6 / step}
+        count = (LLAMA3_8B["num_hidden_layers"] - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        row = {name: few[name] + count * (more[name] - few[name]) for name in few}
+        step = row.pop("step_us")
+        row |= {"all_layers_us": step, "tokens_per_second": 1e6 / step}
+        yield {"gpus": SIZE if split else 1} | row
 
 
 def streams(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
