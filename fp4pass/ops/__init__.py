@@ -9,6 +9,7 @@ run the Triton kernels, everything else the references, which document the argum
 
 from .activations import (
     activate_quantize,
+    activate_round,
     dynamic_global_scale,
     norm_quantize,
     quantize,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.packing import empty_blocks
+from ..kernels.fp8.naive import activate_round_ref
 from ..kernels.quantize.naive import (
     activate_quantize_ref,
     dynamic_global_scale_ref,
@@ -102,6 +103,16 @@ activate_quantize = operator(
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=ROUNDING,
+)
+# Passes put this into graphs whose gradients are made already.
+activate_round = operator(
+    activate_round_ref,
+    triton="kernels.fp8.triton:activate_round_triton",
+    shapes=lambda x: (
+        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
+    ),
+    checks=(require_activation, require_float, require_factor),
 )
 rotate = operator(
     rotate_ref,

@@ -66,7 +66,8 @@ ALIKE: dict[str, tuple[int, Callable[..., Any]]] = {
     "with a bias": (1, lambda x: product(x, QUERY, BIAS)),
     "two of one input": (2, lambda x: [product(x), product(x, KEY)]),
     "two inputs": (2, lambda x: [product(x), product(F.silu(x), KEY)]),
-    "of an activation": (1, lambda x: product(F.silu(x) * x)),
+    "of an activation": (1, lambda x: product(F.silu(x))),
+    "of a gate that is read": (1, lambda x: [product(y := F.silu(x) * x), y + 1]),
 }
 
 
@@ -77,6 +78,17 @@ def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
     found, changed, left = run(function, x)
     torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
     assert changed == count and left == {"linear_rounded": count}
+
+
+def test_a_gate_is_rounded_with_its_factor() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        gated = F.silu(x) * (x + 1)
+        return [product(gated), product(gated, KEY)]
+
+    x = inputs()
+    found, changed, left = run(function, x)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
+    assert changed == 2 and left == {"activate_round": 1, "linear_rounded": 2}
 
 
 def test_one_input_is_rounded_once() -> None:
@@ -120,7 +132,7 @@ def test_generated_code_rounds_in_the_kernel_before() -> None:
     """Bits of inputs that float32 keeps and bfloat16 does not move a code here and there."""
 
     def function(x: Tensor) -> Tensor:
-        return product(F.silu(x) * x)
+        return product(F.silu(x) * 2)
 
     changed: list[int] = []
 

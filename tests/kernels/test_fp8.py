@@ -15,9 +15,10 @@ from fp4pass.core.formats import NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.expand_triton import expanded
+from fp4pass.kernels.fp8.expand_triton import expanded, round_rows
 from fp4pass.kernels.fp8.operands_triton import operands, sorted_rows
 from fp4pass.kernels.fp8.triton import SIZES, multiplies_dense, tiles_of
+from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
 
 linear_ref, linear_quantized_ref = (
@@ -26,6 +27,7 @@ linear_ref, linear_quantized_ref = (
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, linear_rounded_triton = flat("linear_group"), flat("linear_rounded")
 linear_quantized_group_triton = flat("linear_quantized_group")
+activate_round_triton = flat("activate_round")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -225,14 +227,34 @@ def test_operands_have_the_bits_of_the_reference(
     assert torch.equal(bits(found.values), in_order.transpose(2, 3).reshape(rows, -1))
 
 
-def test_rows_that_do_not_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp4pass.kernels.fp8.expand_triton._COLUMNS", 128)
-    x = torch.randn(3, 288, generator=seeded(4)).to(torch.bfloat16)
-    x[1, 287] = 9
-    found, _ = expanded(x.to(DEVICE), as_weight(packed(NVFP4, 1, 288)), NVFP4)
+@pytest.mark.parametrize("columns", [1160, 8200])
+def test_rows_of_several_loads(columns: int) -> None:
+    """Of four warps and of eight."""
+    x = torch.randn(3, columns, generator=seeded(4)).to(torch.bfloat16)
+    x[1, -1] = 9
+    found = round_rows(x.to(DEVICE))
     values, factor = fp8.quantize_rows_ref(x)
     assert torch.equal(found.values.view(torch.uint8).cpu(), values.view(torch.uint8))
     assert torch.equal(found.factors.cpu(), factor)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    cases([("silu", torch.bfloat16)], itertools.product(ACTIVATIONS, DTYPES)),
+)
+def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
+    """Of halves of one product and of two."""
+    both = torch.randn(2, 3, 2 * 1160, generator=seeded(4)).mul(3).to(DEVICE, dtype)
+    both[0, 0] = 0
+    for gate, up in (both.chunk(2, -1), (both[..., ::2], both[..., 1::2])):
+        values, factor = activate_round_triton(gate, up, activation)
+        expected = fp8.activate_round_ref(gate, up, activation)
+        assert values.shape == gate.shape and factor.shape == (2, 3, 1)
+        off = values.float() * factor - expected[0].float() * expected[1]
+        if GPU:
+            assert torch.equal(bits(values), bits(expected[0])) and torch.equal(factor, expected[1])
+        # The interpreter's exponentials are those of NumPy.
+        assert (off.abs() <= 448 / 8 * factor).all() and (off != 0).float().mean() < 0.01
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """The pass that has Inductor round inputs of FP8 products, in the kernels that compute them.
 
 A product of many rows is one of E4M3 rows and an expanded weight. Written as ATen calls, rounding
-joins the kernel of a norm or an activation, and is done once for all products of one input.
+joins the kernel of a norm, and is done once for all products of one input. That of a gate has a
+kernel of its own, which reads the gate and its factor once.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +18,9 @@ from torch import fx
 
 from ... import ops
 from ...kernels.fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
-from .gates import has_kernels
-from .pattern import CAST, dtype_of, insert, replace
+from .fusions import is_like
+from .gates import GATES, has_kernels
+from .pattern import CAST, dtype_of, insert, match, replace
 
 aten = torch.ops.aten
 
@@ -38,18 +42,20 @@ def is_dense(product: fx.Node, rows: int) -> bool:
 
 def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_dense) -> int:
     """Round inputs of FP8 products outside of them; return of how many products."""
-    rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-    count = 0
-    for node in list(graph.find_nodes(op="call_function", target=ops.linear)):
-        if not _is_fp8(node) or not eligible(node, math.prod(node.meta["val"].shape[:-1])):
-            continue
-        x: Any = node.args[0]
-        if x not in rounded:
-            with graph.inserting_before(node):
-                rounded[x] = _round(graph, node, x)
-        replace(graph, node, ops.linear_rounded, (*rounded[x], *node.args[_PACKED:_COMPUTE]))
-        count += 1
-    return count
+    products: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=ops.linear):
+        if _is_fp8(node) and eligible(node, math.prod(node.meta["val"].shape[:-1])):
+            x: Any = node.args[0]
+            products[x].append(node)
+    for x, readers in products.items():
+        with graph.inserting_before(readers[0]):
+            rounded = _round_gated(graph, x) if x.users.keys() <= set(readers) else None
+            rounded = rounded or _round(graph, readers[0], x)
+        for node in readers:
+            replace(graph, node, ops.linear_rounded, (*rounded, *node.args[_PACKED:_COMPUTE]))
+    if products:
+        graph.eliminate_dead_code()
+    return sum(map(len, products.values()))
 
 
 def _is_fp8(node: fx.Node) -> bool:
@@ -59,6 +65,19 @@ def _is_fp8(node: fx.Node) -> bool:
         return False
     known = all(isinstance(size, int) for size in rows)
     return known and uses_fp8(str(node.args[_COMPUTE]), math.prod(rows))
+
+
+def _round_gated(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Insert what rounds x if it is an activation times a factor; return it as `_round`."""
+    shape = x.meta["val"].shape
+    for name, gate in GATES.items():
+        for bound in match(gate, x):
+            operands = bound["x"], bound["up"]
+            if all(is_like(each, x, shape) for each in operands):
+                both = insert(graph, x, ops.activate_round, *operands, name)
+                values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
+                return values, factors
+    return None
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, decode_scale, overlapping, wait, wider
+from ..common.tiles import LAUNCH, cdiv, decode_scale, overlapping, rounded, wait, wider
+from ..linear.around_triton import gate_times_up
 from .decode_triton import decode_sixteen
-from .operands_triton import Rows, quantize_row, row_factor, shift_from, two_to_the
+from .operands_triton import Rows, divided, row_divisor, row_factor, shift_from, two_to_the
 
-# Columns of x that a program keeps in registers, and those that four warps have room for.
-_COLUMNS, _FEW = 16384, 8192
+# Columns of x that a warp takes at a time, and those that it has room for.
+_COLUMNS, _MOST = 256, 2048
 
 # A warp makes a row of codes: a lane reads sixteen, as many as a lane can store at once.
 _LANES = 32
@@ -27,7 +28,7 @@ def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tupl
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
     weight = weight._replace(packed=wider(weight.packed, torch.int64))
     weight = weight._replace(scale=weight.scale.contiguous())
-    rows = expand(x, fmt) if isinstance(x, PackedInput) else _quantize(x)
+    rows = expand(x, fmt) if isinstance(x, PackedInput) else round_rows(x)
     # While rows of numbers are rounded, which wait for what came before.
     return rows, expand(weight, fmt, not isinstance(x, PackedInput))
 
@@ -37,14 +38,19 @@ def _rows(count: int, k: int, device: torch.device) -> Rows:
     return Rows(values, torch.empty(count, dtype=torch.float32, device=device))
 
 
-def _quantize(x: Tensor) -> Rows:
-    """Return rows of numbers [M, K] as operands."""
+def round_rows(x: Tensor, up: Tensor | None = None, activation: str | None = None) -> Rows:
+    """Return rows x [M, K], or the activation of x times `up`, as operands; K >= 1."""
+    # Rows that are slices of longer ones are read where they are.
+    x, *factor = (
+        each if each.stride(1) == 1 else each.contiguous() for each in (x, up) if each is not None
+    )
     m, k = x.shape
-    found = _rows(m, k, x.device)
+    found, up = _rows(m, k, x.device), factor[0] if factor else None
+    warps = min(max(4, triton.next_power_of_2(cdiv(k, _MOST))), 32)
     _round_rows_kernel[(m,)](
-        x, found.values.view(torch.uint8), found.factors, K=k,
-        TILE=min(triton.next_power_of_2(k), _COLUMNS), num_warps=4 if k <= _FEW else 8,
-        **LAUNCH, **overlapping(x.device, True),
+        x, up, found.values.view(torch.uint8), found.factors,
+        x.stride(0), None if up is None else up.stride(0), K=k, TILE=warps * _COLUMNS,
+        ACTIVATION=activation, num_warps=warps, **LAUNCH, **overlapping(x.device, True),
     )  # fmt: skip
     return found
 
@@ -64,13 +70,32 @@ def expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False
 
 @triton.jit
 def _round_rows_kernel(
-    x, out, factors, K: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
+    x, up, out, factors, stride, up_stride,
+    K: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Round a row of numbers, read once if TILE columns are all of it."""
+    """Round a row of numbers, or of gates times factors, which are read once."""
     wait(OVERLAP, RELEASES)
+    DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    quantize_row(x + row * K, out + row * K, factors + row, K, K // 8, 1, False, TILE // 8)
+    column = tl.arange(0, TILE)
+    values = ()
+    largest = tl.zeros((TILE,), tl.float32)
+    for start in tl.static_range(0, K, TILE):
+        at = start + column
+        value = tl.load(x + row * stride + at, mask=at < K, other=0.0)
+        if up is not None:
+            factor = tl.load(up + row * up_stride + at, mask=at < K, other=0.0).to(tl.float32)
+            product = gate_times_up(value.to(tl.float32), factor, ACTIVATION, DTYPE)
+            value = rounded(product, DTYPE)
+        values = values + (value,)
+        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+    factor, divisor, inverse = row_divisor(largest)
+    tl.store(factors + row, factor)
+    for i in tl.static_range(len(values)):
+        at = i * TILE + column
+        bits = divided(values[i].to(tl.float32), divisor, inverse)
+        tl.store(out + row * K + at, bits, mask=at < K)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.naive import dequantize_ref
+from ..quantize.naive import ACTIVATIONS
 
 # The numbers that products of many rows are computed in: the dtype of the input, or E4M3.
 COMPUTES = ("input", "fp8")
@@ -38,6 +39,13 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     # By a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice.
     factor = (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SMALLEST)
     return (rows / factor[:, None]).to(torch.float8_e4m3fn), factor
+
+
+def activate_round_ref(x: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return the activation of x [..., K] times `up`, in E4M3, and the factors [..., 1] of rows."""
+    gated = ACTIVATIONS[activation](x) * up
+    values, factor = quantize_rows_ref(gated.reshape(-1, x.shape[-1]))
+    return values.view(x.shape), factor.view(*x.shape[:-1], 1)
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:

@@ -17,7 +17,8 @@ from ..linear.decode_triton import joined
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
 from .decode_triton import decode_e4m3, operand
-from .expand_triton import expanded
+from .expand_triton import expanded, round_rows
+from .naive import activate_round_ref
 from .operands_triton import Rows, operands, sorted_rows
 
 # From the largest, measured on an H200.
@@ -129,6 +130,15 @@ def multiply_fp8(
 def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None) -> Tensor:
     """Return the product [M, N] of rows [M, K] in order and an expanded weight, in bfloat16."""
     return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
+
+
+def activate_round_triton(x: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Round the activation of x, times `up`, to E4M3 (`activate_round_ref`): the same bits."""
+    if x.dtype == torch.float64 or not x.numel() or (x.is_cuda and not has_fp8(x.device)):
+        return activate_round_ref(x, up, activation)
+    gate, factor = (each.reshape(-1, x.shape[-1]) for each in (x, up))
+    rows = round_rows(gate, factor, activation)
+    return rows.values.view(x.shape), rows.factors.view(*x.shape[:-1], 1)
 
 
 def multiply_with(
