@@ -18,7 +18,7 @@ from .split import (
     SplitModule,
     redistribute_output,
     split_module,
-    summed_product,
+    summed,
     to_local_input,
     with_shared_scale,
     with_summed_gradient,
@@ -107,13 +107,7 @@ class RowLinear(SplitLinear):
         x = PackedLinear.checked_input(self, input)
         # One scale for the columns of all processes.
         weight = with_shared_scale(read_buffers(self), self.config, x, self.mesh)
-        if not self.sums:
-            return _placed(self, output_of(self, input, x, weight, None), self.bias)
-
-        def product(rows: Tensor) -> Tensor:
-            return output_of(self, input if rows is x else rows, rows, weight, None)
-
-        return _finished(self, summed_product(product, x, self.out_features, self.mesh), self.bias)
+        return _placed(self, output_of(self, input, x, weight, None), self.bias)
 
 
 def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
@@ -124,13 +118,10 @@ def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
 
 def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
     """Return a product as the style of a layer places it; a bias is added once, to the sum."""
-    if layer.moves_output:
+    if layer.sums:
+        y = summed(y, layer.mesh)
+    elif layer.moves_output:
         y = redistribute_output(y, layer.mesh, layer.product, layer.layouts.output)
-    return _finished(layer, y, bias)
-
-
-def _finished(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a placed output with the bias, as a DTensor where the style wants one."""
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y if layer.is_local else DTensor.from_local(y, layer.mesh, [layer.layouts.output])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +21,6 @@ from ..kernels.common.float_scales import row_amax, scale_of
 from ..kernels.reduce.memory import LARGEST
 from ..linear import StoredWeight, needs_dynamic_scale
 from ..packed_linear import swap_class
-
-# Rows whose sums over processes take long enough to be moved while others are multiplied, in bytes
-# of the sums, and in how many parts.
-_MANY, _PARTS = 1 << 25, 4
 
 
 class SplitModule(nn.Module):
@@ -107,24 +102,6 @@ def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     y = y.contiguous()
     dist.all_reduce(y, group=mesh.get_group())
     return y
-
-
-def summed_product(
-    product: Callable[[Tensor], Tensor], x: Tensor, n: int, mesh: DeviceMesh
-) -> Tensor:
-    """Return the sum over all processes of products of x [..., K], [..., N].
-
-    Sums of a part of many rows move while the next part is multiplied.
-    """
-    rows = math.prod(x.shape[:-1])
-    if _has_gradient(x) or rows * n * x.element_size() < _MANY:
-        return summed(product(x), mesh)
-    name, c10d = mesh.get_group().group_name, torch.ops._c10d_functional
-    parts = [
-        c10d.all_reduce(product(part), "sum", name)
-        for part in x.reshape(rows, x.shape[-1]).chunk(_PARTS)
-    ]
-    return torch.cat([c10d.wait_tensor(each) for each in parts]).view(*x.shape[:-1], n)
 
 
 def _has_gradient(x: Tensor) -> bool:
