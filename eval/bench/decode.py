@@ -14,7 +14,8 @@ choice of tokens) is one CUDA graph.
 - Floor: the bytes of the weights and of the keys and values that a step reads, at the bandwidth
   that the card is sold with. Of experts those that random routing is expected to reach.
 - Compile: the first call of a step, with empty caches of Inductor unless they are warm.
-- --prefill adds 8 x 2048 tokens into an empty cache, as in eval/bench/generate.py.
+- --prefill adds 8 x 2048 tokens into an empty cache, as in eval/bench/generate.py; behind
+  `--shapes` alone nothing else is measured.
 
 --layers leaves out all layers but the first: every row says how many it had. --together makes and
 compiles a model for each shape at a time, and measures them one after another.
@@ -80,7 +81,8 @@ def main() -> None:
         return
     about = {**facts(None), "models": {name: MODELS[name][1] for name in args.models}}
     results = Results(args.json[0], about, again=True)
-    shapes = [[shape] for shape in args.shapes] if args.together else [args.shapes]
+    apart = args.together and args.shapes
+    shapes = [[shape] for shape in args.shapes] if apart else [args.shapes]
     cases = list(itertools.product(args.models, args.by, shapes))
     groups = [cases] if args.together else [[case] for case in cases]
     for group in groups:
@@ -237,10 +239,12 @@ def page(result: Row) -> str:
         share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
         cells = [f"{1e6 * taken:.0f}{times}", f"{rate:.0f}{ratio}", share]
         steps.append([model, row["by"], shape, *cells, f"{row['compile_seconds']:.0f}"])
-    header = ["model", "weights", "sequences x context x tokens", "step, us", "tokens/s"]
-    what = "In brackets: times as fast as bf16, and the time of a step of one token. "
-    parts = [*origin(result), what + "Floor: weights and cache read once.", ""]
-    parts.append(table([*header, "of floor", "compile, s"], steps, left=3))
+    parts = list(origin(result))
+    if steps:
+        header = ["model", "weights", "sequences x context x tokens", "step, us", "tokens/s"]
+        what = "In brackets: times as fast as bf16, and the time of a step of one token. "
+        parts += [what + "Floor: weights and cache read once.", ""]
+        parts.append(table([*header, "of floor", "compile, s"], steps, left=3))
     if prompts:
         parts.append(table(["model", "weights", "prefill, ms"], prompts, left=2))
     failed = dict.fromkeys(f"{r['by']}: {r['error']}" for r in result["rows"] if "error" in r)
@@ -276,7 +280,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-4B"])
     ours = [by for by in KINDS if by == PLAIN or by.endswith("lm_head too")]
     parser.add_argument("--by", nargs="+", choices=KINDS, default=ours)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--layers", type=int, help="of the model, in place of all")
     parser.add_argument("--plot", type=Path, help="draw the files to this PNG")
     parser.add_argument("--prefill", action="store_true")

