@@ -206,7 +206,8 @@ def test_inputs_of_fp8_products_are_rounded_in_the_kernels_before() -> None:
     layers = model.config.num_hidden_layers
     assert graph.changes["round_rows"] == graph.after["linear_rounded"] == 7 * layers
     assert "torch.float8_e4m3fn" in code
-    assert divergence(expected, found) == pytest.approx(eager, rel=0.02) and eager > 1e-3
+    # Norms are rounded once less, which moves codes of E4M3 either way.
+    assert divergence(expected, found) <= 1.05 * eager and eager > 1e-3
 
 
 @pytest.mark.parametrize(
