@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device has FP8 tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def scaled_mm(
     x: Tensor,
     weight: Tensor,

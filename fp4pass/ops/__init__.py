@@ -12,6 +12,7 @@ from .activations import (
     activate_round,
     dynamic_global_scale,
     norm_quantize,
+    norm_round,
     quantize,
     rotate,
     rotate_quantize,

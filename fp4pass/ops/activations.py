@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.packing import empty_blocks
-from ..kernels.fp8.naive import activate_round_ref
+from ..kernels.fp8.naive import activate_round_ref, norm_round_ref
 from ..kernels.quantize.naive import (
     activate_quantize_ref,
     dynamic_global_scale_ref,
@@ -23,6 +23,7 @@ from .checks import (
     require_norm,
     require_quantizable,
     require_residual,
+    require_rms_weight,
     require_rotation,
 )
 from .registration import Backward, operator
@@ -68,6 +69,11 @@ def _rotate_tangent(ctx: Any, x: Tensor, rotation: None) -> Tensor:
     return rotate(x, ctx.rotation)
 
 
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    factors = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), factors
+
+
 dynamic_global_scale = operator(
     dynamic_global_scale_ref,
     triton="kernels.quantize.triton:dynamic_global_scale_triton",
@@ -104,15 +110,18 @@ activate_quantize = operator(
     checks=(require_activation, require_quantizable, require_factor),
     backward=ROUNDING,
 )
-# Passes put this into graphs whose gradients are made already.
+# Passes put these into graphs whose gradients are made already: they have none of their own.
 activate_round = operator(
     activate_round_ref,
-    triton="kernels.fp8.triton:activate_round_triton",
-    shapes=lambda x: (
-        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
-        x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
-    ),
+    triton="kernels.fp8.round_triton:activate_round_triton",
+    shapes=_rounded,
     checks=(require_activation, require_float, require_factor),
+)
+norm_round = operator(
+    norm_round_ref,
+    triton="kernels.fp8.round_triton:norm_round_triton",
+    shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
+    checks=(require_float, require_rms_weight, require_residual),
 )
 rotate = operator(
     rotate_ref,

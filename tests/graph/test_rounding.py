@@ -30,7 +30,7 @@ def weight(rows: int, seed: int = 0) -> tuple[Any, ...]:
     return (*ops.search(dense, None, 2.0**-8, "nvfp4", "naive"), torch.tensor([256.0]))
 
 
-QUERY, KEY = weight(N), weight(2 * N, seed=1)
+QUERY, KEY, SQUARE = weight(N), weight(2 * N, seed=1), weight(K, seed=3)
 BIAS = torch.randn(N, generator=torch.Generator().manual_seed(2))
 
 
@@ -45,7 +45,7 @@ def inputs(rows: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x
 
 
-def run(function: Callable[..., Any], x: Tensor) -> tuple[Any, int, dict[str, int]]:
+def run(function: Callable[..., Any], *given: Tensor) -> tuple[Any, int, dict[str, int]]:
     """The result of a compiled function, how many products the pass changed, and the calls."""
     counts, left = [], {}
 
@@ -56,7 +56,7 @@ def run(function: Callable[..., Any], x: Tensor) -> tuple[Any, int, dict[str, in
         left.update(calls(graph))
 
     torch._dynamo.reset()
-    found = compiled(function, change)(x)
+    found = compiled(function, change)(*given)
     assert counts[1] == 0
     return found, counts[0], left
 
@@ -89,6 +89,39 @@ def test_a_gate_is_rounded_with_its_factor() -> None:
     found, changed, left = run(function, x)
     torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
     assert changed == 2 and left == {"activate_round": 1, "linear_rounded": 2}
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * normal.to(x.dtype)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_norm_is_rounded_with_the_sum_before(adds: bool) -> None:
+    row = torch.randn(K, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        total = x + y if adds else x
+        normal = rms_norm(total, row)
+        total = total + product(normal, SQUARE)
+        return [product(normal), total, product(rms_norm(total, row), KEY)]
+
+    x, y = inputs(), inputs().flip(0)
+    found, changed, left = run(function, x, y)
+    torch.testing.assert_close(found, function(x, y), rtol=0, atol=0, equal_nan=True)
+    assert changed == 3 and left == {"norm_round": 2, "linear_rounded": 3}
+
+
+def test_a_norm_that_is_read_is_rounded_by_inductor() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        normal = rms_norm(x, torch.ones(K, dtype=x.dtype))
+        return [product(normal), normal + 1]
+
+    x = inputs()
+    found, changed, left = run(function, x)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
+    assert changed == 1 and left == {"linear_rounded": 1}
 
 
 def test_one_input_is_rounded_once() -> None:

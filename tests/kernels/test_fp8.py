@@ -15,8 +15,9 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.expand_triton import expanded, round_rows
+from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import operands, sorted_rows
+from fp4pass.kernels.fp8.round_triton import round_rows
 from fp4pass.kernels.fp8.triton import SIZES, multiplies_dense, tiles_of
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
@@ -27,7 +28,7 @@ linear_ref, linear_quantized_ref = (
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, linear_rounded_triton = flat("linear_group"), flat("linear_rounded")
 linear_quantized_group_triton = flat("linear_quantized_group")
-activate_round_triton = flat("activate_round")
+activate_round_triton, norm_round_triton = flat("activate_round"), flat("norm_round")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -255,6 +256,23 @@ def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
             assert not off.any()
         # A last bit of another exponential moves a number in some hundred, by one code.
         assert (off <= 32 * factor).all() and (off != 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_norms(dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(2, 3, 1160, generator=seeded(i)).to(DEVICE, dtype) for i in (4, 5))
+    x[0, 0] = residual[0, 0] = 0
+    weight = torch.randn(1160, generator=seeded(6)).to(DEVICE, dtype)
+    for added in (None, residual):
+        total, values, factor = norm_round_triton(x, added, weight, 1e-6)
+        expected = fp8.norm_round_ref(x, added, weight, 1e-6)
+        assert torch.equal(total, expected[0])
+        # Squares are added in another order: a last bit moves a number in some hundred by a code.
+        eps = max(torch.finfo(dtype).eps, 2.0**-21)
+        torch.testing.assert_close(factor, expected[2], rtol=eps, atol=0)
+        off = (values.float() * factor - expected[1].float() * expected[2]).abs()
+        assert (off <= 32 * factor).all()
+        assert (values.float() != expected[1].float()).float().mean() < 0.01
 
 
 @pytest.mark.slow

@@ -99,7 +99,13 @@ def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequ
     assert [v for v in variants if v["error"]] == []
     # sm_80 has no float8. From sm_89 on some products take it, and the scales of one row.
     float8 = {v["kernel"] for v in variants if v["float8"]}
-    of_fp8 = {"_operands", "_round_rows_kernel", "_expand_rows_kernel", "fp8_rows_kernel"}
+    of_fp8 = {
+        "_operands",
+        "_round_rows_kernel",
+        "_norm_round_kernel",
+        "_expand_rows_kernel",
+        "fp8_rows_kernel",
+    }
     asking = (
         of_fp8
         | {"one_row_kernel", "e4m3_tiles_kernel"}

@@ -129,6 +129,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "norm_quantize": (x, residual, row, row, "layer", 1e-6, *rest),
         "activate_quantize": (x, residual, "silu", *rest),
         "activate_round": (x.detach(), residual.detach(), "silu"),
+        "norm_round": (x.detach(), residual.detach(), row.detach(), 1e-6),
         "rotate": (x, 64),
         "rotate_quantize": (x, 64, *rest),
         "linear": (x, *stored, bias, "nvfp4"),
@@ -173,7 +174,7 @@ def test_every_operator_is_here() -> None:
 @pytest.mark.parametrize("name", calls())
 def test_every_operator_is_traced(name: str) -> None:
     # torch compares no E4M3 numbers, and so no schema with what is written.
-    checks = TRACED[1:] if name in ("linear_rounded", "activate_round") else TRACED
+    checks = TRACED[1:] if name.endswith(("_rounded", "_round")) else TRACED
     opcheck(getattr(torch.ops.fp4pass, name).default, *calls()[name], checks=checks)
 
 

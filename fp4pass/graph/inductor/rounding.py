@@ -1,8 +1,8 @@
-"""The pass that has Inductor round inputs of FP8 products, in the kernels that compute them.
+"""The pass that rounds inputs of FP8 products where they are computed.
 
-A product of many rows is one of E4M3 rows and an expanded weight. Written as ATen calls, rounding
-joins the kernel of a norm, and is done once for all products of one input. That of a gate has a
-kernel of its own, which reads the gate and its factor once.
+A product of many rows is one of E4M3 rows and an expanded weight. Its input is rounded once for all
+products that read it: in one launch with an RMSNorm or a gate that nothing else reads, and else by
+ATen calls, which Inductor puts into the kernel before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 from ... import ops
 from ...kernels.fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
-from .fusions import is_like
+from .fusions import addends_of, is_like, is_norm, rms_norm
 from .gates import GATES, has_kernels
 from .pattern import CAST, dtype_of, insert, match, replace
 
@@ -49,7 +49,8 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
             products[x].append(node)
     for x, readers in products.items():
         with graph.inserting_before(readers[0]):
-            rounded = _round_gated(graph, x) if x.users.keys() <= set(readers) else None
+            alone = x.users.keys() <= set(readers)
+            rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
             rounded = rounded or _round(graph, readers[0], x)
         for node in readers:
             replace(graph, node, ops.linear_rounded, (*rounded, *node.args[_PACKED:_COMPUTE]))
@@ -67,8 +68,8 @@ def _is_fp8(node: fx.Node) -> bool:
     return known and uses_fp8(str(node.args[_COMPUTE]), math.prod(rows))
 
 
-def _round_gated(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Insert what rounds x if it is an activation times a factor; return it as `_round`."""
+def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Insert what computes and rounds x, an activation times a factor; return it as `_round`."""
     shape = x.meta["val"].shape
     for name, gate in GATES.items():
         for bound in match(gate, x):
@@ -78,6 +79,24 @@ def _round_gated(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
                 values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
                 return values, factors
     return None
+
+
+def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Insert what computes and rounds x, an RMSNorm, and the sum before it; return it so."""
+    bound = next((each for each in match(rms_norm(), x) if is_norm(x, each)), None)
+    if bound is None:
+        return None
+    before, weight, eps = bound["x"], bound["weight"], bound["eps"]
+    terms = addends_of(before, {weight})
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    # What reads the sum follows.
+    with graph.inserting_after(max((before, weight), key=order.__getitem__)):
+        both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
+    with graph.inserting_after(both):
+        total, values, factors = (insert(graph, x, operator.getitem, both, i) for i in range(3))
+    if terms:
+        before.replace_all_uses_with(total)
+    return values, factors
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

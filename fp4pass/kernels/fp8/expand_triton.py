@@ -1,4 +1,4 @@
-"""Round rows to E4M3 with their factors, for products of two dense operands."""
+"""Expand packed rows to E4M3 with their factors, for products of two dense operands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, cdiv, decode_scale, overlapping, rounded, wait, wider
-from ..linear.around_triton import gate_times_up
+from ..common.tiles import LAUNCH, decode_scale, overlapping, wait, wider
 from .decode_triton import decode_sixteen
-from .operands_triton import Rows, divided, row_divisor, row_factor, shift_from, two_to_the
-
-# Columns of x that a warp takes at a time, and those that it has room for.
-_COLUMNS, _MOST = 256, 2048
+from .operands_triton import Rows, empty_rows, row_factor, shift_from, two_to_the
+from .round_triton import round_rows
 
 # A warp makes a row of codes: a lane reads sixteen, as many as a lane can store at once.
 _LANES = 32
@@ -33,69 +30,17 @@ def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tupl
     return rows, expand(weight, fmt, not isinstance(x, PackedInput))
 
 
-def _rows(count: int, k: int, device: torch.device) -> Rows:
-    values = torch.empty((count, k), dtype=torch.float8_e4m3fn, device=device)
-    return Rows(values, torch.empty(count, dtype=torch.float32, device=device))
-
-
-def round_rows(x: Tensor, up: Tensor | None = None, activation: str | None = None) -> Rows:
-    """Return rows x [M, K], or the activation of x times `up`, as operands; K >= 1."""
-    # Rows that are slices of longer ones are read where they are.
-    x, *factor = (
-        each if each.stride(1) == 1 else each.contiguous() for each in (x, up) if each is not None
-    )
-    m, k = x.shape
-    found, up = _rows(m, k, x.device), factor[0] if factor else None
-    warps = min(max(4, triton.next_power_of_2(cdiv(k, _MOST))), 32)
-    _round_rows_kernel[(m,)](
-        x, up, found.values.view(torch.uint8), found.factors,
-        x.stride(0), None if up is None else up.stride(0), K=k, TILE=warps * _COLUMNS,
-        ACTIVATION=activation, num_warps=warps, **LAUNCH, **overlapping(x.device, True),
-    )  # fmt: skip
-    return found
-
-
 def expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False) -> Rows:
     """Return packed rows [R, K] as operands; beside: made while the kernel before runs."""
     codes = wider(packed.packed, torch.int64)
     n, k = len(codes), 16 * codes.shape[1]
-    found = _rows(n, k, codes.device)
+    found = empty_rows(n, k, codes.device)
     _expand_rows_kernel[(n,)](
         codes, packed.scale.contiguous(), packed.global_scale,
         found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES,
         AT_ONCE=_AT_ONCE, BESIDE=beside, num_warps=1, **LAUNCH, **overlapping(codes.device, False),
     )  # fmt: skip
     return found
-
-
-@triton.jit
-def _round_rows_kernel(
-    x, up, out, factors, stride, up_stride,
-    K: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr,
-    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Round a row of numbers, or of gates times factors, which are read once."""
-    wait(OVERLAP, RELEASES)
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    values = ()
-    largest = tl.zeros((TILE,), tl.float32)
-    for start in tl.static_range(0, K, TILE):
-        at = start + column
-        value = tl.load(x + row * stride + at, mask=at < K, other=0.0)
-        if up is not None:
-            factor = tl.load(up + row * up_stride + at, mask=at < K, other=0.0).to(tl.float32)
-            product = gate_times_up(value.to(tl.float32), factor, ACTIVATION, DTYPE)
-            value = rounded(product, DTYPE)
-        values = values + (value,)
-        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
-    factor, divisor, inverse = row_divisor(largest)
-    tl.store(factors + row, factor)
-    for i in tl.static_range(len(values)):
-        at = i * TILE + column
-        bits = divided(values[i].to(tl.float32), divisor, inverse)
-        tl.store(out + row * K + at, bits, mask=at < K)
 
 
 @triton.jit

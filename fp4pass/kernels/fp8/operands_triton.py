@@ -52,6 +52,12 @@ class Powers(NamedTuple):
     factors: Tensor  # float32 [N], what products are multiplied by
 
 
+def empty_rows(count: int, k: int, device: torch.device) -> Rows:
+    """Return rows [count, k] to be filled."""
+    values = torch.empty((count, k), dtype=torch.float8_e4m3fn, device=device)
+    return Rows(values, torch.empty(count, dtype=torch.float32, device=device))
+
+
 def operands(
     x: Tensor | PackedInput, weight: PackedWeight, fmt: Format, group: int
 ) -> tuple[Rows, Powers]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.scaled_mm import scaled_mm
+from ..._compat.scaled_mm import has_fp8, scaled_mm
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ...errors import OptionError
@@ -17,8 +17,7 @@ from ..linear.decode_triton import joined
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
 from .decode_triton import decode_e4m3, operand
-from .expand_triton import expanded, round_rows
-from .naive import activate_round_ref
+from .expand_triton import expanded
 from .operands_triton import Rows, operands, sorted_rows
 
 # From the largest, measured on an H200.
@@ -64,11 +63,6 @@ def multiplies_dense(m: int, n: int, k: int, dtype: torch.dtype, device: torch.d
 def has_dense_product(n: int, device: torch.device) -> bool:
     """Return whether cuBLAS multiplies E4M3 rows and a dense weight of n rows on a device."""
     return n % 16 == 0 and has_fp8(device)
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Return whether a device has FP8 tensor cores."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def wide_config(m: int, n: int, k: int) -> Tiles | None:
@@ -130,15 +124,6 @@ def multiply_fp8(
 def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None) -> Tensor:
     """Return the product [M, N] of rows [M, K] in order and an expanded weight, in bfloat16."""
     return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
-
-
-def activate_round_triton(x: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Round the activation of x, times `up`, to E4M3 (`activate_round_ref`): the same bits."""
-    if x.dtype == torch.float64 or not x.numel() or (x.is_cuda and not has_fp8(x.device)):
-        return activate_round_ref(x, up, activation)
-    gate, factor = (each.reshape(-1, x.shape[-1]) for each in (x, up))
-    rows = round_rows(gate, factor, activation)
-    return rows.values.view(x.shape), rows.factors.view(*x.shape[:-1], 1)
 
 
 def multiply_with(

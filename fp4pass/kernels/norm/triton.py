@@ -15,7 +15,7 @@ _MOST = 1 << 14
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of rows (`rms_norm_ref`)."""
-    if not _serves(x):
+    if not serves(x):
         return rms_norm_ref(x, weight, eps)
     return _launch(x, None, weight, eps)[1]
 
@@ -24,12 +24,13 @@ def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return a sum and its RMSNorm (`add_rms_norm_ref`)."""
-    if not _serves(x):
+    if not serves(x):
         return add_rms_norm_ref(x, residual, weight, eps)
     return _launch(x, residual, weight, eps)
 
 
-def _serves(x: Tensor) -> bool:
+def serves(x: Tensor) -> bool:
+    """Return whether a program can hold a row of x."""
     return x.dtype in DTYPES and 0 < x.shape[-1] <= _MOST
 
 
@@ -50,16 +51,9 @@ def _launch(
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, residual, weight, total, out, eps,
-    K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """residual: None where there is none; then nothing is written to `total`."""
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    column = tl.arange(0, BLOCK)
-    inside = column < K
-    wait(OVERLAP, RELEASES)
-    at = tl.program_id(0).to(tl.int64) * K + column
+def normal_row(x, residual, weight, total, at, column, inside, eps, K: tl.constexpr):
+    """Return the RMSNorm of a row, or of its sum with that of a residual, which is stored."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -69,4 +63,18 @@ def rms_norm_kernel(
         wide = narrow.to(tl.float32)
     mean = tl.math.div_rn(tl.sum(wide * wide, axis=0), K)
     normal = rounded(wide * tl.math.rsqrt(mean + eps), DTYPE).to(tl.float32)
-    tl.store(out + at, rounded(normal * factor, DTYPE), mask=inside)
+    return rounded(normal * factor, DTYPE)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, total, out, eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """residual: None where there is none; then nothing is written to `total`."""
+    column = tl.arange(0, BLOCK)
+    inside = column < K
+    wait(OVERLAP, RELEASES)
+    at = tl.program_id(0).to(tl.int64) * K + column
+    normal = normal_row(x, residual, weight, total, at, column, inside, eps, K)
+    tl.store(out + at, normal, mask=inside)
