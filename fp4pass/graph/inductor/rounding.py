@@ -89,7 +89,7 @@ def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     before, weight, eps = bound["x"], bound["weight"], bound["eps"]
     terms = addends_of(before, {weight})
     order = {node: i for i, node in enumerate(graph.nodes)}
-    # What reads the sum follows.
+    # Readers of the sum follow.
     with graph.inserting_after(max((before, weight), key=order.__getitem__)):
         both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
     with graph.inserting_after(both):
