@@ -92,7 +92,7 @@ def test_it_exports(name: str) -> None:
     assert len(called) == len(packed_stacks(owner))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @every_model
 def test_layer_by_layer(name: str) -> None:
     found = []

@@ -335,7 +335,7 @@ def test_kernels_agree_with_the_reference(
 
 
 @pytest.mark.skipif(GPU, reason="the test above runs cuBLAS")
-@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_rounded_rows_multiply_an_expanded_weight(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,13 +351,13 @@ def test_rounded_rows_multiply_an_expanded_weight(
     monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
     fmt = get_format(key)
-    weight, bias = packed(fmt, 24, 96), torch.randn(24, generator=seeded(2))
+    weight, bias = packed(fmt, 5, 96), torch.randn(5, generator=seeded(2))
     x = torch.randn(2, 3, 96, generator=seeded(6)).bfloat16()
     values, factor = fp8.quantize_rows_ref(x.view(6, 96))
     found = linear_rounded_triton(values.view(x.shape), factor.view(2, 3, 1), *weight, bias, fmt)
     assert torch.equal(found, linear_triton(x, *weight, bias, fmt))
     expected = fp8.multiply_ref((values, factor), PackedWeight(*weight, bias), fmt)
-    torch.testing.assert_close(found.view(6, 24).float(), expected, rtol=2.0**-8, atol=1e-6)
+    torch.testing.assert_close(found.view(6, 5).float(), expected, rtol=2.0**-8, atol=1e-6)
 
 
 @pytest.mark.slow
