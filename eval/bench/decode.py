@@ -289,7 +289,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.shapes and not args.prefill:
+        parser.error("--shapes without a shape: give one, or --prefill")
+    return args
 
 
 if __name__ == "__main__":

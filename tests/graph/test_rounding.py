@@ -67,6 +67,8 @@ ALIKE: dict[str, tuple[int, Callable[..., Any]]] = {
     "two of one input": (2, lambda x: [product(x), product(x, KEY)]),
     "two inputs": (2, lambda x: [product(x), product(F.silu(x), KEY)]),
     "of an activation": (1, lambda x: product(F.silu(x))),
+    "one behind another": (2, lambda x: product(product(x, SQUARE), KEY)),
+    "one that is read, too": (2, lambda x: [product(y := product(x, SQUARE), KEY), y + x]),
     "of a gate that is read": (1, lambda x: [product(y := F.silu(x) * x), y + 1]),
 }
 
@@ -80,9 +82,10 @@ def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
     assert changed == count and left == {"linear_rounded": count}
 
 
-def test_a_gate_is_rounded_with_its_factor() -> None:
+@pytest.mark.parametrize("activation", [F.silu, pytest.param(F.gelu, marks=pytest.mark.slow)])
+def test_a_gate_is_rounded_with_its_factor(activation: Callable[[Tensor], Tensor]) -> None:
     def function(x: Tensor) -> list[Tensor]:
-        gated = F.silu(x) * (x + 1)
+        gated = activation(x) * (x + 1)
         return [product(gated), product(gated, KEY)]
 
     x = inputs()
@@ -111,6 +114,36 @@ def test_a_norm_is_rounded_with_the_sum_before(adds: bool) -> None:
     found, changed, left = run(function, x, y)
     torch.testing.assert_close(found, function(x, y), rtol=0, atol=0, equal_nan=True)
     assert changed == 3 and left == {"norm_round": 2, "linear_rounded": 3}
+
+
+def test_a_sum_is_computed_once() -> None:
+    row = torch.randn(K, generator=torch.Generator().manual_seed(4)).bfloat16()
+    sums: list[fx.Node] = []
+
+    def change(graph: fx.Graph) -> None:
+        round_rows(graph, lambda node, rows: True)
+        sums.extend(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor))
+        # Of a tensor, and not of eps.
+        sums[:] = [node for node in sums if all(isinstance(each, fx.Node) for each in node.args)]
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        total = x + y
+        return [product(rms_norm(total, row)), product(total, KEY)]
+
+    x, y = inputs(), inputs().flip(0)
+    found = compiled(function, change)(x, y)
+    torch.testing.assert_close(found, function(x, y), rtol=0, atol=0, equal_nan=True)
+    assert not sums
+
+
+def test_a_norm_of_wide_rows_is_rounded_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4pass.graph.inductor.rounding.WIDEST", K - 1)
+    row = torch.ones(K, dtype=torch.bfloat16)
+    found, changed, left = run(lambda x: product(rms_norm(x, row)), inputs())
+    torch.testing.assert_close(
+        found, product(rms_norm(inputs(), row)), rtol=0, atol=0, equal_nan=True
+    )
+    assert changed == 1 and left == {"linear_rounded": 1}
 
 
 def test_a_norm_that_is_read_is_rounded_by_inductor() -> None:

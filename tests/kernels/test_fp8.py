@@ -19,6 +19,7 @@ from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import operands, sorted_rows
 from fp4pass.kernels.fp8.round_triton import round_rows
 from fp4pass.kernels.fp8.triton import SIZES, multiplies_dense, tiles_of
+from fp4pass.kernels.norm.naive import WIDEST
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
 
@@ -256,6 +257,32 @@ def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
             assert not off.any()
         # A last bit of another exponential moves a number in some hundred, by one code.
         assert (off <= 32 * factor).all() and (off != 0).float().mean() < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("columns", [1, 40])
+def test_products_of_what_is_not_finite_are_nan(columns: int) -> None:
+    x = torch.ones(4, columns, dtype=torch.bfloat16, device=DEVICE)
+    x[1, -1], x[2, 0] = float("nan"), float("inf")
+    gated = activate_round_triton(x, x, "silu")
+    _, *normal = norm_round_triton(x, None, torch.ones_like(x[0]), 1e-6)
+    for values, factor in (gated, normal):
+        assert (values.float() * factor).sum(1).isnan().tolist() == [False, True, True, False]
+
+
+def test_rows_in_one_place_and_rows_of_no_kernel() -> None:
+    """Those that no program can hold, in float64, and none at all."""
+    row = torch.randn(1, 40, generator=seeded(4)).to(DEVICE, torch.bfloat16)
+    values, factor = activate_round_triton(row.expand(3, -1), row.expand(3, -1), "silu")
+    expected = activate_round_triton(row, row, "silu")
+    assert (values.view(torch.uint8) == expected[0].view(torch.uint8)).all()
+    assert values.shape == (3, 40) and (factor == expected[1]).all()
+    wide = torch.randn(2, WIDEST + 8, generator=seeded(4)).to(DEVICE)
+    for x in (wide, wide.double(), wide[:0]):
+        weight = x.new_ones(WIDEST + 8)
+        found = norm_round_triton(x, x, weight, 1e-6)
+        for a, b in zip(found, fp8.norm_round_ref(x, x, weight, 1e-6), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a.float(), b.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

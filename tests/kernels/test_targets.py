@@ -40,7 +40,7 @@ from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.round_triton import activate_round_triton, norm_round_triton
 from fp4pass.kernels.linear.e4m3_triton import linear_e4m3, linear_quantized_e4m3
-from fp4pass.kernels.norm.naive import SQUARES
+from fp4pass.kernels.norm.naive import SQUARES, WIDEST
 from fp4pass.kernels.norm.triton import add_rms_norm_triton
 from fp4pass.kernels.quantize.e4m3_triton import (
     activate_quantize_e4m3,
@@ -356,10 +356,12 @@ def _launch_fp8(every: bool) -> None:
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
             expanded(x, PackedWeight(*weight), fmt)
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
-    for k in (4096, 9728, 53248) if every else (4096,):
+    for k in (2560, WIDEST) if every else (2560,):
         x, row = _empty(64, k, dtype=torch.bfloat16), _empty(k, dtype=torch.bfloat16)
         norm_round_triton(x, x, row, 1e-6)
         norm_round_triton(x, None, row, 1e-6)
+    for k in (4096, 9728, 53248) if every else (4096,):
+        x = _empty(64, k, dtype=torch.bfloat16)
         for activation in ACTIVATIONS if k == 4096 else ("silu",):
             activate_round_triton(x, x, activation)
 

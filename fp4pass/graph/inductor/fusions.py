@@ -88,7 +88,7 @@ def is_norm(source: fx.Node, bound: Bound) -> bool:
     )
 
 
-def _is_activation(source: fx.Node, bound: Bound) -> bool:
+def is_activation(source: fx.Node, bound: Bound) -> bool:
     """Return whether the input, and the factor beside it, have the shape of the result."""
     shape = source.meta["val"].shape
     return all(is_like(bound[name], source, shape) for name in ("x", "up") if name in bound)
@@ -156,7 +156,7 @@ FUSIONS = (
         for bias in (True, False)
     ),
     *(
-        Fusion(pattern, _is_activation, ops.activate_quantize, (UP, name))
+        Fusion(pattern, is_activation, ops.activate_quantize, (UP, name))
         for name, activation in ACTIVATIONS.items()
         for pattern in (mul(activation, UP), activation)
     ),

@@ -18,7 +18,8 @@ from torch import fx
 
 from ... import ops
 from ...kernels.fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
-from .fusions import addends_of, is_like, is_norm, rms_norm
+from ...kernels.norm.naive import WIDEST
+from .fusions import addends_of, is_activation, is_norm, rms_norm
 from .gates import GATES, has_kernels
 from .pattern import CAST, dtype_of, insert, match, replace
 
@@ -42,12 +43,13 @@ def is_dense(product: fx.Node, rows: int) -> bool:
 
 def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_dense) -> int:
     """Round inputs of FP8 products outside of them; return of how many products."""
-    products: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    products: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=ops.linear):
         if _is_fp8(node) and eligible(node, math.prod(node.meta["val"].shape[:-1])):
-            x: Any = node.args[0]
-            products[x].append(node)
-    for x, readers in products.items():
+            products[node.args[0]].append(node)
+    for readers in products.values():
+        # Another node than before, where that was replaced meanwhile.
+        x: Any = readers[0].args[0]
         with graph.inserting_before(readers[0]):
             alone = x.users.keys() <= set(readers)
             rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
@@ -69,34 +71,39 @@ def _is_fp8(node: fx.Node) -> bool:
 
 
 def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Insert what computes and rounds x, an activation times a factor; return it as `_round`."""
-    shape = x.meta["val"].shape
+    """Compute x, if it is an activation times a factor, and round it in one call, as `_round`."""
     for name, gate in GATES.items():
         for bound in match(gate, x):
-            operands = bound["x"], bound["up"]
-            if all(is_like(each, x, shape) for each in operands):
-                both = insert(graph, x, ops.activate_round, *operands, name)
+            if is_activation(x, bound):
+                both = insert(graph, x, ops.activate_round, bound["x"], bound["up"], name)
                 values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
                 return values, factors
     return None
 
 
 def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Insert what computes and rounds x, an RMSNorm, and the sum before it; return it so."""
+    """Compute x, if it is an RMSNorm, and the sum before, and round it in one call, as `_round`."""
     bound = next((each for each in match(rms_norm(), x) if is_norm(x, each)), None)
-    if bound is None:
+    if bound is None or x.meta["val"].shape[-1] > WIDEST:
         return None
     before, weight, eps = bound["x"], bound["weight"], bound["eps"]
     terms = addends_of(before, {weight})
+    if terms is None:
+        _, values, factors = _call_norm(graph, x, before, None, weight, eps)
+        return values, factors
     order = {node: i for i, node in enumerate(graph.nodes)}
-    # Readers of the sum follow.
+    # In the place of the sum, which others read too.
     with graph.inserting_after(max((before, weight), key=order.__getitem__)):
-        both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
-    with graph.inserting_after(both):
-        total, values, factors = (insert(graph, x, operator.getitem, both, i) for i in range(3))
-    if terms:
-        before.replace_all_uses_with(total)
+        total, values, factors = _call_norm(graph, x, *terms, weight, eps)
+    before.replace_all_uses_with(total)
     return values, factors
+
+
+def _call_norm(graph: fx.Graph, like: fx.Node, *given: Any) -> list[fx.Node]:
+    """Insert a call of `norm_round`; return its sum, rows and factors."""
+    found = insert(graph, like, ops.norm_round, *given)
+    with graph.inserting_after(found):
+        return [insert(graph, like, operator.getitem, found, i) for i in range(3)]
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

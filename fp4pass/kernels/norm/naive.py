@@ -9,6 +9,9 @@ from torch.nn import functional as F
 # Columns that a sum of squares is of, where a row has several.
 SQUARES = 16
 
+# Columns of a row that a program of a kernel can hold.
+WIDEST = 1 << 14
+
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""

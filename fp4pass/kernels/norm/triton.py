@@ -7,10 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.tiles import DTYPES, LAUNCH, overlapping, rounded, wait
-from .naive import add_rms_norm_ref, rms_norm_ref
-
-# Columns of a row that a program can hold.
-_MOST = 1 << 14
+from .naive import WIDEST, add_rms_norm_ref, rms_norm_ref
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +28,7 @@ def add_rms_norm_triton(
 
 def serves(x: Tensor) -> bool:
     """Return whether a program can hold a row of x."""
-    return x.dtype in DTYPES and 0 < x.shape[-1] <= _MOST
+    return x.dtype in DTYPES and 0 < x.shape[-1] <= WIDEST
 
 
 def _launch(
