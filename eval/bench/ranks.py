@@ -12,9 +12,9 @@ in bf16; inputs are 64k random tokens, in batches of 4 x 2048. Parts:
   after a model of two such layers, which compiles; and a digest of all packed weights.
 - phases: of `gptq`, the seconds in each step, every one behind a synchronization.
 - decode: microseconds of a step of Llama-3-8B's shape in nvfp4a16, one sequence, as
-  eval.bench.decode measures it, and a prefill, compiled and not; each on one GPU and split, with
-  1 and with 5 layers, which all 32 are reckoned from. What Python does between steps is left out:
-  `eval.bench.generate --gpus 2` has it.
+  eval.bench.decode measures it, and a prefill without a cache, compiled and not; each on one GPU
+  and split, with 1 and with 5 layers, which all 32 are reckoned from. What Python does between
+  steps is left out: `eval.bench.generate --gpus 2` has it.
 - stream: seconds of quantize_checkpoint for layers of Qwen3-32B's shape, 64k tokens.
 - fsdp: bytes of a converted model before and after `fully_shard`, its logits, a training step of
   LoRA adapters (of norms, without PEFT) and `save`.

@@ -222,7 +222,7 @@ def measured() -> str:
     )
     what = "Sums over both GPUs in a CUDA graph, bfloat16:"
     layers = " and ".join(str(each["layers"]) for each in read(DECODE)["rows"][::2][:2])
-    reckoned = f"Steps and prefills are reckoned from {layers} layers.\n"
+    reckoned = f"Steps and prefills are reckoned from {layers} layers. Prefills keep no cache.\n"
     return "\n".join([*origin(read(TWO)), compared, reckoned, what, "", sums, sharded()])
 
 

@@ -245,10 +245,12 @@ def test_rows_of_several_loads(columns: int) -> None:
     cases([("silu", torch.bfloat16)], itertools.product(ACTIVATIONS, DTYPES)),
 )
 def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
-    """Of halves of one product and of two."""
+    """Of halves of a product, of its columns in turn, and of two products."""
     both = torch.randn(2, 3, 2 * 1160, generator=seeded(4)).mul(3).to(DEVICE, dtype)
     both[0, 0] = 0
-    for gate, up in (both.chunk(2, -1), (both[..., ::2], both[..., 1::2])):
+    first, second = both.chunk(2, -1)
+    turns = (both[..., ::2], both[..., 1::2])
+    for gate, up in ((first, second), turns, (first, second.contiguous())):
         values, factor = activate_round_triton(gate, up, activation)
         expected = fp8.activate_round_ref(gate, up, activation)
         assert values.shape == gate.shape and factor.shape == (2, 3, 1)
@@ -277,12 +279,15 @@ def test_rows_in_one_place_and_rows_of_no_kernel() -> None:
     expected = activate_round_triton(row, row, "silu")
     assert (values.view(torch.uint8) == expected[0].view(torch.uint8)).all()
     assert values.shape == (3, 40) and (factor == expected[1]).all()
-    wide = torch.randn(2, WIDEST + 8, generator=seeded(4)).to(DEVICE)
-    for x in (wide, wide.double(), wide[:0]):
-        weight = x.new_ones(WIDEST + 8)
-        found = norm_round_triton(x, x, weight, 1e-6)
-        for a, b in zip(found, fp8.norm_round_ref(x, x, weight, 1e-6), strict=True):
-            assert a.dtype == b.dtype and torch.equal(a.float(), b.float())
+    wide = torch.randn(2, WIDEST + 8, dtype=torch.float64, generator=seeded(4)).to(DEVICE)
+    for x in (wide.float(), wide, wide[:, :40], wide[:0]):
+        weight = x.new_ones(x.shape[1])
+        pairs = [(norm_round_triton(x, x, weight, 1e-6), fp8.norm_round_ref(x, x, weight, 1e-6))]
+        if x.dtype == torch.float64:
+            found = activate_round_triton(x, x, "silu")
+            pairs.append((found, fp8.activate_round_ref(x, x, "silu")))
+        for a, b in (both for pair in pairs for both in zip(*pair, strict=True)):
+            assert a.dtype == b.dtype and torch.equal(a.double(), b.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

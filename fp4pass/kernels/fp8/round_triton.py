@@ -22,8 +22,7 @@ def activate_round_triton(x: Tensor, up: Tensor, activation: str) -> tuple[Tenso
     """Round the activation of x, times `up`, to E4M3 (`activate_round_ref`)."""
     if x.dtype == torch.float64 or not x.numel() or not _rounds(x.device):
         return activate_round_ref(x, up, activation)
-    gate, factor = (each.reshape(-1, x.shape[-1]) for each in (x, up))
-    rows = round_rows(gate, factor, activation)
+    rows = round_rows(*(each.reshape(-1, x.shape[-1]) for each in (x, up)), activation)
     return rows.values.view(x.shape), rows.factors.view(*x.shape[:-1], 1)
 
 
@@ -53,11 +52,11 @@ def _rounds(device: torch.device) -> bool:
 def round_rows(x: Tensor, up: Tensor | None = None, activation: str | None = None) -> Rows:
     """Return rows x [M, K], or the activation of x times `up`, as operands; K >= 1."""
     # Rows that are slices of longer ones are read where they are.
-    x, *factor = (
-        each if each.stride(1) == 1 else each.contiguous() for each in (x, up) if each is not None
-    )
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if up is not None and up.stride(1) != 1:
+        up = up.contiguous()
     m, k = x.shape
-    found, up = empty_rows(m, k, x.device), factor[0] if factor else None
+    found = empty_rows(m, k, x.device)
     warps = min(max(4, triton.next_power_of_2(cdiv(k, _MOST))), 32)
     _round_rows_kernel[(m,)](
         x, up, found.values.view(torch.uint8), found.factors,
@@ -84,8 +83,8 @@ def _round_rows_kernel(
         at = start + column
         value = tl.load(x + row * stride + at, mask=at < K, other=0.0)
         if up is not None:
-            factor = tl.load(up + row * up_stride + at, mask=at < K, other=0.0).to(tl.float32)
-            product = gate_times_up(value.to(tl.float32), factor, ACTIVATION, DTYPE)
+            beside = tl.load(up + row * up_stride + at, mask=at < K, other=0.0).to(tl.float32)
+            product = gate_times_up(value.to(tl.float32), beside, ACTIVATION, DTYPE)
             value = rounded(product, DTYPE)
         values = values + (value,)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
