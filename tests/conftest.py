@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import getpass
 import importlib
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -13,9 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 # Kernels run in Triton's interpreter where there is no GPU; it reads this when it is imported.
 if not torch.cuda.is_available():
@@ -75,7 +79,7 @@ def fast_in_bfloat16() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_remembers_builtins() -> Iterator[None]:
-    """Let Triton's interpreter look through its language once, not at each call of a function."""
+    """Let Triton's interpreter look through its language once, and round an fma once."""
     if "TRITON_INTERPRET" not in os.environ or find_spec("triton") is None:
         yield
         return
@@ -92,8 +96,15 @@ def interpreter_remembers_builtins() -> Iterator[None]:
             if is_builtin(member):
                 patch_attribute(package, name, member, builder, *scope)
 
+    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        product = np.multiply(x.data, y.data, dtype=np.float64)
+        return interpreter.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        if Version(importlib.metadata.version("triton")) < Version("3.9"):
+            # It rounds the product, which a GPU does not.
+            patch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
         yield
 
 
@@ -101,6 +112,12 @@ def interpreter_remembers_builtins() -> Iterator[None]:
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the references on the CPU, where the products have the bits of dense ones."""
     monkeypatch.setattr("fp4pass.kernels.cpu.library.load", lambda: ({}, "not for this test"))
+
+
+@pytest.fixture
+def adapters_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers 5.24 add adapters: it asks for PEFT 0.22, and 0.21.2 is the newest one."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from expert_classes import class_of, owners, stack_names
-from mixtures import MODELS, UNDECORATED, build, ids, logits, modules, twin
+from mixtures import MODELS, build, ids, logits, modules, twin
 from swap import swap_experts
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,22 +129,6 @@ def test_experts_that_do_not_say_how_they_compute_are_skipped() -> None:
             reason = reasons[f"model.layers.0.mlp.experts.{key}"]
             assert reason.endswith("which does not say how it computes with them")
             assert f"model.layers.1.mlp.experts.{key}" not in reasons
-
-
-def test_experts_of_versions_that_compute_otherwise_are_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for version, wanted in (("5.16.2", {"dbrx"}), ("5.17.0", set())):
-        monkeypatch.setattr("transformers.__version__", version)
-        for name in UNDECORATED:
-            layers = [s for s in plan_layers(build(name), LinearConfig()).skipped if s.is_stack]
-            reasons = {layer.skip_reason for layer in layers}
-            if name in wanted:
-                assert len(layers) == 6 and reasons == {
-                    "transformers 5.16.2 computes it otherwise than 5.17 and later"
-                }
-            else:
-                assert not reasons
 
 
 # ---- calibration --------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ from eval.bench.harness import (
 )
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
+from fp4pass._compat.transformers_cache import cache_given
 from fp4pass.reporting import charts
 
 SHAPES = ("1x512x1", "4x512x1", "16x512x1", "64x512x1", "1x8192x1", "1x32768x1")
@@ -183,15 +184,16 @@ def compiled_step(model: Any, shape: Shape) -> tuple[Callable[[], object], Calla
     sizes = (batch, 1 + tokens)
     ids = torch.randint(model.config.vocab_size, sizes, generator=generator, device=where)
     # The first tokens make the cache.
-    model(ids[:, :1], past_key_values=cache)
+    given = cache_given(model, cache)
+    model(ids[:, :1], **given)
     for layer in cache.layers:
         for each in (layer.keys, layer.values):
             each.normal_(generator=generator)
     positions = torch.arange(context, context + tokens, device=where)
 
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
-        given = {"position_ids": positions[None], "cache_position": positions}
-        return model(tokens, past_key_values=cache, **given).logits.argmax(-1)
+        place = {"position_ids": positions[None], "cache_position": positions}
+        return model(tokens, **given, **place).logits.argmax(-1)
 
     def fill() -> None:
         for layer in cache.layers:

@@ -61,6 +61,7 @@ from eval.bench.harness import (
 from eval.bench.peers import LIBRARIES
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
+from fp4pass._compat.transformers_cache import cache_given
 from fp4pass.reporting import charts
 
 LLAMA3_8B: Row = {
@@ -265,10 +266,10 @@ def decode(model: Any, prompt: int, new: int, repeats: int, profile: bool = Fals
     generator = torch.Generator(where).manual_seed(2)
     ids = torch.randint(config.vocab_size, (1, prompt), generator=generator, device=where)
 
+    given = cache_given(model, cache)
+
     def step(token: Tensor, position: Tensor) -> Tensor:
-        logits = model(
-            token, past_key_values=cache, position_ids=position[None], cache_position=position
-        ).logits
+        logits = model(token, **given, position_ids=position[None], cache_position=position).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
@@ -325,7 +326,7 @@ def prefill_seconds(model: Any, shape: tuple[int, int], repeats: int) -> float:
     generator = torch.Generator(where).manual_seed(3)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=where)
     positions = torch.arange(shape[1], device=where)
-    given = {"past_key_values": cache, "position_ids": positions[None]}
+    given = {**cache_given(model, cache), "position_ids": positions[None]}
     given |= {"cache_position": positions, "logits_to_keep": 1}
     compiled = torch.compile(lambda: model(ids, **given).logits.argmax(-1), fullgraph=True)
     compiled()

@@ -43,6 +43,7 @@ from eval.pages.tables import (
 from eval.quality import models as quality
 from eval.quality.measuring import require_apart
 from eval.record import Results, facts
+from fp4pass._compat.transformers_cache import cache_given
 from fp4pass.evaluation import token_windows
 from fp4pass.integrations import quantized_cache
 from fp4pass.kv_cache import CACHE_FORMATS, SCALES
@@ -219,13 +220,13 @@ def measure_cache(
     fill = args.length - args.steps
     # Text by text would need a cache of each; in parts the prefill takes little memory.
     for part in ids[:, :fill].split(512, dim=1):
-        model(part, past_key_values=kept, logits_to_keep=1)
+        model(part, logits_to_keep=1, **cache_given(model, kept))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
-    eager = step(model, ids[:, fill : fill + 1], kept)
+    eager = step(model, model, ids[:, fill : fill + 1], kept)
     mode = "reduce-overhead" if on_gpu else None
     compiled = torch.compile(model.forward, fullgraph=True, mode=mode)
     began = time.perf_counter()
-    first = step(compiled, ids[:, fill : fill + 1], kept)
+    first = step(compiled, model, ids[:, fill : fill + 1], kept)
     compiling = time.perf_counter() - began
     if on_gpu:
         torch.cuda.synchronize()
@@ -235,10 +236,10 @@ def measure_cache(
     for _ in range(args.repeats):
         # A second call records the graph of a GPU, so it is not timed.
         for _ in range(3):
-            step(compiled, ids[:, fill : fill + 1], kept)
+            step(compiled, model, ids[:, fill : fill + 1], kept)
         began = time.perf_counter()
         for _ in range(args.steps):
-            last = step(compiled, ids[:, fill : fill + 1], kept)
+            last = step(compiled, model, ids[:, fill : fill + 1], kept)
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - began) / args.steps)
@@ -312,9 +313,9 @@ def tables(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any) -> torch.Tensor:
+def step(call: Callable[..., Any], model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """The float logits of one more token; the cache then goes back to where it was."""
-    logits: torch.Tensor = call(ids, past_key_values=cache, logits_to_keep=1).logits.float()
+    logits: torch.Tensor = call(ids, logits_to_keep=1, **cache_given(model, cache)).logits.float()
     for layer in cache.layers:
         layer.cumulative_length.sub_(ids.shape[1])
     return logits.clone()

@@ -1,15 +1,53 @@
 """Private APIs of other libraries, one file for each library.
 
 Private functions, methods and attributes of torch, transformers, accelerate, lm-eval and others are
-reached in this package only. Each file states the range of versions that it was tested with, so
-that another version is an error with a remedy, and not an AttributeError somewhere else.
+reached in this package only. It asks for the thing that it needs, not for a version: a library that
+is newer than the tested ones is a warning. A `Part` of fp4pass that needs a private thing is off
+where that is gone or fails a self-test, which is said once.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from packaging.version import Version
 
 from ..errors import VersionError
+
+_log = logging.getLogger(__name__)
+
+
+class Tested(NamedTuple):
+    """Versions of a library.
+
+    Attributes:
+        oldest: the lower bound in pyproject.toml.
+        newest: the newest release that the tests have run with, without the number of its patch.
+        extra: the extra of fp4pass that installs it.
+    """
+
+    oldest: str
+    newest: str
+    extra: str = ""
+
+
+LIBRARIES = {
+    "torch": Tested("2.11", "2.15"),
+    "triton": Tested("3.6", "3.9"),
+    "transformers": Tested("5.17", "5.24", "hf"),
+    "accelerate": Tested("1.10", "1.15", "hf"),
+    "huggingface_hub": Tested("1.0", "2.4", "hf"),
+    "peft": Tested("0.20", "0.21", "peft"),
+    "diffusers": Tested("0.40", "0.42", "diffusers"),
+    "sentence-transformers": Tested("6.0", "6.2", "sentence-transformers"),
+    "lm-eval": Tested("0.4.12", "0.4.13", "eval"),
+    "compressed-tensors": Tested("0.20", "0.20", "test"),
+}
 
 
 @functools.cache
@@ -20,21 +58,116 @@ def installed_version(package: str) -> str:
     return version(package)
 
 
-def require_version(package: str, versions: str, *, extra: str | None = None) -> None:
-    """Raise VersionError unless a package of PyPI is installed in one of `versions`."""
+def is_newer(found: str, newest: str) -> bool:
+    """Return whether a version is of a later release than the newest that was tested."""
+    numbers = Version(newest).release
+    return Version(found).release[: len(numbers)] > numbers
+
+
+def require(package: str) -> None:
+    """Raise VersionError unless a library is installed and not too old; warn of an untested one."""
     from importlib.metadata import PackageNotFoundError
 
-    from packaging.specifiers import SpecifierSet
-
+    oldest, newest, extra = LIBRARIES[package]
     try:
         found = installed_version(package)
-        # A nightly build of a version in the range is in the range.
-        if SpecifierSet(versions).contains(found, prereleases=True):
+        # A nightly build of the oldest version is new enough.
+        if Version(Version(found).base_version) >= Version(oldest):
+            if is_newer(found, newest):
+                _warn_newer(package, found)
             return
     except PackageNotFoundError:
         found = "no installation"
-    wanted = f"fp4pass[{extra}]" if extra else f"{package}{versions}"
+    wanted = f"fp4pass[{extra}]" if extra else f"{package}>={oldest}"
     raise VersionError(
-        f"{package}: expected version {versions}, which fp4pass was tested with, got "
-        f"{found}. Run pip install '{wanted}'."
+        f"{package}: expected version {oldest} or newer, got {found}. "
+        f"Run pip install -U '{wanted}'."
     )
+
+
+@functools.cache
+def _warn_newer(package: str, found: str) -> None:
+    warnings.warn(
+        f"{package} {found} is newer than {LIBRARIES[package].newest}, the newest version that "
+        "fp4pass was tested with. `fp4pass doctor` shows what does not work with it.",
+        stacklevel=4,
+    )
+
+
+# Raised where a private thing is gone, or became another. Errors of torch are RuntimeErrors, those
+# of versions ImportErrors.
+FAULTS = (
+    *(ImportError, AttributeError, TypeError, LookupError, ValueError, RuntimeError),
+    *(AssertionError, OSError),
+)
+
+
+class Part:
+    """A part of fp4pass that works by private things of a library.
+
+    Attributes:
+        library: whose private things it needs.
+        name: what is off without them.
+        cost: a sentence: what that costs.
+        problem: why it is off, None while it is not.
+    """
+
+    def __init__(self, library: str, name: str, cost: str, test: Callable[[], None]) -> None:
+        """test: raises one of FAULTS unless the private things do what is expected of them."""
+        self.library, self.name, self.cost, self.test = library, name, cost, test
+        self.problem: str | None = None
+        self._is_tested = False
+
+    def works(self) -> bool:
+        """Return whether the self-test passes, which runs once."""
+        if not self._is_tested:
+            # In a thread of its own no mode, transform or setting of the caller is on.
+            thread = threading.Thread(target=self._run_test)
+            thread.start()
+            thread.join()
+            self._is_tested = True
+        return self.problem is None
+
+    def _run_test(self) -> None:
+        with warnings.catch_warnings():
+            # Of private things.
+            warnings.simplefilter("ignore")
+            self.attempt(self.test)
+
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns that reaches private things; None where they fail."""
+        try:
+            return call(*args)
+        except FAULTS as error:
+            self._switch_off(error)
+        return None
+
+    def _switch_off(self, error: Exception) -> None:
+        if self.problem is None:
+            line = str(error).strip().partition("\n")[0]
+            self.problem = f"{type(error).__name__}: {line}"
+            _log.warning("%s", self)
+
+    def __str__(self) -> str:
+        version = installed_version(self.library)
+        return f"{self.name}: off with {self.library} {version} ({self.problem}). {self.cost}"
+
+
+# All parts, in the order of their files' imports.
+PARTS: list[Part] = []
+
+
+def part(library: str, name: str, cost: str) -> Callable[[Callable[[], None]], Part]:
+    """Register the self-test that this decorates as a part of fp4pass."""
+
+    def register(test: Callable[[], None]) -> Part:
+        PARTS.append(Part(library, name, cost, test))
+        return PARTS[-1]
+
+    return register
+
+
+def expect(fact: bool, what: str) -> None:
+    """Raise AssertionError in a self-test unless a fact holds."""
+    if not fact:
+        raise AssertionError(f"a self-test expected {what}")

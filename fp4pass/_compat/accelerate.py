@@ -1,4 +1,4 @@
-"""Private APIs of accelerate: hooks that offload parameters. Tested with 1.10 to 1.15."""
+"""Private APIs of accelerate: hooks that offload parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import require_version
+from . import require
 from .transformers_loading import Later
-
-# The versions that the tests have run with.
-_VERSIONS = ">=1.10,<1.16"
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -23,10 +20,10 @@ def hook_of(module: nn.Module) -> Any:
     return getattr(module, "_hf_hook", None)
 
 
-def require_tested(root: nn.Module) -> None:
-    """Raise VersionError if hooks on a model are of an accelerate that is not tested."""
+def require_for(root: nn.Module) -> None:
+    """Raise VersionError if hooks on a model are of an accelerate that is too old."""
     if any(hook_of(module) is not None for module in root.modules()):
-        require_version("accelerate", _VERSIONS, extra="hf")
+        require("accelerate")
 
 
 @contextmanager
@@ -167,7 +164,7 @@ def remove_hook(module: nn.Module) -> Any:
     hook = hook_of(module)
     if hook is None:
         return None
-    require_version("accelerate", _VERSIONS, extra="hf")
+    require("accelerate")
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(module)

@@ -1,13 +1,13 @@
-"""Errors of huggingface_hub (1.33, 2.4). Their classes come from its HTTP library."""
+"""Errors of huggingface_hub. Their classes come from its HTTP library."""
 
 from __future__ import annotations
 
-from . import require_version
+from . import require
 
 
 def require_hub_library() -> None:
-    """Raise VersionError unless huggingface_hub is installed."""
-    require_version("huggingface_hub", ">=1.0", extra="hf")
+    """Raise VersionError unless huggingface_hub is installed, and not too old."""
+    require("huggingface_hub")
 
 
 def hub_faults() -> tuple[type[Exception], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import require_version
-from .torch import VERSIONS
+from . import part
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,34 @@ class DenseProduct:
     bias: Described | None
 
 
+@part(
+    "torch",
+    "C++ for packed weights in compiled graphs",
+    "On a CPU compiled code calls operators for them, each some microseconds later.",
+)
+def _writes_cpp() -> None:
+    from torch._inductor import ir, lowering
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen as Wrapper
+
+    # As the code below calls them; other parameters than these are errors.
+    inspect.signature(Wrapper.generate_kernel_call).bind(
+        *(None, "name", []), device=None, triton=False, arg_types=[]
+    )
+    inspect.signature(Wrapper.define_kernel).bind(
+        *(None, "name", "source"), gpu=False, cpp_definition=""
+    )
+    inspect.signature(lowering.make_fallback).bind(None, layout_constraint=None, warn=False)
+    inspect.signature(lowering.register_lowering).bind(None, type_promotion_kind=None)
+    inspect.signature(ir.FixedLayout).bind(None, torch.float32, [], [])
+    inspect.signature(ir.ExternKernelOut).bind(None, [])
+    _ = (
+        ir.ExternKernel.require_contiguous,
+        ir.FlexibleLayout.contiguous_strides,
+        ir.TensorBox.create,
+    )
+    _ = Wrapper.next_kernel_suffix, lowering.tag_to_layout_constraint
+
+
 def call_by_name(operators: Iterable[Any]) -> None:
     """Have generated code call operators as Inductor calls those that it does not know.
 
@@ -52,7 +80,8 @@ def call_by_name(operators: Iterable[Any]) -> None:
     string, and what they were computed from, again at each use: after 36 layers that does not end.
     Operators that Inductor knows stay as they are.
     """
-    require_version("torch", VERSIONS)
+    if not _writes_cpp.works():
+        return
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
@@ -71,10 +100,9 @@ def lower_to_cpp(
     or a product for each result, or None to leave the operator as it is. So it stays where a size
     is symbolic. Registering again changes nothing.
     """
-    require_version("torch", VERSIONS)
     from torch._inductor import lowering
 
-    if operator in lowering.lowerings:
+    if not _writes_cpp.works() or operator in lowering.lowerings:
         return
     call_by_name([operator])
     fallback = lowering.lowerings[operator]
@@ -212,17 +240,32 @@ def _define(wrapper: Any, call: CppCall) -> str:
 _EARLY = "fp4pass_launch_early"
 
 
+@part(
+    "torch",
+    "kernels of Inductor that are launched early",
+    "A step of one token takes some microseconds longer on GPUs from sm_90 on.",
+)
+def _starts_kernels_early() -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    kernel_class: Any = TritonKernel
+    _ = kernel_class._enable_pdl_codegen, kernel_class._filter_pdl
+    _ = kernel_class._handle_pdl_before_access, kernel_class._handle_pdl_after_load
+    _ = kernel_class.GDC_WAIT, kernel_class.GDC_LAUNCH
+
+
 def launch_early(graph: fx.Graph) -> int:
     """Have the Triton kernels of a graph launched early; return 1, or 0 if nothing changes.
 
     On GPUs from sm_90 on each is launched while the kernel before it runs, waits for it before all
     else, and lets the next one be launched. Kernels of other graphs stay as they are.
     """
-    require_version("torch", VERSIONS)
     output = graph.output_node()
     values = (node.meta.get("val") for node in graph.nodes)
     devices = {value.device for value in values if isinstance(value, torch.Tensor)}
     if _EARLY in output.meta or not any(map(_has_early_launches, devices)):
+        return 0
+    if not _starts_kernels_early.works():
         return 0
     _teach_kernels_to_wait()
     output.meta[_EARLY] = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from . import require_version
+from . import require
 
-require_version("lm-eval", ">=0.4.12,<0.4.14", extra="eval")
+require("lm-eval")
 
 from lm_eval import evaluator  # noqa: E402
 from lm_eval.__main__ import cli_evaluate as run_command_line  # noqa: E402

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import require_version
+from . import require
 
-# The versions that the tests have run with.
-require_version("peft", ">=0.20,<0.22", extra="peft")
+require("peft")
 
 from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, TaskType  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402

@@ -1,4 +1,4 @@
-"""sentence-transformers (6.0, 6.2), which calls the forward of transformers' models by itself."""
+"""sentence-transformers, which calls the forward of transformers' models by itself."""
 
 from __future__ import annotations
 

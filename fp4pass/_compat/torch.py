@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import platform
@@ -9,26 +10,35 @@ import sys
 import tempfile
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import BuildError, VersionError
-from . import require_version
+from ..errors import BuildError
+from . import FAULTS, expect, part
 
-# The versions that the tests have run with.
-VERSIONS = ">=2.11,<2.14"
+
+@part(
+    "torch",
+    "bfloat16 on CPUs with instructions for it",
+    "Models in bfloat16 calibrate and evaluate in float32, which takes more memory.",
+)
+def _bfloat16_of_cpus() -> None:
+    expect(isinstance(_multiplies_in_bfloat16(), bool), "whether this CPU has instructions for it")
 
 
 def cpu_has_bfloat16() -> bool:
     """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
-    require_version("torch", VERSIONS)
+    return _bfloat16_of_cpus.works() and _multiplies_in_bfloat16()
+
+
+def _multiplies_in_bfloat16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
         # The second is what torch uses, which ATEN_CPU_CAPABILITY may make less than there is.
         used = torch.backends.cpu.get_cpu_capability()
@@ -36,8 +46,45 @@ def cpu_has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+class _Seen(TorchDispatchMode):
+    """A mode that does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@part(
+    "torch",
+    "the short way past the dispatcher, and inputs that are quantized once for several layers",
+    "A product on a CPU takes some microseconds longer, and each layer quantizes its own input.",
+)
+def _sees_interception() -> None:
+    x = torch.zeros(1)
+
+    def look(seen: Tensor) -> Tensor:
+        expect(not _is_plain(seen) and _is_intercepted(), "transforms of torch.func to be seen")
+        return seen.sum()
+
+    with _Seen():
+        expect(not _is_plain(x) and _is_intercepted(), "a TorchDispatchMode to be seen")
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    # Levels are of the process, and cannot be nested.
+    if forward_ad._current_level < 0:
+        with forward_ad.dual_level():
+            expect(not _is_plain(x), "forward-mode differentiation to be seen")
+    expect(not _is_plain(x, x.clone().requires_grad_()), "what requires gradients to be seen")
+    negated = torch.zeros(1, dtype=torch.complex64).conj().imag
+    expect(not _is_plain(negated), "tensors that are negated when they are read to be seen")
+    expect(not _is_plain(torch._efficientzerotensor(1)), "tensors without memory to be seen")
+
+
 def intercepts_operators() -> bool:
     """Return whether a mode (fake tensors, make_fx) or a transform (vmap, grad) sees operators."""
+    return not _sees_interception.works() or _is_intercepted()
+
+
+def _is_intercepted() -> bool:
     transforms = torch._C._functorch.peek_interpreter_stack()
     return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
 
@@ -54,6 +101,10 @@ def only_calls_kernel(*args: Any) -> bool:
     """
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)):
         return False
+    return _sees_interception.works() and _is_plain(*args)
+
+
+def _is_plain(*args: Any) -> bool:
     x = args[0]
     return (
         x.is_cpu
@@ -73,11 +124,10 @@ def build_library(source: Path, library: Path) -> None:
 
     Raises BuildError where there is no compiler, or it fails.
     """
-    # Importing Inductor takes a second.
-    from torch._inductor import cpp_builder, exc
-
     try:
-        require_version("torch", VERSIONS)
+        # Importing Inductor takes a second.
+        from torch._inductor import cpp_builder
+
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             options = cpp_builder.CppTorchOptions(warning_all=False)
@@ -85,10 +135,35 @@ def build_library(source: Path, library: Path) -> None:
             builder.build()
             # Another process may be making the same.
             os.replace(builder.get_target_file_path(), library)
-    except (exc.CppCompileError, exc.InvalidCxxCompiler, VersionError, OSError) as error:
+    except FAULTS as error:
         # The other lines are the compiler's output.
         reason = str(error).strip().partition("\n")[0]
         raise BuildError(f"its kernels could not be compiled ({reason}).") from error
+
+
+@part(
+    "torch",
+    "derivatives of packed layers under torch.func",
+    "They have the gradients of backward() alone: vjp and grad raise, and jvp gives zeros.",
+)
+def _differentiates() -> None:
+    _autograd_internals()
+
+
+def _autograd_internals() -> tuple[Any, ...]:
+    from torch._functorch.utils import enable_single_level_autograd_function
+    from torch._library.utils import fill_defaults
+
+    return (
+        torch._C._AutoDispatchBelowAutograd,
+        torch._C._after_autograd_keyset,
+        torch._C._are_functorch_transforms_active,
+        torch._C._any_requires_grad,
+        forward_ad._set_fwd_grad_enabled,
+        torch.autograd.function._SingleLevelFunction,
+        enable_single_level_autograd_function,
+        fill_defaults,
+    )
 
 
 def autograd_kernel(
@@ -96,22 +171,28 @@ def autograd_kernel(
     setup: Callable[..., None],
     gradients: Callable[..., Any],
     tangent: Callable[..., Any],
-) -> Callable[..., Any]:
+) -> Callable[..., Any] | None:
     """Return the kernel that differentiates an operator, under the transforms of torch.func too.
 
     That of torch.library.register_autograd raises under grad and vjp, and has no tangents: under
-    jvp they would be zeros. The functions are those of torch.autograd.Function.
+    jvp they are zeros. The functions are those of torch.autograd.Function. None where torch has
+    nothing to make it of.
     """
+    internals = _differentiates.attempt(_autograd_internals)
+    if internals is None:
+        return None
+    below_autograd, after_autograd, is_transformed, any_requires_grad, *rest = internals
+    set_tangents, single_level_class, single_level, fill_defaults = rest
 
     def below(keyset: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        with below_autograd():
+            return operator.redispatch(keyset & after_autograd, *args)
 
     def forward(ctx: Any, *args: Any) -> Any:
         *inputs, keyset = args
         # A function turns both off, which the transforms around this one may need.
-        is_inner = torch._C._are_functorch_transforms_active()
-        with torch.set_grad_enabled(is_inner), forward_ad._set_fwd_grad_enabled(is_inner):
+        is_inner = is_transformed()
+        with torch.set_grad_enabled(is_inner), set_tangents(is_inner):
             result = below(keyset, *inputs)
         setup(ctx, tuple(inputs), result)
         return result
@@ -122,20 +203,58 @@ def autograd_kernel(
         "jvp": staticmethod(lambda ctx, *tangents: tangent(ctx, *tangents[:-1])),
     }
     # A transform runs the kernel once for each of its levels, so it is a function of a single one.
-    function: Any = type(operator.name(), (torch.autograd.function._SingleLevelFunction,), members)
+    function: Any = type(operator.name(), (single_level_class,), members)
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        needs_gradient = torch.is_grad_enabled() and any_requires_grad(*args)
         if not needs_gradient and forward_ad._current_level < 0:
             return below(keyset, *args)
         # The dispatcher leaves out arguments that are the defaults.
         args, _ = fill_defaults(operator._schema, args, {})
-        if not torch._C._are_functorch_transforms_active():
+        if not is_transformed():
             return function.apply(*args, keyset)
-        with enable_single_level_autograd_function():
+        with single_level():
             return function.apply(*args, keyset)
 
     return kernel
+
+
+@part(
+    "torch",
+    "the passes of fp4pass in torch.compile",
+    "Compiled models launch more kernels, and run slower.",
+)
+def passes_are_run() -> None:
+    """Raise unless a pass is run once, on a functional graph, before that is lowered."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    library = torch.library.Library("fp4pass_passes", "DEF")
+    library.define("add_to(Tensor(a!) y, Tensor x) -> ()")
+    with FakeTensorMode() as mode:
+        empty = torch.empty(4)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    x.meta["val"] = y.meta["val"] = empty
+    call = MutatingCall(torch.ops.fp4pass_passes.add_to.default, {"x": x}, (y,)).insert(graph)
+    changed = graph.call_function(getitem, (call, 1))
+    changed.meta["val"] = empty
+    graph.output((changed,))
+    seen: list[bool] = []
+
+    def look(graph: fx.Graph) -> None:
+        calls = [MutatingCall.of(node) for node in graph.nodes]
+        has_values = all("val" in node.meta for node in graph.nodes if node.op != "output")
+        seen.append(has_values and sum(each is not None for each in calls) == 1)
+
+    run = _chained_pass()(look, lambda: None, ())
+    module = fx.GraphModule({}, graph)
+    with config.patch(post_grad_custom_pre_pass=run), V.set_fake_mode(mode):
+        compile_fx.post_grad_passes(module, is_inference=True)
+    lowered = all(MutatingCall.of(node) is None for node in module.graph.nodes)
+    expect(seen == [True] and lowered, "Inductor to run a pass on a functional graph, and lower it")
 
 
 def chain_post_grad_pass(
@@ -146,7 +265,10 @@ def chain_post_grad_pass(
     `key` returns what stands for `run` in the key of Inductor's cache. Chaining the same function
     again changes nothing. Importing Inductor takes a second.
     """
-    require_version("torch", VERSIONS)
+    passes_are_run.attempt(_chain, run, key)
+
+
+def _chain(run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]) -> None:
     from torch._inductor import config
 
     installed = config.post_grad_custom_pre_pass
@@ -185,8 +307,10 @@ def _chained_pass() -> Any:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile compiles a model or a part of it."""
-    modules = model.modules()
-    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+    return any(
+        "_orig_mod" in each._modules or getattr(each, "_compiled_call_impl", None) is not None
+        for each in model.modules()
+    )
 
 
 @dataclass(frozen=True)
@@ -241,7 +365,6 @@ def model_class(model: nn.Module) -> type[Any]:
 
 def shardable(tensor: Tensor) -> Tensor:
     """Return a packed tensor as the data of a parameter that FSDP2 can shard: the same bytes."""
-    require_version("torch", VERSIONS)
     # It gave each parameter a gradient, for which integers have none.
     takes_integers = TorchVersion(torch.__version__) >= "2.13"
     fits = takes_integers or tensor.is_floating_point()
@@ -270,8 +393,26 @@ def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
     return meta
 
 
+@part(
+    "torch",
+    "what fp4pass keeps with copies of an exported graph",
+    "A copy.deepcopy of a prepared graph counts hidden tokens: prepare the copy instead.",
+)
+def _copies_are_seen() -> None:
+    module = fx.GraphModule({}, fx.Graph())
+    seen: list[nn.Module] = []
+    _call_with_copies(module, seen.append)
+    made = copy.deepcopy(module)
+    expect(any(each is made for each in seen), "copy.deepcopy to call the hooks of a graph")
+
+
 def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
     """Call a function with each `copy.deepcopy` of a graph's module: copies lose its hooks."""
+    _copies_are_seen.works()
+    _call_with_copies(module, run)
+
+
+def _call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
     hooks: list[Callable[[nn.Module], None]] = module.__dict__.setdefault("_deepcopy_hooks", [])
     hooks.append(run)
 
@@ -301,7 +442,6 @@ def shared_words(count: int, group: Any) -> tuple[Tensor, list[int]]:
     """
     from torch.distributed import _symmetric_memory
 
-    require_version("torch", VERSIONS)
     device = torch.device("cuda", torch.cuda.current_device())
     words = _symmetric_memory.empty(count, dtype=torch.int64, device=device)
     handle = _symmetric_memory.rendezvous(words, group)

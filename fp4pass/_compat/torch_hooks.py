@@ -11,8 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import require_version
-from .torch import VERSIONS
+from . import expect, part
+
+
+@part(
+    "torch",
+    "hooks that torch.compile does not look into",
+    "A prepared model that is compiled is compiled again for each kind of mask.",
+)
+def _skips_functions() -> None:
+    def nothing() -> None: ...
+
+    _skip(nothing)
 
 
 def runs_uncompiled(function: Callable[..., Any]) -> None:
@@ -21,12 +31,31 @@ def runs_uncompiled(function: Callable[..., Any]) -> None:
     Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
     of its parts are in its graph.
     """
-    require_version("torch", VERSIONS)
+    _skips_functions.attempt(_skip, function)
+
+
+def _skip(function: Callable[..., Any]) -> None:
     dynamo: Any = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(
         inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
     )
+
+
+@part(
+    "torch",
+    "observers in a model that is already compiled",
+    "Call torch.compiler.reset() after prepare, or its graphs run without the observers.",
+)
+def _sees_new_hooks() -> None:
+    model = nn.Sequential(nn.Identity())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.zeros(1))
+    seen: list[object] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module))
+    _change_dictionaries(model[0])
+    compiled(torch.zeros(1))
+    expect(len(seen) == 1, "Dynamo to compile a module again whose dictionaries are other ones")
 
 
 def recompile_hooked(model: nn.Module) -> None:
@@ -38,11 +67,18 @@ def recompile_hooked(model: nn.Module) -> None:
     """
     if "torch._dynamo" not in sys.modules:
         return
-    for module in model.modules():
-        if module._forward_pre_hooks or module._forward_hooks:
-            for name in ("_parameters", "_modules"):
-                old = module.__dict__[name]
-                module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
+    hooked = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    # Where nothing was compiled, nothing needs the self-test, which compiles.
+    if hooked and sys.modules["torch._dynamo"].utils.counters["frames"]:
+        _sees_new_hooks.works()
+    for module in hooked:
+        _change_dictionaries(module)
+
+
+def _change_dictionaries(module: nn.Module) -> None:
+    for name in ("_parameters", "_modules"):
+        old = module.__dict__[name]
+        module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
 
 
 def add_forward_hooks(

@@ -1,4 +1,4 @@
-"""Private APIs of transformers (5.17, 5.23), imported when needed: ties, loading, registries."""
+"""Private APIs of transformers, imported when needed: ties, loading, registries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from . import require_version
+from . import require
 from .peft_hooks import QUANTIZED_MARK
 from .torch import model_class
 
@@ -27,8 +27,8 @@ _SPLIT = "_is_hooked"
 
 
 def require_transformers() -> None:
-    """Raise VersionError unless the installed transformers is one of those that were tested."""
-    require_version("transformers", ">=5.10,<5.24", extra="hf")
+    """Raise VersionError unless transformers is installed, and not too old."""
+    require("transformers")
 
 
 def _private(model: nn.Module, name: str) -> Any:
@@ -122,8 +122,8 @@ def config_faults() -> tuple[type[Exception], ...]:
     return (*plain, RuntimeError, ImportError, AssertionError, MemoryError, StrictDataclassError)
 
 
-def require_tested(model: nn.Module) -> None:
-    """Raise VersionError for a model of a transformers that was not tested."""
+def require_for(model: nn.Module) -> None:
+    """Raise VersionError for a model of a transformers that is too old."""
     # A model of transformers exists only where this was imported.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:

@@ -1,17 +1,18 @@
-"""Private APIs of transformers (5.17, 5.23): caches of keys and values, in floats or in bytes."""
+"""Private APIs of transformers: caches of keys and values, in floats or in bytes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError
+from ..errors import OptionError, VersionError
+from . import installed_version
 from .transformers import require_transformers
 
 # The child of a decoder's graph that holds the keys and values.
@@ -58,8 +59,8 @@ class Decoder(nn.Module):
         output = model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache_module().Cache(layers=layers),
             use_cache=True,
+            **cache_given(model, cache_module().Cache(layers=layers)),
             **{name: value for name, value in given.items() if name in _arguments(model)},
         )
         # Nothing has a gradient, for the cache has none.
@@ -75,7 +76,8 @@ def is_decoder(model: nn.Module) -> bool:
         and isinstance(model, transformers.PreTrainedModel)
         and model.can_generate()
         and not model.config.is_encoder_decoder
-        and {"input_ids", "attention_mask", "past_key_values"} <= _arguments(model)
+        and {"input_ids", "attention_mask"} <= _arguments(model)
+        and cache_argument(model.forward) is not None
     )
 
 
@@ -135,7 +137,7 @@ def _first_token(model: Any) -> dict[str, Tensor]:
     cache = cache_module().DynamicCache(config=model.config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=token, use_cache=True, **cache_given(model, cache))
     found = {f"keys_{i}": layer.keys for i, layer in enumerate(cache.layers)}
     return found | {f"values_{i}": layer.values for i, layer in enumerate(cache.layers)}
 
@@ -144,8 +146,43 @@ def _arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-# The method by which `generate` makes a cache, and the argument of modules for it.
-PREPARE, PAST = "_prepare_cache_for_generation", "past_key_values"
+# The argument for a cache: until transformers 5.23, and since. Code of a hub may have either.
+_NAMES = ("past_key_values", "cache")
+
+# The method by which `generate` makes a cache.
+PREPARE = "_prepare_cache_for_generation"
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the argument for a cache of keys and values, None if there is none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _NAMES if name in parameters), None)
+
+
+def cache_given(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument by which a decoder, or what is around it, takes a cache."""
+    return {cache_argument(model.forward) or generated_name(): cache}
+
+
+def given_cache(values: Iterable[Any]) -> Any:
+    """Return the cache among the arguments of a call, by whatever name, None without one."""
+    return next((each for each in values if hasattr(each, "get_seq_length")), None)
+
+
+@functools.cache
+def generated_name() -> str:
+    """Return the name by which `generate` hands a cache to a model."""
+    from transformers import GenerationMixin
+
+    name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+    if name is None or not hasattr(GenerationMixin, PREPARE):
+        raise VersionError(
+            f"transformers {installed_version('transformers')}: expected `generate` to make its "
+            f"cache in {PREPARE}, for an argument {' or '.join(_NAMES)}, got neither. Convert "
+            "without kv_cache=, or install the newest version that was tested: see fp4pass doctor."
+        )
+    return name
+
 
 # Makes the cache of a call, for a model and a number of tokens, None for one that grows.
 MakeCache = Callable[[nn.Module, int | None], Any]
@@ -176,7 +213,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         # The innermost of what is called with the cache.
-        if isinstance(index, int) and PAST in inspect.signature(module.forward).parameters:
+        if isinstance(index, int) and cache_argument(module.forward) is not None:
             found[index] = (name, module)
     if sorted(found) != list(range(count)):
         raise OptionError(
@@ -203,9 +240,13 @@ class Watched:
         return getattr(self.cache, name)
 
 
-def watch(kwargs: Mapping[str, Any], seen: Callable[[Tensor, Tensor], None]) -> dict[str, Any]:
+def watch(
+    module: nn.Module, kwargs: Mapping[str, Any], seen: Callable[[Tensor, Tensor], None]
+) -> dict[str, Any]:
     """Return the arguments of an attention module with a cache that is watched."""
-    return {**kwargs, PAST: Watched(kwargs.get(PAST), seen)}
+    name = next((name for name in _NAMES if name in kwargs), None) or cache_argument(module.forward)
+    assert name is not None, "cached_attention returns modules that take a cache"
+    return {**kwargs, name: Watched(kwargs.get(name), seen)}
 
 
 def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
@@ -297,6 +338,7 @@ def _layer_classes() -> tuple[Any, Any]:
 def generate_with(model: Any, make: MakeCache) -> None:
     """Have `generate` of a model use the caches of `make`, unless it is given one."""
     require_transformers()
+    generated_name()
     model.__dict__[PREPARE] = _PrepareCache(model, make)
 
 
@@ -324,8 +366,8 @@ class _PrepareCache:
         max_cache_length: int,
     ) -> None:
         """Put a cache among the arguments of the model."""
-        model = self.model
-        own = model_kwargs.get(PAST) is None and generation_config.use_cache is not False
+        model, name = self.model, generated_name()
+        own = model_kwargs.get(name) is None and generation_config.use_cache is not False
         if own:
             kind = generation_config.cache_implementation
             if kind not in (None, "dynamic", "static"):
@@ -340,9 +382,9 @@ class _PrepareCache:
                 wanted = getattr(generation_config, "max_cache_len", None) or 0
                 length = max(max_cache_length, before, wanted)
                 model._previous_max_cache_length = length
-            model_kwargs[PAST] = self.make(model, length)
+            model_kwargs[name] = self.make(model, length)
             if generation_config.is_assistant:
-                model_kwargs[PAST].activate_past_recording()
+                model_kwargs[name].activate_past_recording()
             return
         getattr(type(model), PREPARE)(
             model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -1,4 +1,4 @@
-"""Private APIs of transformers (5.17, 5.23): a static cache whose last tokens are taken back."""
+"""Private APIs of transformers: a static cache whose last tokens are taken back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .transformers import require_transformers
-from .transformers_cache import PAST, PREPARE, cache_module, is_decoder
+from .transformers_cache import (
+    PREPARE,
+    cache_module,
+    generated_name,
+    given_cache,
+    is_decoder,
+)
 
 
 def compile_for_drafts(model: Any, backend: str, length: int, tokens: int) -> Any:
@@ -61,7 +67,7 @@ class _PrepareCache:
     ) -> None:
         # The forward is compiled already.
         generation_config.disable_compile = True
-        if model_kwargs.get(PAST) is not None:
+        if model_kwargs.get(generated_name()) is not None:
             return
         most = self.cache.layers[0].max_cache_len
         if batch_size != 1 or max_cache_length > most:
@@ -71,7 +77,7 @@ class _PrepareCache:
                 "larger length."
             )
         self.cache.reset()
-        model_kwargs[PAST] = self.cache
+        model_kwargs[generated_name()] = self.cache
 
 
 @functools.cache
@@ -101,7 +107,7 @@ def _compiled_forward(forward: Any, backend: str, tokens: int) -> Callable[..., 
     def run(input_ids: Tensor | None = None, **given: Any) -> Any:
         few = input_ids is not None and input_ids.shape[1] <= tokens
         # A prompt also makes the tensors of the cache, which are no part of a graph.
-        cache = given.get(PAST)
+        cache = given_cache(given.values())
         if not few or torch.compiler.is_compiling() or not getattr(cache, "is_initialized", False):
             return forward(input_ids=input_ids, **given)
         torch.compiler.cudagraph_mark_step_begin()

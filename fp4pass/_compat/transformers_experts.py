@@ -1,4 +1,4 @@
-"""Classes of experts of transformers: their weights, and their computation (5.17, 5.23)."""
+"""Classes of experts of transformers: their weights, and their computation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class ExpertsAdapter:
         transposed: those that have [K, N] for each expert.
         experts: the attribute with the number of experts of a stack, "" for all that it holds.
         flat: the experts lie one below the other, [E * A, B].
-        since: the first tested version of transformers whose class computes so, "" for all.
         pieces: the linear layers of an expert that other libraries make of a stack, by the stack
             whose rows they share.
     """
@@ -71,7 +70,6 @@ class ExpertsAdapter:
     transposed: tuple[str, ...] = ()
     experts: str = ""
     flat: bool = False
-    since: str = ""
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
@@ -222,8 +220,6 @@ _ADAPTERS: dict[str, ExpertsAdapter] = {
         transposed=("mlp.w2",),
         experts="num_experts",
         flat=True,
-        # Before, it multiplied by the transposes.
-        since="5.17",
     ),
     "jetmoe.modeling_jetmoe.JetMoeParallelExperts": _JetMoe(stages=(("weight",),)),
     "llama4.modeling_llama4.Llama4TextExperts": _Llama4Text(
@@ -260,11 +256,4 @@ def experts_problem(module: nn.Module) -> str:
     """Return why experts cannot be converted whatever their shape, or ""."""
     if getattr(module, "_is_expert_parallel", False):
         return "expert parallel: each process holds some of the experts"
-    since = getattr(adapter_of(module), "since", "")
-    if since:
-        from packaging.version import Version
-        from transformers import __version__
-
-        if Version(__version__) < Version(since):
-            return f"transformers {__version__} computes it otherwise than {since} and later"
     return ""

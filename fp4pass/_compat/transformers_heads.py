@@ -1,4 +1,4 @@
-"""Heads that a class of transformers (5.17, 5.23) adds to its base model for a task."""
+"""Heads that a class of transformers adds to its base model for a task."""
 
 from __future__ import annotations
 

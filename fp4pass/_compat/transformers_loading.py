@@ -1,4 +1,4 @@
-"""Private APIs of transformers (5.17, 5.23): names of tensors on disk, and weights made later."""
+"""Private APIs of transformers: names of tensors on disk, and weights made later."""
 
 from __future__ import annotations
 

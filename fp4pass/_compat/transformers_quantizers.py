@@ -1,4 +1,4 @@
-"""Private APIs of transformers (5.17, 5.23): the quantizer of a folder, and when it is loaded."""
+"""Private APIs of transformers: the quantizer of a folder, and when it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private APIs of transformers' server (5.17, 5.23): its options, its models, how it runs."""
+"""Private APIs of transformers' server: its options, its models, how it runs."""
 
 from __future__ import annotations
 

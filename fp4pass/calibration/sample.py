@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import is_compiled
+from .._compat.transformers_cache import cache_given, cache_module
 from ..core.clock import Clock
 from ..core.memory import memory_limits
 from ..core.paths import path_of
@@ -321,11 +322,13 @@ def sampling_seconds(model: Any, tokenizer: Any, tokens: int, seq_len: int) -> f
 def _step_seconds(model: Any, rows: int, length: int, device: torch.device) -> float:
     """Return the seconds in which `rows` windows get a token behind `length` others."""
     start = torch.zeros(1, length, dtype=torch.int64, device=device)
-    cache = model(start, use_cache=True).past_key_values
+    cache = cache_module().DynamicCache(config=model.config)
+    given = cache_given(model, cache)
+    model(start, use_cache=True, **given)
     cache.batch_repeat_interleave(rows)
 
     def step() -> None:
-        output = model(start[:, :1].expand(rows, 1), past_key_values=cache, use_cache=True)
+        output = model(start[:, :1].expand(rows, 1), use_cache=True, **given)
         output.logits[:, -1].float().softmax(-1).cpu()
 
     step()

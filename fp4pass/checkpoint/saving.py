@@ -55,7 +55,7 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .readers import Facts, of_stock, who_reads
+from .readers import CACHE_IN_FLOAT, Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
 from .split_stacks import split_layers
 from .writer import CheckpointWriter, bytes_of
@@ -221,6 +221,8 @@ def _save(
             "reads.",
             stacklevel=3,
         )
+    if cache and isinstance(chosen, CompressedTensors):
+        problems["transformers"] = problems.get("transformers") or CACHE_IN_FLOAT
     architecture = model_class(root).__name__ if of_transformers else ""
     formats = {layer.fmt.key for layer in layers.values()}
     readers = who_reads(chosen.name, formats, architecture, problems)

@@ -207,7 +207,7 @@ class Stack:
             if index == 0 and is_filled(value):
                 raise CalibrationError(
                     f"{self.name} is called with a cache that is filled. With sequential=True "
-                    "calibrate on whole texts: no generate, no past_key_values."
+                    "calibrate on whole texts: no generate, and no cache."
                 )
             return None
         if not isinstance(value, Tensor):

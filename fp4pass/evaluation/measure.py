@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
 from ..errors import OptionError, StateError, expected, require_flags
@@ -200,7 +201,7 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits [B * length, vocabulary] of windows [B, length]. Raises StateError."""
     # As `generate` would, for the cache is a part of what was converted.
     has_cache = cache_format_of(model) is not None
-    cache = {"past_key_values": quantized_cache(model)} if has_cache else {}
+    cache = cache_given(unwrap(model), quantized_cache(model)) if has_cache else {}
     output = model(ids.to(device_of(model)), **cache)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:

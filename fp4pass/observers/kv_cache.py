@@ -60,7 +60,7 @@ def _observe(
             before = seen.get(name)
             seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
 
-    return args, watch(kwargs, note)
+    return args, watch(module, kwargs, note)
 
 
 def unobserve_cache(root: nn.Module) -> None:

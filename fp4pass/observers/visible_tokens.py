@@ -22,6 +22,7 @@ from .._compat.torch_hooks import (
     remove_forward_hooks,
     runs_uncompiled,
 )
+from .._compat.transformers_cache import given_cache
 
 # Kinds of tokens that the input of a layer in an exported graph is computed from.
 TOKENS, DECODER_TOKENS, NO_TOKENS = "tokens", "decoder tokens", "no tokens"
@@ -237,7 +238,7 @@ class _Reader:
             own = next((each for each in around if each and each.size == tuple(size)), None)
         beyond = decoder = encoder = None
         if own is None:
-            own, beyond = _masked(mask, size, given.get("past_key_values"))
+            own, beyond = _masked(mask, size, given)
             if own is None and beyond is None and outer is not None:
                 beyond = outer.mask
         if given.get(_DECODER_MASK) is not None or _DECODER_MASK in self.takes:
@@ -256,12 +257,12 @@ def _size_of(given: Mapping[str, Any], names: Sequence[str]) -> Sequence[int] | 
 
 
 def _masked(
-    mask: object, size: Sequence[int] | None, cache: Any = None
+    mask: object, size: Sequence[int] | None, given: Mapping[str, Any] | None = None
 ) -> tuple[Tokens | None, Tensor | None]:
     """Return the tokens of a size with a mask, or none and what of it is of other tokens.
 
     The mask is of tokens [B, past + T] or of pairs [B, ..., T, past + T], of which a token is
-    hidden that no other looks at.
+    hidden that no other looks at. `given` are the arguments of the call.
     """
     if not isinstance(mask, Tensor) or mask.ndim < 2:
         return (None if size is None or mask is not None else Tokens(size)), None
@@ -274,7 +275,8 @@ def _masked(
     start = total - length
     if mask.ndim > 2:
         visible = visible.flatten(1, -2).any(1)
-        if start and hasattr(cache, "get_seq_length"):
+        cache = given_cache(given.values()) if start and given else None
+        if cache is not None:
             # A cache of a fixed length has places behind the tokens.
             start = int(cache.get_seq_length())
     if mask.shape[0] not in (1, batch) or not 0 <= start <= total - length:

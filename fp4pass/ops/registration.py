@@ -14,7 +14,13 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import Library, infer_schema, register_fake, register_vmap
+from torch.library import (
+    Library,
+    infer_schema,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
 
 from .._compat.torch import autograd_kernel, only_calls_kernel
 from ..core.formats import Format, get_format
@@ -229,7 +235,14 @@ def operator(
     found = getattr(torch.ops.fp4pass, name).default
     if backward is not None:
         kernel = autograd_kernel(found, backward.setup, backward.gradients, backward.tangent)
-        _LIBRARY.impl(name, opaque(kernel), "Autograd", with_keyset=True)
+        if kernel is None:
+
+            def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+                backward.setup(ctx, inputs, output)
+
+            register_autograd(found, backward.gradients, setup_context=setup, lib=_LIBRARY)
+        else:
+            _LIBRARY.impl(name, opaque(kernel), "Autograd", with_keyset=True)
         register_vmap(found, _one_by_one(found), lib=_LIBRARY)
     OPERATORS[name] = _DECLARED[found] = declared
     return found

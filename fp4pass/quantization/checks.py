@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._compat.accelerate import require_tested as require_accelerate
-from .._compat.transformers import require_tested
+from .._compat import require
+from .._compat.accelerate import require_for as require_accelerate_for
+from .._compat.transformers import require_for as require_transformers_for
 from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
 from ..core.globs import covering_globs, without_numbers
@@ -25,12 +26,13 @@ def require_float(root: nn.Module, verb: str) -> PreparedState | None:
     """Return the state of a model that holds no packed weight.
 
     Raises StateError for a converted or interrupted model or part, where `verb` says what was to be
-    done; VersionError for a transformers or accelerate that fp4pass was not tested with.
+    done; VersionError for a torch, transformers or accelerate that is too old.
     """
-    require_tested(root)
+    require("torch")
+    require_transformers_for(root)
     require_whole(root, verb)
     state = get_state(root)
-    require_accelerate(root)
+    require_accelerate_for(root)
     prepared = state if isinstance(state, PreparedState) else None
     converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
     if converted or state is not prepared:

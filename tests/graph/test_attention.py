@@ -77,13 +77,14 @@ def decoder(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
 
 def decode(model: Any, change: Callable[[fx.Graph], Any] | None, rows: int = 2) -> Tensor:
     """Logits of three steps behind a prompt of five tokens, in a cache of 12; None: eager."""
+    import caches
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=12)
     ids = torch.arange(rows * 8).view(rows, 8) % 50
 
     def step(token: Tensor, position: Tensor) -> Tensor:
-        options = {"past_key_values": cache, "position_ids": position[None]}
+        options = {**caches.given(cache), "position_ids": position[None]}
         return model(token, cache_position=position, **options).logits
 
     step(ids[:, :5], torch.arange(5))

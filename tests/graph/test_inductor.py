@@ -19,7 +19,6 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass._compat import torch as compat
 from fp4pass.errors import OptionError
 from fp4pass.graph.inductor import compile_report, install, install_passes
 
@@ -207,22 +206,6 @@ def test_a_changed_pass_meets_no_stale_cache(
             assert runs == ["a", "b"]
     finally:
         install._digest.cache_clear()
-
-
-def test_a_version_that_was_not_tested_gets_no_passes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compat, "VERSIONS", "<2.11")
-    install._warn_untested.cache_clear()
-    with caplog.at_level(logging.WARNING, "fp4pass"):
-        model = fp4pass.convert(linears(), "nvfp4a16", "sse")
-        fp4pass.convert(linears(), "nvfp4a16", "sse")
-    assert config.post_grad_custom_pre_pass is None
-    (warning,) = caplog.messages
-    assert "without the passes of fp4pass. torch: expected version <2.11" in warning
-    x = torch.randn(5, 64)
-    with torch.no_grad():
-        assert torch.equal(compiled(model)(x), model(x))
 
 
 def test_arguments_of_operators_are_not_written_to_strings(monkeypatch: pytest.MonkeyPatch) -> None:

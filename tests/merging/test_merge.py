@@ -287,6 +287,7 @@ def test_it_is_an_ordinary_model(
     assert len(recipe["merged"]) == 2
 
 
+@pytest.mark.usefixtures("adapters_of_transformers")
 @pytest.mark.filterwarnings("ignore:The folder has no tokenizer:UserWarning")
 def test_adapters_that_transformers_holds(tmp_path: Path) -> None:
     model = converted()

@@ -162,9 +162,11 @@ def test_the_quantized_cache_goes_too() -> None:
     fp4pass.convert(model, weight_only=True)
     model.dequantize()
     assert list(model.state_dict()) == names
+    import caches
+
     out = model.generate(tokens(1, 8), max_new_tokens=2, return_dict_in_generate=True)
-    assert type(out.past_key_values.layers[0]).__name__ == "DynamicLayer"
-    assert out.past_key_values.layers[0].keys.dtype == torch.float32
+    assert type(caches.kept(out).layers[0]).__name__ == "DynamicLayer"
+    assert caches.kept(out).layers[0].keys.dtype == torch.float32
 
 
 def test_what_cannot_be_made_dense_is_refused_whole() -> None:

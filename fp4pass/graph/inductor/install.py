@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from ...errors import VersionError, unknown_name
+from ...errors import unknown_name
 from .argmax import split_argmax
 from .attention import fuse_attention
 from .counters import join_counters
@@ -67,19 +67,16 @@ def install_passes() -> None:
 
     `convert` and `load` do this. Call it for a converted model that arrives in another way, such as
     by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
-    nothing. Untested versions of torch get no passes and a logged warning.
+    nothing. A torch whose Inductor runs passes in another way gets none, and a logged warning.
     """
     active_passes()
-    try:
-        compat.chain_post_grad_pass(run_passes, cache_key)
-    except VersionError as error:
-        _warn_untested(str(error))
+    compat.chain_post_grad_pass(run_passes, cache_key)
 
 
 def run_passes(graph: fx.Graph) -> None:
     """Run all passes on a graph with operators of fp4pass, and record their changes."""
     before = count_calls(graph)
-    if not before:
+    if not before or not compat.passes_are_run.works():
         return
     # Late, for most processes compile nothing.
     from ..._compat.inductor import call_by_name
@@ -113,12 +110,6 @@ def cache_key() -> tuple[str, ...]:
 @functools.cache
 def _digest(paths: tuple[Path, ...]) -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-@functools.cache
-def _warn_untested(reason: str) -> None:
-    """Say once that compiled models run without the passes."""
-    _log.warning("Compiled models run without the passes of fp4pass. %s", reason)
 
 
 @dataclass(frozen=True)

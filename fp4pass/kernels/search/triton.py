@@ -154,6 +154,8 @@ def _search_blocks(
     lane += expert * blocks
     if EACH:
         global_scale = tl.load(global_scale + expert)
+    # In the interpreter it is a Python float, whose product below would be one in float64.
+    global_scale = tl.cast(global_scale, tl.float32)
     COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
     x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
     amax = tree_max([tl.abs(value) for value in x])
