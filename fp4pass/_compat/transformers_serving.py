@@ -150,7 +150,7 @@ def _manager_of(served: ServedModel) -> Any:
             return served.name
 
         @staticmethod
-        def get_gen_models(  # type: ignore[override]
+        def get_gen_models(
             cache_dir: str | None = None,
         ) -> list[dict[str, Any]]:
             return [_entry(served)]

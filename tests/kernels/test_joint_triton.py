@@ -283,7 +283,7 @@ def test_methods_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*args: Any) -> None:
         raise AssertionError("the reference runs")
 
-    monkeypatch.setattr("fp4pass.kernels.search.joint_reference._choose_together", reached)
+    monkeypatch.setattr("fp4pass.kernels.search.joint_reference.candidate_scales", reached)
     w, hessian = put(torch.randn(64, 128)), put(correlated(128, 400))
     stats = Stats(diagonal_blocks(hessian), 400, 1.0, hessian)
     for choice in (Gptq(), fp4pass.methods.Hessian(codes="joint")):

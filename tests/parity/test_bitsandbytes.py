@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import bitsandbytes.functional as judge
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from fp4pass.errors import OptionError, ShapeError
 from fp4pass.parity import CodebookState, bitsandbytes
 from fp4pass.parity.codebook_reference import codes_of
 from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
+
+judge: Any = pytest.importorskip("bitsandbytes.functional")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ["nf4", "fp4"]
