@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from packaging.version import Version
+from torch import enable_grad, inference_mode
 
 from ..errors import VersionError
 
@@ -34,6 +35,9 @@ class Tested(NamedTuple):
     oldest: str
     newest: str
     extra: str = ""
+
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
 LIBRARIES = {
@@ -110,29 +114,24 @@ class Part:
         name: what is off without them.
         cost: a sentence: what that costs.
         problem: why it is off, None while it is not.
+        is_tested: whether the self-test has run.
     """
 
     def __init__(self, library: str, name: str, cost: str, test: Callable[[], None]) -> None:
         """test: raises one of FAULTS unless the private things do what is expected of them."""
         self.library, self.name, self.cost, self.test = library, name, cost, test
         self.problem: str | None = None
-        self._is_tested = False
+        self.is_tested = False
 
     def works(self) -> bool:
         """Return whether the self-test passes, which runs once."""
-        if not self._is_tested:
-            # In a thread of its own no mode, transform or setting of the caller is on.
-            thread = threading.Thread(target=self._run_test)
-            thread.start()
-            thread.join()
-            self._is_tested = True
+        if not self.is_tested:
+            # Not in a thread of its own: the second FakeTensorMode of torch 2.11 in one crashes.
+            with warnings.catch_warnings(), inference_mode(False), enable_grad():
+                warnings.simplefilter("ignore")
+                self.attempt(self.test)
+            self.is_tested = True
         return self.problem is None
-
-    def _run_test(self) -> None:
-        with warnings.catch_warnings():
-            # Of private things.
-            warnings.simplefilter("ignore")
-            self.attempt(self.test)
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return what a function returns that reaches private things; None where they fail."""
@@ -165,6 +164,24 @@ def part(library: str, name: str, cost: str) -> Callable[[Callable[[], None]], P
         return PARTS[-1]
 
     return register
+
+
+@contextmanager
+def needed(library: str) -> Iterator[None]:
+    """Raise VersionError where a library, or a private name of it that is read, is missing."""
+    require(library)
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise lacking(library, str(error)) from error
+
+
+def lacking(library: str, what: str) -> VersionError:
+    """Return the error for a library without something that nothing replaces."""
+    return VersionError(
+        f"{library} {installed_version(library)} is not as fp4pass needs it: {what}. "
+        f"Run pip install '{library}=={LIBRARIES[library].newest}.*', the newest tested version."
+    )
 
 
 def expect(fact: bool, what: str) -> None:

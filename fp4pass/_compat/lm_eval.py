@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from . import require
+from . import needed
 
-require("lm-eval")
-
-from lm_eval import evaluator  # noqa: E402
-from lm_eval.__main__ import cli_evaluate as run_command_line  # noqa: E402
-from lm_eval.api.registry import model_registry, register_model  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
-from lm_eval.models.utils_hf import get_dtype  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+with needed("lm-eval"):
+    from lm_eval import evaluator
+    from lm_eval.__main__ import cli_evaluate as run_command_line
+    from lm_eval.api.registry import model_registry, register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils_hf import get_dtype
+    from lm_eval.tasks import TaskManager
 
 __all__ = [
     "LoadingHFLM",

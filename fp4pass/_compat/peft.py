@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import require
+from . import needed
 
-require("peft")
-
-from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, TaskType  # noqa: E402
-from peft.tuners import tuners_utils  # noqa: E402
-from peft.tuners.lora.layer import Linear, ParamWrapper  # noqa: E402
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402
-from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES  # noqa: E402
-from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
+with needed("peft"):
+    from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, TaskType
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
 __all__ = [
     "LoraLinear",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from . import require
+from . import expect, part, require
 from .peft_hooks import QUANTIZED_MARK
 from .torch import model_class
 
@@ -31,11 +31,45 @@ def require_transformers() -> None:
     require("transformers")
 
 
+@part(
+    "transformers",
+    "what classes of transformers say of their weights",
+    "Tied weights are found by their memory alone, and tensors that a class keeps in float32, "
+    "ignores or does not split are treated as any others: compare a saved model with its source.",
+)
+def _says_of_weights() -> None:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._tied_weights_keys = {"b.weight": "a.weight"}
+            self._no_split_modules = ["Linear"]
+            self._keep_in_fp32_modules_strict = {"c"}
+            self.a, self.b, self.c = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False), nn.Identity()
+            self.post_init()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.a
+
+    config: Any = PretrainedConfig()
+    config.tie_word_embeddings = True
+    with torch.device("meta"):
+        model: Any = Model(config)
+    expect(model.all_tied_weights_keys == {"b.weight": "a.weight"}, "the names of tied weights")
+    expect("Linear" in model._no_split_modules, "the classes that are not split")
+    expect(set(model._get_dtype_plan(torch.bfloat16)) == {"c"}, "what stays in float32")
+    expect(hasattr(model, "_keys_to_ignore_on_load_unexpected"), "the tensors that are ignored")
+    expect(hasattr(model, "_hf_peft_config_loaded"), "whether adapters are in a model")
+
+
 def _private(model: nn.Module, name: str) -> Any:
     """Return a private attribute of a model of transformers, None for other models."""
     found = getattr(model, name, None)
-    if found is not None:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
         require_transformers()
+        _says_of_weights.works()
     return found
 
 

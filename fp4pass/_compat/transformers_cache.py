@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, VersionError
-from . import installed_version
+from ..errors import OptionError
+from . import lacking
 from .transformers import require_transformers
 
 # The child of a decoder's graph that holds the keys and values.
@@ -176,10 +176,8 @@ def generated_name() -> str:
 
     name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
     if name is None or not hasattr(GenerationMixin, PREPARE):
-        raise VersionError(
-            f"transformers {installed_version('transformers')}: expected `generate` to make its "
-            f"cache in {PREPARE}, for an argument {' or '.join(_NAMES)}, got neither. Convert "
-            "without kv_cache=, or install the newest version that was tested: see fp4pass doctor."
+        raise lacking(
+            "transformers", f"`generate` makes no {' or '.join(_NAMES)} in {PREPARE}, for kv_cache="
         )
     return name
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .transformers import require_transformers
+from . import lacking, needed
 
 
 def names_in_model(
@@ -24,14 +24,14 @@ def names_in_model(
         merged: whether to name what several tensors are made into, such as a stack of experts.
         known: by the names that the float model has; by default the state dict.
     """
-    require_transformers()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    with needed("transformers"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
     changes = get_model_conversion_mapping(model)
     renamings = [each for each in changes if isinstance(each, WeightRenaming)]
@@ -47,8 +47,8 @@ def names_in_model(
 
 def tensors_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as `save_pretrained` would write them: under other names, split or merged."""
-    require_transformers()
-    from transformers.core_model_loading import revert_weight_conversion
+    with needed("transformers"):
+        from transformers.core_model_loading import revert_weight_conversion
 
     as_float: Any = _FloatModel(model, tensors)
     found: Mapping[str, Tensor] = revert_weight_conversion(as_float, dict(tensors))
@@ -60,8 +60,8 @@ def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
 
     Tensors that it would merge, split or change otherwise keep their names.
     """
-    require_transformers()
-    from transformers.core_model_loading import WeightConverter
+    with needed("transformers"):
+        from transformers.core_model_loading import WeightConverter
 
     converters = [each for each in _conversions(model) if isinstance(each, WeightConverter)]
     found = {name: name for name in names}
@@ -150,13 +150,16 @@ def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterato
 
     change: returns tensors, or what gives one for `[...]`, for the slices of the files by name.
     """
-    require_transformers()
-    from transformers import modeling_utils
+    with needed("transformers"):
+        from transformers import modeling_utils
 
-    module: Any = modeling_utils
-    read = module.convert_and_load_state_dict_in_model
+        module: Any = modeling_utils
+        read = module.convert_and_load_state_dict_in_model
+    calls = 0
 
     def changed(*, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
         return read(state_dict=change(state_dict), **kwargs)
 
     module.convert_and_load_state_dict_in_model = changed
@@ -164,6 +167,8 @@ def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterato
         yield
     finally:
         module.convert_and_load_state_dict_in_model = read
+    if not calls:
+        raise lacking("transformers", "it loads tensors past convert_and_load_state_dict_in_model")
 
 
 @contextmanager
@@ -172,8 +177,8 @@ def made_later() -> Iterator[dict[str, Later]]:
 
     Yields what makes each such weight, by its name in the model.
     """
-    require_transformers()
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    with needed("transformers"):
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     convert: Any = WeightConverter.convert
     rename: Any = WeightRenaming.convert

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from . import lacking, needed
 from .peft_hooks import after_import
+
+# The method of a model that `from_pretrained` calls once the tensors of files are loaded.
+_LOADED = "_adjust_missing_and_unexpected_keys"
 
 # A quantization_config as plain values, to one of transformers' classes, None for its own.
 Choose = Callable[[Mapping[str, Any], Any], Any]
@@ -62,15 +66,22 @@ def when_loaded(model: Any, fill: Callable[[], None], is_known: Callable[[str], 
 
     is_known: whether a tensor that it found no place for is nothing to report.
     """
-    adjust = model._adjust_missing_and_unexpected_keys
+    with needed("transformers"):
+        adjust = getattr(model, _LOADED)
 
     def filled(info: Any, *args: Any) -> Any:
-        del model.__dict__["_adjust_missing_and_unexpected_keys"]
+        del model.__dict__[_LOADED]
         fill()
         info.unexpected_keys = {name for name in info.unexpected_keys if not is_known(name)}
         return adjust(info, *args)
 
-    model.__dict__["_adjust_missing_and_unexpected_keys"] = filled
+    model.__dict__[_LOADED] = filled
+
+
+def require_filled(model: Any) -> None:
+    """Raise VersionError if transformers loaded a model without the call of `when_loaded`."""
+    if _LOADED in model.__dict__:
+        raise lacking("transformers", f"it does not call {_LOADED}, where packed layers are filled")
 
 
 def mark_initialized(module: Any) -> None:

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
+from .._compat import LIBRARIES, PARTS, inductor, is_newer
 from .._version import __version__
 from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
 from ..kernels.cpu.library import load, serves
 from ..ops.registration import has_e4m3, unserved
 from . import screen
-
-# Libraries that fp4pass works with beside torch.
-LIBRARIES = ("triton", "transformers", "accelerate", "compressed-tensors", "peft", "lm-eval")
 
 # Compute capability from which GPUs have tensor cores for it.
 FP8 = (8, 9)
@@ -44,9 +42,9 @@ def doctor(as_json: screen.Json = False) -> None:
         "versions": {
             "fp4pass": __version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,
             **{name: _version(name) for name in LIBRARIES},
         },
+        "tested": {name: [each.oldest, each.newest] for name, each in LIBRARIES.items()},
         "cuda": torch.version.cuda,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "compilers": {name: _compiler(*where[:2]) for name, where in COMPILERS.items()},
@@ -59,16 +57,17 @@ def doctor(as_json: screen.Json = False) -> None:
         "gpus": gpus,
         "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
     }
-    found["falls_back"] = list(_fallbacks(found))
+    found["falls_back"] = [*_fallbacks(found), *_off(found["versions"])]
     found["problems"] = [line for line in (_static_library(),) if line]
     if as_json:
         screen.print_json(found)
         return
-    versions = found["versions"].items()
-    print(", ".join(f"{name} {version}" for name, version in versions if version))
-    missing = [name for name, version in versions if version is None]
-    if missing:
-        print(f"Not installed: {', '.join(missing)}")
+    versions = found["versions"]
+    print(f"fp4pass {versions.pop('fp4pass')}, Python {versions.pop('python')}")
+    for name, version in versions.items():
+        tested = LIBRARIES[name]
+        new = ", newer than the tested ones" if version and is_newer(version, tested.newest) else ""
+        print(f"{name}: {version or 'not installed'} (tested: {tested}){new}")
     build = f"torch is built for CUDA {found['cuda']}" if found["cuda"] else "torch has no CUDA"
     print(f"{found['system']}; {build}")
     for name, compiler in found["compilers"].items():
@@ -110,6 +109,13 @@ def _fallbacks(found: dict[str, Any]) -> list[str]:
     if plain:
         lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel supports them.")
     return lines
+
+
+def _off(versions: dict[str, str | None]) -> list[str]:
+    """Return a line for every part of fp4pass that a private thing of a library turns off."""
+    # The parts of a library are known once its file is imported, as this one.
+    assert inductor
+    return [str(part) for part in PARTS if versions[part.library] and not part.works()]
 
 
 PLAIN = "plain PyTorch"

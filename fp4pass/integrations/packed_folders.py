@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._compat.transformers import register_quantization, require_transformers
-from .._compat.transformers_quantizers import when_loaded
+from .._compat.transformers_quantizers import require_filled, when_loaded
 from ..checkpoint.placing import PlacedLayers
 from ..errors import CheckpointError
 from .quantizer import PackedQuantizer
@@ -95,6 +95,7 @@ class FolderQuantizer(PackedQuantizer):
     def complete(self, model: Any) -> None:
         """Finish the model as `load` does."""
         assert self._placed is not None, "transformers calls the other method first"
+        require_filled(model)
         self._placed.finish()
         self._placed = None
 

@@ -19,7 +19,7 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run, run_json
 from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
-from fp4pass import cli
+from fp4pass import _compat, cli
 from fp4pass.calibration.sources import read_text
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.evaluation import token_windows
@@ -122,7 +122,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("fp4pass.cli.doctor.load", lambda: ({}, "no compiler."))
     monkeypatch.setattr("fp4pass.cli.doctor._compiler", lambda variable, names: None)
-    monkeypatch.setattr("fp4pass.cli.doctor.LIBRARIES", ("transformers", "no-such-library"))
+    monkeypatch.setitem(_compat.LIBRARIES, "no-such-library", _compat.Tested("1.0", "2.0"))
     found = run_json("doctor")
     assert found["versions"]["no-such-library"] is None and found["cuda"] == "13.0"
     assert found["versions"]["transformers"] and found["compilers"] == {"C++": None, "C": None}
@@ -134,7 +134,8 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "has no FP8 tensor cores" in lines
     assert re.search(r"int8, .*fp8_tensor run in plain PyTorch: no kernel supports them", lines)
     text = run("doctor").stdout
-    assert "Not installed: no-such-library" in text and "C++ compiler: none" in text
+    assert "no-such-library: not installed (tested: 1.0 to 2.0)\n" in text
+    assert "C++ compiler: none" in text
     assert all(f"  {line}" in text for line in found["falls_back"])
     # A GPU that has everything falls back for those formats alone.
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (10, 0))
@@ -142,6 +143,27 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     found = run_json("doctor")
     assert found["formats"]["nvfp4"] == {"cpu": "C++", "gpu": "Triton"}
     assert len(found["falls_back"]) == 1 and found["gpus"][0]["fp4"]
+
+
+def test_doctor_lists_what_was_tested_and_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = _compat.installed_version
+    versions = {"torch": "99.1.0", "peft": "0.20.3"}
+    monkeypatch.setattr(
+        "fp4pass.cli.doctor._version", lambda name: versions.get(name) or installed(name)
+    )
+    hooks = next(part for part in _compat.PARTS if part.name.startswith("hooks"))
+    monkeypatch.setattr(hooks, "is_tested", False)
+    monkeypatch.setattr(hooks, "problem", None)
+    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+    found = run_json("doctor")
+    assert found["tested"]["torch"] == ["2.11", _compat.LIBRARIES["torch"].newest]
+    assert str(hooks) in found["falls_back"]
+    text = run("doctor").stdout
+    assert re.search(
+        r"^torch: 99\.1\.0 \(tested: 2\.11 to .*\), newer than the tested ones$", text, re.M
+    )
+    assert re.search(r"^peft: 0\.20\.3 \(tested: 0\.20 to 0\.\d+\)$", text, re.M)
+    assert f"  {hooks}" in text
 
 
 @pytest.mark.slow
