@@ -239,7 +239,9 @@ def passes_are_run() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _self_test_library()
-    with FakeTensorMode() as mode:
+    # That of the compilation in which it runs: two cannot be mixed.
+    mode = torch._guards.detect_fake_mode() or FakeTensorMode()
+    with mode:
         empty = torch.empty(4)
     graph = fx.Graph()
     x = graph.placeholder("x")

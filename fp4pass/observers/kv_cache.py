@@ -189,7 +189,7 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
         >>> model = fp4pass.prepare(model, "sse", kv_cache="fp8")
         >>> model = fp4pass.convert(fp4pass.calibrate(model, batches, progress=False))
         >>> cache = fp4pass.integrations.quantized_cache(model)
-        >>> model(batches[0], past_key_values=cache).past_key_values.get_seq_length()
+        >>> model(batches[0], cache=cache).cache.get_seq_length()
         8
     """
     root, fmt = unwrap(model), cache_format_of(model)
