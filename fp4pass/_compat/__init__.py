@@ -152,8 +152,18 @@ class Part:
         return f"{self.name}: off with {self.library} {version} ({self.problem}). {self.cost}"
 
 
-# All parts, in the order of their files' imports.
+# The parts of the files that are imported.
 PARTS: list[Part] = []
+
+
+def all_parts() -> list[Part]:
+    """Return the parts of the libraries that are installed."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    for name in ("torch", "torch_hooks", "inductor", "triton", "transformers"):
+        import_module(f".{name}", __name__)
+    return [each for each in PARTS if find_spec(each.library) is not None]
 
 
 def part(library: str, name: str, cost: str) -> Callable[[Callable[[], None]], Part]:

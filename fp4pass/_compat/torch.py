@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BuildError
-from . import FAULTS, expect, part
+from . import FAULTS, expect, part, require
 
 
 @part(
@@ -282,6 +282,7 @@ def chain_post_grad_pass(
     `key` returns what stands for `run` in the key of Inductor's cache. Chaining the same function
     again changes nothing. Importing Inductor takes a second.
     """
+    require("torch")
     passes_are_run.attempt(_chain, run, key)
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
+from typing import Any
 
-# A barrier of all threads of a program, and a tile copied by the tensor memory accelerator. An
-# import error tells of a version that has neither name.
-try:
-    from triton.experimental.gluon.language import barrier
-except ImportError:
-    from triton.experimental.gluon.language import thread_barrier as barrier
-try:
-    from triton.experimental.gluon.language.nvidia.hopper.tma import async_load as load_tile
-except ImportError:
-    from triton.experimental.gluon.language.nvidia.hopper.tma import (
-        async_copy_global_to_shared as load_tile,
-    )
+from . import part
 
-__all__ = ["barrier", "load_tile", "warpgroup_mma_init"]
+
+@part(
+    "triton",
+    "kernels in Gluon",
+    "Products of one row, and of many rows on Hopper, run in kernels that take longer.",
+)
+def gluon() -> None:
+    """Raise unless all that the kernels import is there."""
+    from triton.experimental.gluon import jit, language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _ = jit, language, TensorDescriptor, barrier_of_threads(), tile_loader()
+
+
+def barrier_of_threads() -> Any:
+    """Return the barrier of all threads of a program."""
+    from triton.experimental.gluon import language
+
+    return getattr(language, "barrier", None) or language.thread_barrier
+
+
+def tile_loader() -> Any:
+    """Return what copies a tile by the tensor memory accelerator."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._compat import LIBRARIES, PARTS, inductor, is_newer
+from .._compat import LIBRARIES, all_parts, is_newer
 from .._version import __version__
 from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
@@ -57,7 +57,8 @@ def doctor(as_json: screen.Json = False) -> None:
         "gpus": gpus,
         "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
     }
-    found["falls_back"] = [*_fallbacks(found), *_off(found["versions"])]
+    off = [str(part) for part in all_parts() if not part.works()]
+    found["falls_back"] = [*_fallbacks(found), *off]
     found["problems"] = [line for line in (_static_library(),) if line]
     if as_json:
         screen.print_json(found)
@@ -109,13 +110,6 @@ def _fallbacks(found: dict[str, Any]) -> list[str]:
     if plain:
         lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel supports them.")
     return lines
-
-
-def _off(versions: dict[str, str | None]) -> list[str]:
-    """Return a line for every part of fp4pass that a private thing of a library turns off."""
-    # The parts of a library are known once its file is imported, as this one.
-    assert inductor
-    return [str(part) for part in PARTS if versions[part.library] and not part.works()]
 
 
 PLAIN = "plain PyTorch"

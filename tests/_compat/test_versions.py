@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts as before their self-tests, and as they were again after a test."""
-    for each in _compat.PARTS:
+    for each in _compat.all_parts():
         monkeypatch.setattr(each, "problem", None)
         monkeypatch.setattr(each, "is_tested", False)
     _compat._warn_newer.cache_clear()
@@ -122,7 +122,7 @@ def test_continuous_integration_runs_with_tested_versions() -> None:
 
 
 def named(name: str) -> _compat.Part:
-    (found,) = [each for each in _compat.PARTS if name in each.name]
+    (found,) = [each for each in _compat.all_parts() if name in each.name]
     return found
 
 
@@ -155,7 +155,7 @@ def test_a_private_thing_that_is_gone_is_said_once(
     assert str(found).endswith(found.cost)
 
 
-@pytest.mark.parametrize("each", _compat.PARTS, ids=lambda each: each.name[:30])
+@pytest.mark.parametrize("each", _compat.all_parts(), ids=lambda each: each.name[:30])
 def test_every_part_works_here(each: _compat.Part) -> None:
     assert each.works(), str(each)
 

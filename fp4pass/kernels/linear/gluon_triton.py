@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._compat.triton import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
 from .around_triton import NOTHING, Around
 from .tiling import Tiles, shared_memory_of
 
-try:
-    from triton.experimental.gluon import language as gl
+
+def _kernels() -> tuple[Any, ...]:
+    from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .one_row_triton import one_row_kernel
     from .wide_triton import wide_kernel
-except ImportError:
-    # Gluon is experimental: what it has differs between versions of Triton.
-    one_row_kernel = wide_kernel = None
+
+    return language, TensorDescriptor, one_row_kernel, wide_kernel
+
+
+# Gluon is experimental: what it has differs between versions of Triton.
+_FOUND: tuple[Any, ...] = gluon.attempt(_kernels) or (None,) * 4
+gl, TensorDescriptor, one_row_kernel, wide_kernel = _FOUND
 
 
 @lru_cache(maxsize=64)

@@ -12,14 +12,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from ..._compat.triton import barrier, load_tile, warpgroup_mma_init
+from ..._compat.triton import barrier_of_threads, tile_loader
 from ..common.tiles import global_multiplier, power
 from ..fp8.decode_triton import table_assembly
 from ..fp8.operands_triton import row_factor, shift_from, two_to_the
 from .ptx_triton import offset, scale_assembly, wide_assembly
+
+barrier, load_tile = barrier_of_threads(), tile_loader()
 
 
 @gluon.constexpr_function
