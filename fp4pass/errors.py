@@ -63,7 +63,7 @@ class RankError(Fp4PassError, RuntimeError):
 
 
 class VersionError(Fp4PassError, ImportError):
-    """A package that is not installed, or in a version that fp4pass was not tested with."""
+    """A package that is missing, too old, or without something that fp4pass needs of it."""
 
 
 class BuildError(Fp4PassError, RuntimeError):

@@ -68,6 +68,11 @@ def is_newer(found: str, newest: str) -> bool:
     return Version(found).release[: len(numbers)] > numbers
 
 
+def is_older(found: str, oldest: str) -> bool:
+    """Return whether a version is too old; a nightly build of the oldest one is not."""
+    return Version(Version(found).base_version) < Version(oldest)
+
+
 def require(package: str) -> None:
     """Raise VersionError unless a library is installed and not too old; warn of an untested one."""
     from importlib.metadata import PackageNotFoundError
@@ -75,8 +80,7 @@ def require(package: str) -> None:
     oldest, newest, extra = LIBRARIES[package]
     try:
         found = installed_version(package)
-        # A nightly build of the oldest version is new enough.
-        if Version(Version(found).base_version) >= Version(oldest):
+        if not is_older(found, oldest):
             if is_newer(found, newest):
                 _warn_newer(package, found)
             return

@@ -44,7 +44,7 @@ class ServedModel:
 
 
 def require_server() -> None:
-    """Raise VersionError unless the server of a tested transformers can run."""
+    """Raise VersionError unless the server of transformers can run."""
     require_transformers()
     from transformers.utils.import_utils import is_serve_available
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._compat import LIBRARIES, all_parts, is_newer
+from .._compat import LIBRARIES, all_parts, is_newer, is_older
 from .._version import __version__
 from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
@@ -67,8 +67,12 @@ def doctor(as_json: screen.Json = False) -> None:
     print(f"fp4pass {versions.pop('fp4pass')}, Python {versions.pop('python')}")
     for name, version in versions.items():
         tested = LIBRARIES[name]
-        new = ", newer than the tested ones" if version and is_newer(version, tested.newest) else ""
-        print(f"{name}: {version or 'not installed'} (tested: {tested}){new}")
+        remark = ""
+        if version and is_newer(version, tested.newest):
+            remark = ", newer than the tested ones"
+        elif version and is_older(version, tested.oldest):
+            remark = ", older than the tested ones"
+        print(f"{name}: {version or 'not installed'} (tested: {tested}){remark}")
     build = f"torch is built for CUDA {found['cuda']}" if found["cuda"] else "torch has no CUDA"
     print(f"{found['system']}; {build}")
     for name, compiler in found["compilers"].items():

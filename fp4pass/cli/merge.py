@@ -91,7 +91,7 @@ def merge(
     if calib is not None or held_out is not None:
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
-    # It imports PEFT, and refuses versions that were not tested.
+    # It imports PEFT, and refuses old versions.
     from ..integrations.peft import load_adapter
 
     model: Any = sources.load_any(str(base), sources.choose_device(device), trust_remote_code)

@@ -55,7 +55,7 @@ def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
     if not any(isinstance(module, QUANTIZED) for module in model.modules()):
         yield
         return
-    # It imports PEFT, and refuses versions that were not tested.
+    # It imports PEFT, and refuses old versions.
     from .peft import fitted
 
     with fitted(tuner, model, adapter):

@@ -43,7 +43,7 @@ def choose(declared: Mapping[str, Any], given: Any) -> Any:
             return None
     elif given is not None and type(given).__name__ != "PackedConfig":
         return None
-    # It imports transformers, and refuses versions that were not tested.
+    # It imports transformers, and refuses old versions.
     from .packed_folders import PackedConfig
 
     return PackedConfig.from_dict(declared)
@@ -51,7 +51,7 @@ def choose(declared: Mapping[str, Any], given: Any) -> Any:
 
 def read_described(declared: Mapping[str, Any]) -> Any:
     """Return the config of a folder that diffusers wrote."""
-    # It imports diffusers, and refuses versions that were not tested.
+    # It imports diffusers, and refuses old versions.
     from .diffusers import DescribedConfig
 
     return DescribedConfig(declared)

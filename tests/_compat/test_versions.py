@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass import _compat
 from fp4pass._compat import torch as compat
-from fp4pass.errors import Fp4PassError, VersionError
+from fp4pass.errors import BuildError, Fp4PassError, VersionError
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,6 +134,7 @@ GONE = {
     "hooks that torch.compile": "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "C++ for packed weights": "torch._inductor.lowering.make_fallback",
     "kernels of Inductor": "torch._inductor.codegen.triton.TritonKernel._filter_pdl",
+    "kernels in Gluon": "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 }
 
 
@@ -150,8 +151,8 @@ def test_a_private_thing_that_is_gone_is_said_once(
     compat._chained_pass.cache_clear()
     assert caplog.messages == [str(found)]
     missing = GONE[name].rpartition(".")[2]
-    version = _compat.installed_version("torch")
-    assert missing in str(found) and f"off with torch {version}" in str(found)
+    version = _compat.installed_version(found.library)
+    assert missing in str(found) and f"off with {found.library} {version}" in str(found)
     assert str(found).endswith(found.cost)
 
 
@@ -222,6 +223,17 @@ def test_an_operator_has_gradients_without_private_things(
     x = torch.ones(2, requires_grad=True)
     found(x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+@pytest.mark.core
+def test_kernels_that_nothing_compiles_have_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch._inductor.cpp_builder
+
+    monkeypatch.delattr(torch._inductor.cpp_builder, "CppTorchOptions")
+    with pytest.raises(BuildError, match=r"could not be compiled .*CppTorchOptions"):
+        compat.build_library(tmp_path / "a.cpp", tmp_path / "a.so")
 
 
 @pytest.mark.core

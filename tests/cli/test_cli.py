@@ -147,7 +147,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_doctor_lists_what_was_tested_and_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = _compat.installed_version
-    versions = {"torch": "99.1.0", "peft": "0.20.3"}
+    versions = {"torch": "99.1.0", "peft": "0.20.3", "lm-eval": "0.4.9"}
     monkeypatch.setattr(
         "fp4pass.cli.doctor._version", lambda name: versions.get(name) or installed(name)
     )
@@ -163,6 +163,7 @@ def test_doctor_lists_what_was_tested_and_what_is_off(monkeypatch: pytest.Monkey
         r"^torch: 99\.1\.0 \(tested: 2\.11 to .*\), newer than the tested ones$", text, re.M
     )
     assert re.search(r"^peft: 0\.20\.3 \(tested: 0\.20 to 0\.\d+\)$", text, re.M)
+    assert re.search(r"^lm-eval: 0\.4\.9 .*, older than the tested ones$", text, re.M)
     assert f"  {hooks}" in text
 
 
