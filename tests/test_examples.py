@@ -129,7 +129,9 @@ def test_quickstart_is_tidy(quickstart):
     assert "Warning" not in done.stderr and "WARNING" not in done.stdout + done.stderr
     # The note on FP4 tensor cores has a line of its own.
     bars = ("calibrate:", "convert and measure:", "convert:", "Scheme nvfp4 ", "Scheme mxfp4 ")
-    shown = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip("\x1b[A \t")]
+    # Of a torch for CUDA on a machine with its compiler and without a GPU.
+    lines = (line for line in re.split(r"[\r\n]", done.stderr) if "No CUDA runtime" not in line)
+    shown = [line for line in lines if line.strip("\x1b[A \t")]
     assert all(line.startswith(bars) for line in shown), done.stderr
     assert not any("Scheme" in line[1:] for line in shown), done.stderr
 

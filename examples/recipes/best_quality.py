@@ -41,5 +41,5 @@ before = kl(naive)
 best = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.convert(best, "nvfp4a16", quality="best", data=batches)
 after = kl(best)
-print(f"KL: naive {before:.4f}, best {after:.4f}")
+print(f"KL: naive {before:.3f}, best {after:.3f}")
 # --8<-- [end:best]

@@ -97,8 +97,9 @@ print(f"the image changes by {change:.1%} of its norm")
 pipe.save_pretrained("out/pipeline")
 loaded = diffusers.FluxPipeline.from_pretrained("out/pipeline", **none)
 loaded.set_progress_bar_config(disable=True)
-same = torch.equal(paint(loaded, seed=0), packed)
-print(f"the loaded pipeline paints the same bits: {same}")
+# Dense layers may differ in a last bit: products depend on where weights lie.
+same = torch.allclose(paint(loaded, seed=0), packed, atol=1e-5)
+print(f"the loaded pipeline paints the same image: {same}")
 # --8<-- [end:save]
 
 # --8<-- [start:loading]
