@@ -152,8 +152,15 @@ class Part:
             _log.warning("%s", self)
 
     def __str__(self) -> str:
-        version = installed_version(self.library)
-        return f"{self.name}: off with {self.library} {version} ({self.problem}). {self.cost}"
+        from importlib.metadata import PackageNotFoundError
+
+        library = self.library
+        try:
+            library += f" {installed_version(library)}"
+        except PackageNotFoundError:
+            # Triton comes under other names, too, such as pytorch-triton.
+            pass
+        return f"{self.name}: off with {library} ({self.problem}). {self.cost}"
 
 
 # The parts of the files that are imported.

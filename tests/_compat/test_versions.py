@@ -156,6 +156,13 @@ def test_a_private_thing_that_is_gone_is_said_once(
     assert str(found).endswith(found.cost)
 
 
+@pytest.mark.core
+def test_a_part_of_a_library_under_another_name_has_a_line() -> None:
+    made = _compat.Part("triton-of-another-name", "a part", "It costs time.", lambda: None)
+    made.problem = "gone"
+    assert str(made) == "a part: off with triton-of-another-name (gone). It costs time."
+
+
 @pytest.mark.parametrize("each", _compat.all_parts(), ids=lambda each: each.name[:30])
 def test_every_part_works_here(each: _compat.Part) -> None:
     assert each.works(), str(each)
@@ -169,6 +176,7 @@ def lies(value: object) -> Callable[..., Any]:
 WRONG: dict[str, tuple[str, Any]] = {
     "short way past the dispatcher": ("torch._C._functorch.peek_interpreter_stack", lies(None)),
     "copies of an exported graph": ("torch.fx.GraphModule.__deepcopy__", lambda self, memo: self),
+    "observers in a model": ("fp4pass._compat.torch_hooks._change_dictionaries", lies(None)),
     "passes of fp4pass": ("torch._inductor.fx_passes.post_grad.post_grad_passes", lies(None)),
 }
 

@@ -303,11 +303,15 @@ def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
-def test_stock_transformers_reads_the_scales(name: str, tmp_path: Path) -> None:
+def test_stock_transformers_reads_the_scales(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("compressed_tensors")
     model = converted(name)
     model.save_pretrained(tmp_path / "a")
-    fp4pass.save(model, tmp_path / "b")
+    with caplog.at_level("INFO", "fp4pass"):
+        fp4pass.save(model, tmp_path / "b")
+    assert "not by transformers (from 5.24 on keys and values stay in float" in caplog.text
     for folder in ("a", "b"):
         ours = fp4pass.load(tmp_path / folder)
         stock: Any = transformers.AutoModelForCausalLM.from_pretrained(
