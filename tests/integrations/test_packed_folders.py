@@ -22,7 +22,7 @@ from small_models import TINY, assert_same_bits, change_json, language_model, to
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.errors import CheckpointError, UnreadError
+from fp4pass.errors import CheckpointError, UnreadError, VersionError
 from fp4pass.experts import QUANTIZED
 from fp4pass.integrations import PackedConfig
 
@@ -357,3 +357,18 @@ def test_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
     only = "import fp4pass, sys; print('transformers' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", only], capture_output=True, text=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_model_that_transformers_does_not_have_filled_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packed layers would have no numbers."""
+
+    def not_called(model: Any, fill: Any, is_known: Any) -> None:
+        name = "_adjust_missing_and_unexpected_keys"
+        model.__dict__[name] = getattr(model, name)
+
+    fp4pass.save(fp4pass.convert(llama(), "nvfp4a16", "sse"), tmp_path / "q")
+    monkeypatch.setattr("fp4pass.integrations.packed_folders.when_loaded", not_called)
+    with pytest.raises(VersionError, match=r"transformers .* where packed layers are filled"):
+        pretrained(tmp_path / "q", quantization_config=PackedConfig())
