@@ -170,8 +170,7 @@ def convert(
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
         fmt: the scheme: "nvfp4" or "mxfp4" for weights and inputs, "nvfp4a16" or "mxfp4a16" for
-            weights only; default "nvfp4". In a rule, and where `prepare` was told `weight_only`,
-            the name of a format changes the format alone.
+            weights only; default: that of `prepare`, else "nvfp4a16".
         method: a name, or an options object such as `Gptq()`; default "hessian".
         quality: a recipe by its name, in place of `method`: "fast", "good" or "best".
         data: what to calibrate on, as for `calibrate`. By default the model writes its own text

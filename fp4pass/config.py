@@ -19,7 +19,7 @@ from .kernels.statistics.naive import HESSIAN_BLOCK
 from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from .misnamed import require_method_name
 from .ops import rotate
-from .schemes import expand_scheme, scheme_name, schemes
+from .schemes import DEFAULT, expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -43,8 +43,8 @@ class LinearConfig:
 
     Attributes:
         fmt: a scheme: "nvfp4", "mxfp4", "fp8", "fp8_block" and "mxfp8" quantize weights and
-            inputs, "nvfp4a16", "fp8a16" and so on weights only. Kept as the name of the format;
-            `scheme` is the name of both.
+            inputs, "nvfp4a16" (the default), "fp8a16" and so on weights only. Kept as the name of
+            the format; `scheme` is the name of both.
         method: chooses scales and codes: a name, an options object such as `Gptq()`, or None
             if another library chose them. Kept as the options object.
         weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.
@@ -74,9 +74,9 @@ class LinearConfig:
     """
 
     fmt: str = _option(
-        "nvfp4",
-        "A format for weights and inputs, or with the suffix a16 for weights only.",
-        schemes(),
+        DEFAULT,
+        "The scheme: nvfp4a16 or mxfp4a16 for weights in 4 bits, nvfp4 or mxfp4 for inputs too, "
+        "fp8 or fp8_block for 8 bits; docs/formats.md has the others.",
     )
     method: Any = _option("hessian", "How block scales are chosen.", METHODS)  # noqa: RUF009
     weight_only: bool | None = _option(None, "Leave inputs in floating point.")
@@ -223,7 +223,7 @@ class LinearConfig:
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
         """Return a copy with other options.
 
-        Another `fmt` brings its own block. The name of a format leaves `weight_only` as it is.
+        Another `fmt` is another scheme: it brings its own block and `weight_only`.
 
         Example:
             >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key

@@ -79,7 +79,7 @@ def _float_advice(source: str, declared: Mapping[str, Any] | None) -> str:
         method = declared.get("quant_method", "a method that it does not name")
         return f"fp4pass does not read weights of {method}; give the model it was made of."
     if not Path(source).is_dir():
-        return "If its weights are nvfp4 or mxfp4, download it for fp4pass convert --to bf16."
+        return "If its weights are nvfp4 or mxfp4, download it for fp4pass transcode --to bf16."
     try:
         open_checkpoint(source)
     except UnreadError as error:
@@ -87,7 +87,7 @@ def _float_advice(source: str, declared: Mapping[str, Any] | None) -> str:
     except CheckpointError:
         # Damaged files raise when they are converted.
         pass
-    return "Make one of it with fp4pass convert --to bf16."
+    return "To get a float model, run fp4pass transcode --to bf16."
 
 
 def model_class(config: Any) -> Any:

@@ -15,7 +15,7 @@ from .api import convert
 from .checkpoint.layouts import get_layout
 from .checkpoint.saving import save
 from .checkpoint.writer import bytes_of
-from .config import LinearConfig, Rule, check_rules
+from .config import Rule, check_rules
 from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
@@ -28,6 +28,7 @@ from .quantization.report import report
 from .rows import Report
 from .signatures import with_options
 from .sources.files import MANIFEST
+from .state import config_of
 
 
 @with_options
@@ -62,7 +63,7 @@ def quantize_checkpoint(
     Args:
         source: the folder or the hub id of a float model.
         directory: the folder to write, as for `save`.
-        fmt: the scheme, as for `convert`; default "nvfp4".
+        fmt: the scheme, as for `convert`.
         method: a name, or an options object such as `Gptq()`; default "hessian".
         quality: as for `convert`.
         data: as for `convert`; None for methods that need none. The first batch runs through two
@@ -136,7 +137,7 @@ def _require_no_data(arguments: Mapping[str, Any]) -> None:
     """Raise CalibrationError for options of `convert` by which any layer needs data."""
     given = {name: value for name, value in arguments.items() if value is not None}
     rules = check_rules(given.pop("rules"))
-    for config in Recipe(LinearConfig(**given), rules).configs():
+    for config in Recipe(config_of(given, None), rules).configs():
         if config.needs:
             raise CalibrationError(
                 f"Method {config.method_name!r} needs calibration data. Give batches as data=, or "

@@ -37,7 +37,7 @@ def asked_for() -> Iterator[None]:
 # The ways to capture packed layers.
 CAPTURE = (
     "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
-    "save it and write dense ones with fp4pass convert --to bf16."
+    "save it and write dense ones with fp4pass transcode --to bf16."
 )
 
 # The key in a pickled layer of the dtypes of its packed buffers.

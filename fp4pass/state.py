@@ -93,7 +93,7 @@ class PreparedState(ModelState):
 def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearConfig:
     """Return the config of options as far as they are given; `prepare` set the default."""
     given = {name: value for name, value in given.items() if value is not None}
-    return LinearConfig(**given) if before is None else before.config.override(given)
+    return (LinearConfig() if before is None else before.config).override(given)
 
 
 def set_state(model: nn.Module, state: ModelState) -> None:

@@ -81,7 +81,7 @@ def require_input_scales(reader: CheckpointReader, besides: Container[str] = ())
     for name in (missing[layer] for layer in missing if layer not in besides):
         raise CheckpointError(
             f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the folder "
-            "again; or make it dense, which needs none, by fp4pass convert --to bf16."
+            "again; or make it dense, which needs none, by fp4pass transcode --to bf16."
         )
 
 

@@ -291,7 +291,7 @@ def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
         and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
     ):
         remedy = (
-            "An expert that calibration never reached looks like this; fp4pass convert --to bf16 "
+            "An expert that calibration never reached looks like this; fp4pass transcode --to bf16 "
             "needs no scale of inputs"
             if part == INPUT_GLOBAL
             else "Copy the folder again, or quantize the model again"

@@ -149,7 +149,7 @@ def _say_of_engines(reader: CheckpointReader, declared: Mapping[str, Any]) -> No
     for parent, what in list(fused_problems(reader.layers, reader.dense_layers()))[:1]:
         warnings.warn(
             f"{parent}: {what}. Serving engines multiply by these as by one matrix, and would "
-            "read scales that do not exist. fp4pass convert --to bf16 makes dense weights.",
+            "read scales that do not exist. fp4pass transcode --to bf16 makes dense weights.",
             stacklevel=4,
         )
     for engine, why in of_engines(Folder(reader.layers, declared)).items():

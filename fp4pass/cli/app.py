@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from typer import Exit, Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .._version import __version__
+from ..config import OPTIONS
 from ..core.progress import shown
 from ..errors import Fp4PassError
-from .convert import convert
 from .doctor import doctor
 from .evaluate import evaluate
 from .inspect import inspect
@@ -26,8 +26,41 @@ from .report import report
 from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
 from .serve import SETTINGS as SERVE_SETTINGS
 from .serve import serve
+from .transcode import transcode
 from .verify import verify
 from .words import Words, parsing_problem
+
+
+# The headings of --help under which parameters stand; others stand under Options.
+_HEADINGS = {
+    "Quality": {
+        *(each.name for each in OPTIONS),
+        *("rules", "quality", "budget", "schemes", "kv_cache"),
+    },
+    "Data": {"data", "held_out", "samples", "seq_len", "seed", "stride", "batch_size"},
+    "Device": {"device", "dtype", "sequential", "stream", "trust_remote_code"},
+    "Output": {"output", "to", "max_shard_size", "copy_files", "overwrite", "card", "push_to_hub"},
+}
+
+
+class Command(TyperCommand):
+    """A command whose --help has its options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the parameters, heading by heading."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        sections |= {heading: [] for heading in (*_HEADINGS, "Options")}
+        for each in self.get_params(ctx):
+            headings = (heading for heading, names in _HEADINGS.items() if each.name in names)
+            heading = next(headings, "Options")
+            if each.param_type_name == "argument":
+                heading = "Arguments"
+            if (record := each.get_help_record(ctx)) is not None:
+                sections[heading].append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 class Commands(TyperGroup):
@@ -120,7 +153,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": inspect,
     "verify": verify,
     "report": report,
-    "convert": convert,
+    "transcode": transcode,
     "merge": merge,
     "serve": serve,
     "doctor": doctor,
@@ -129,4 +162,5 @@ _SETTINGS = {"serve": SERVE_SETTINGS}
 for _name, _command in _COMMANDS.items():
     # The first sentence, whole: what is not given as a short help is cut.
     _summary = " ".join(cleandoc(_command.__doc__ or "").split("\n\n")[0].split())
-    app.command(_name, short_help=_summary, context_settings=_SETTINGS.get(_name))(_command)
+    settings = _SETTINGS.get(_name)
+    app.command(_name, cls=Command, short_help=_summary, context_settings=settings)(_command)

@@ -15,21 +15,21 @@ from ..evaluation import evaluate as measure
 from ..float_models import load_tokenizer, text_tokenizer
 from ..reporting.text import measures, scored, verdict, written
 from . import screen
-from .options import Device, EachWindows, Texts, TrustCode
+from .options import Device, Measured, MeasuredLength, MeasuredSamples, TrustCode
 from .sources import choose_device, load_any, note_dtype
 from .tasks import measure_tasks, print_tasks
 
 
 def evaluate(
     folder: Annotated[str, Argument(help="A folder, packed or float, or a hub id.", metavar="DIR")],
-    text: Texts = None,
+    data: Measured = None,
     reference: Annotated[
         str | None, Option(help="The original: a folder or a hub id.", metavar="MODEL")
     ] = None,
-    windows: EachWindows = None,
-    length: Annotated[int, Option(help="Tokens per window.")] = 512,
+    samples: MeasuredSamples = None,
+    seq_len: MeasuredLength = 512,
     stride: Annotated[
-        int | None, Option(help="New tokens in each window.", show_default="the length")
+        int | None, Option(help="New tokens in each window.", show_default="--seq-len")
     ] = None,
     tasks: Annotated[
         list[str] | None, Option(help="Tasks of lm-eval, instead of a text.", metavar="NAME[,NAME]")
@@ -57,8 +57,8 @@ def evaluate(
     """
     trust = trust_remote_code
     if tasks:
-        if text or windows is not None or stride is not None:
-            raise OptionError("--text, --windows and --stride cannot be used with --tasks.")
+        if data or samples is not None or stride is not None:
+            raise OptionError("--data, --samples and --stride cannot be used with --tasks.")
         scores = measure_tasks(
             folder,
             reference,
@@ -78,13 +78,13 @@ def evaluate(
         return
     if include_path or limit is not None or num_fewshot is not None or metadata:
         raise OptionError("--include-path, --limit, --num-fewshot and --metadata need --tasks.")
-    if not text:
-        raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
+    if not data:
+        raise OptionError("Expected a text or tasks to measure on, got none. Give --data FILE.")
     chosen, tokenizer = choose_device(device), text_tokenizer(load_tokenizer(folder, trust), folder)
-    texts = read_texts(text, windows, length, tokenizer)
+    texts = read_texts(data, samples, seq_len, tokenizer)
     model = load_any(folder, chosen, trust)
     original = None if reference is None else load_any(reference, chosen, trust)
-    options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
+    options = {"window": seq_len, "windows": samples, "batch_size": batch_size, "stride": stride}
     rows = measure_texts(model, original, tokenizer, texts, **options)
     found = [each.row(name, before) for name, each, before in rows]
     if as_json:
@@ -105,10 +105,10 @@ def evaluate(
 
 
 def read_texts(
-    names: Sequence[str], windows: int | None, length: int, tokenizer: Any
+    names: Sequence[str], samples: int | None, seq_len: int, tokenizer: Any
 ) -> dict[str, str]:
     """Return the texts of names; of a dataset as much as so many windows need."""
-    tokens = None if windows is None else windows * length
+    tokens = None if samples is None else samples * seq_len
     return {name: read_text(name, tokens, tokenizer) for name in names}
 
 

@@ -41,7 +41,7 @@ def merge(
             show_default="gptq",
         ),
     ] = None,
-    calib: Annotated[
+    data: Annotated[
         str | None,
         Option(
             help="Calibration data, as for quantize; an eighth of it is held out to measure the "
@@ -55,14 +55,14 @@ def merge(
         Option(
             help="Other data to measure the cost on.",
             metavar="FILE|DATASET",
-            show_default="a part of --calib",
+            show_default="a part of --data",
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to read.")] = 128,
     seq_len: SeqLen = None,
     batch_size: BatchSize = 8,
     seed: Seed = None,
-    export: Annotated[
+    to: Annotated[
         str | None,
         Option(
             help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.",
@@ -85,10 +85,10 @@ def merge(
     if method is not None:
         LinearConfig(method=method)
     bytes_of(max_shard_size)
-    layout = open_checkpoint(base).layout.name if export is None else get_layout(export).name
+    layout = open_checkpoint(base).layout.name if to is None else get_layout(to).name
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
-    if calib is not None or held_out is not None:
+    if data is not None or held_out is not None:
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     # It imports PEFT, and refuses old versions.
@@ -98,15 +98,15 @@ def merge(
     processor = float_models.load_tokenizer(str(base), trust_remote_code)
     tuned = load_adapter(model, adapter)
     options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
-    data: dict[str, Any] = {}
-    for name, spec in (("data", calib), ("held_out", held_out)):
+    batches: dict[str, Any] = {}
+    for name, spec in (("data", data), ("held_out", held_out)):
         if spec is not None:
             if seq_len is not None:
                 require_context(model.config, seq_len, "--seq-len")
             float_models.text_tokenizer(processor, str(base))
             read = read_examples(spec, processor, model.config, **options)
-            data[name] = collate(read, batch_size, config=model.config)
-    found = merge_adapters(tuned, method, tokenizer=processor, **data)
+            batches[name] = collate(read, batch_size, config=model.config)
+    found = merge_adapters(tuned, method, tokenizer=processor, **batches)
     save(
         found.model,
         output,

@@ -17,7 +17,6 @@ from ..config import OPTIONS, LinearConfig
 from ..errors import OptionError
 from ..quality import QUALITIES, get_quality
 from ..quantization.recipe import Recipe
-from ..schemes import scheme_fields
 
 Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
@@ -34,15 +33,19 @@ QualityName = Annotated[
         show_default=False,
     ),
 ]
-Texts = Annotated[
+Measured = Annotated[
     list[str] | None,
     Option(
-        help="Text to measure on, as for quantize --calib; can be repeated.", metavar="FILE|DATASET"
+        "--data",
+        help="Text to measure on, as for quantize; can be repeated.",
+        metavar="FILE|DATASET",
     ),
 ]
-EachWindows = Annotated[
-    int | None, Option(help="Windows of each text, spread evenly.", show_default="all")
+MeasuredSamples = Annotated[
+    int | None,
+    Option("--samples", help="Windows of each text, spread evenly.", show_default="all"),
 ]
+MeasuredLength = Annotated[int, Option("--seq-len", help="Tokens per window.")]
 
 SeqLen = Annotated[
     int | None, Option(help="Tokens per window.", show_default="512, or the context")
@@ -92,18 +95,14 @@ def flag(name: str) -> str:
 
 
 def read_recipe(path: Path | None, quality: str | None, options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a file, of --quality, and of the options of a command before both.
-
-    --scheme names the whole scheme, so a recipe does not decide about inputs beside it.
-    """
+    """Return the recipe of a file, of --quality, and of the options of a command before both."""
     if quality is not None:
         decided = [name for name in options if name in get_quality(quality).decides]
         if decided:
             flags = " and ".join(map(flag, decided))
             raise OptionError(f"--quality {quality} decides {flags}. Leave out one of them.")
     recipe = Recipe(quality=quality) if path is None else Recipe.read(path, quality)
-    fields = scheme_fields(options["fmt"]) if "fmt" in options else {}
-    return recipe.override({**fields, **options})
+    return recipe.override(options)
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:
@@ -113,7 +112,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     names = [name]
     if kind is bool:
         names = [f"{name}/--{_OFF.get(field.name, f'no{name[1:]}')}"]
-    elif choices and isinstance(field.default, str):
+    elif field.name == "fmt" or (choices and isinstance(field.default, str)):
         # The library says what is wrong with a name, and which one may be meant.
         metavar = "NAME"
     if choices:

@@ -16,7 +16,7 @@ from .._compat.transformers import (
     tied,
 )
 from .._compat.transformers_heads import unread_parameters
-from ..config import LinearConfig, Rule, check_rules
+from ..config import Rule, check_rules
 from ..errors import CheckpointError, OptionError
 from ..experts import current_weight
 from ..quantization.plan import LayerPlan, Plan
@@ -25,6 +25,7 @@ from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..signatures import with_options
 from ..sources.unread import require_float
+from ..state import config_of
 from .as_read import PackedAsRead
 from .choosing import METHOD
 from .quantizer import PackedQuantizer
@@ -34,18 +35,16 @@ require_transformers()
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 # Nothing is calibrated while a model is loaded.
-_DEFAULTS: dict[str, Any] = {"fmt": "nvfp4", "method": "sse", "weight_only": True}
+_METHOD = "sse"
 
 
 class Fp4PassConfig(QuantizationConfigMixin):
     """The options of `from_pretrained(..., quantization_config=...)` of transformers and diffusers.
 
     Args:
-        fmt: a scheme, "nvfp4a16" by default. The name of a format leaves inputs in floating point
-            too: "nvfp4" is "nvfp4a16" here, unless `weight_only=False`.
+        fmt: a scheme, as for `fp4pass.convert`. Scales of quantized inputs are those of each call.
         rules: as for `fp4pass.convert`.
         method: a name or an options object; it must need no calibration.
-        weight_only: leave inputs in floating point; default True.
         **options: other fields of `LinearConfig`.
 
     Attributes:
@@ -67,15 +66,14 @@ class Fp4PassConfig(QuantizationConfigMixin):
     @with_options
     def __init__(
         self,
-        fmt: str = _DEFAULTS["fmt"],
+        fmt: str | None = None,
         *,
         rules: Sequence[Rule] = (),
-        method: object = _DEFAULTS["method"],
-        weight_only: bool = _DEFAULTS["weight_only"],
+        method: object = _METHOD,
         **options: Any,
     ) -> None:
         self.quant_method: Any = METHOD
-        config = LinearConfig(fmt, method, weight_only, **options)
+        config = config_of({"fmt": fmt, "method": method, **options}, None)
         self.recipe = Recipe(config, check_rules(rules))
         for each in self.recipe.configs():
             if each.needs:
@@ -100,7 +98,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
         """
         # A checkpoint in our own layout has the version that wrote it.
         rest = {k: v for k, v in config_dict.items() if k not in ("quant_method", "version")}
-        recipe = Recipe.from_dict({**_DEFAULTS, **rest}, where="quantization_config")
+        recipe = Recipe.from_dict({"method": _METHOD, **rest}, where="quantization_config")
         config = cls(**recipe.arguments())
         return (config, kwargs) if return_unused_kwargs else config
 

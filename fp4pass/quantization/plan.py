@@ -158,7 +158,7 @@ def _plan_layer(
             note = f"quantized again, not kept as in the source: {kept.problem}"
             return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
-        config = config.override({"method": "naive", "fmt": kept.stored})
+        config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
         return LayerPlan(**vars(layer), config=config, kept=kept, note=NOTE)
     return LayerPlan(**vars(layer), config=config)
 

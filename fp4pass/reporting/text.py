@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..evaluation.intervals import VERDICT_UNITS
 
 DASH = "\N{EN DASH}"
+ENDS = ("low", "high")
 
 
 def finite(value: Any) -> Any:
@@ -67,15 +68,20 @@ def written(value: float | None, style: str) -> str:
 
 
 def measures(row: Mapping[str, Any]) -> list[Measure]:
-    """Return every measure of a row of `Evaluation.row` that is known."""
-    ends, of_original = row["intervals"], row.get("reference_intervals") or {}
+    """Return every measure of a row of `Evaluation.row` that is known.
+
+    Intervals over fewer than VERDICT_UNITS units say too little to be shown.
+    """
+    is_enough = row["units"] >= VERDICT_UNITS
+    ends = row["intervals"] if is_enough else {}
+    of_original = (row.get("reference_intervals") or {}) if is_enough else {}
 
     def of(key: str, label: str, style: str) -> Measure:
         return Measure(key, label, style, [row.get(key), *(ends.get(key) or (None, None))])
 
     def change(key: str, style: str) -> Measure:
         found = (row.get("difference") or {}).get(key) or {}
-        values = [found.get(end) for end in ("value", "low", "high")]
+        values = [found.get("value"), *(found.get(end) if is_enough else None for end in ENDS)]
         return Measure(f"change of {key}", "  change", style, values)
 
     original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]
@@ -99,19 +105,16 @@ def scored(row: Mapping[str, Any]) -> str:
     """Return how many tokens a row is of, and where its intervals come from."""
     units, unit = row["units"], row["unit"]
     said = f"{row['tokens']:,} tokens scored in {_count(row['windows'], 'window')}"
-    if units < 2 or not row["intervals"]:
-        return f"{said}; no intervals over one {unit}"
+    if units < VERDICT_UNITS or not row["intervals"]:
+        return f"{said}; intervals need at least {VERDICT_UNITS} {unit}s"
     return f"{said}; {100 * row['confidence']:g} % intervals over {_count(units, unit)}"
 
 
 def verdict(row: Mapping[str, Any]) -> str:
     """Return what the interval of the change of perplexity says, "" without one."""
     ratio = (row.get("difference") or {}).get("perplexity_ratio") or {}
-    if ratio.get("low") is None:
+    if ratio.get("low") is None or ratio["significant"] is None:
         return ""
-    if row["units"] < VERDICT_UNITS or ratio["significant"] is None:
-        needed = f"{VERDICT_UNITS} {row['unit']}s"
-        return f"At least {needed} are needed to say whether perplexity changed."
     if ratio["significant"]:
         return "The change of perplexity is significant: its interval excludes 0."
     return "The change of perplexity may be chance: its interval includes 0."

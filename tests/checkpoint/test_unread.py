@@ -133,7 +133,7 @@ def test_the_command_line_refuses_with_the_code_of_unreadable_folders(foreign_co
         ("verify", folder),
         ("inspect", folder),
         ("inspect", folder, folder),
-        ("convert", folder, "-o", target, "--to", "bf16"),
+        ("transcode", folder, "-o", target, "--to", "bf16"),
         ("quantize", folder, "-o", target, *PLAIN),
     ):
         assert LAYER in run(*command, code=2).stderr

@@ -69,7 +69,7 @@ def test_the_program_in_a_process_of_its_own() -> None:
 def test_help_says_what_there_is() -> None:
     text = run("--help").stdout
     assert run().stdout == run("-h").stdout == text
-    for command in ("quantize", "eval", "inspect", "verify", "convert", "report", "doctor"):
+    for command in ("quantize", "eval", "inspect", "verify", "transcode", "report", "doctor"):
         assert f"\n  {command} " in text
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
@@ -340,7 +340,7 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
         # A package may export a function under the name of its module.
         monkeypatch.setattr(sys.modules[f"fp4pass.{module}"], name, stop)
     for command in (
-        ("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16"),
+        ("transcode", made / "mixed", "-o", tmp_path / "q", "--to", "bf16"),
         ("eval", made / "mixed", "--text", EVAL),
     ):
         result = run(*command, code=130)

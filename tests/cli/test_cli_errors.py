@@ -176,7 +176,7 @@ OTHERS_BAD = [
     (("verify", TINY, "--ref", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
     (
-        ("convert", "{bad}/gptq", "-o", "{bad}/x", "--to", "bf16"),
+        ("transcode", "{bad}/gptq", "-o", "{bad}/x", "--to", "bf16"),
         "Load the folder with the library",
     ),
     (("verify", "{made}/mixed", "--text", EVAL), "--text: expected --ref MODEL too"),
@@ -190,13 +190,13 @@ OTHERS_BAD = [
     ),
     (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml/x cannot be made"),
     (("quantize", TINY, "-o", "/", *PLAIN, "--overwrite"), "or a mount point, which cannot be"),
-    (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
+    (("transcode", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
     (
-        ("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"),
+        ("transcode", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"),
         "--to: Layout 'gguf' does not exist",
     ),
-    (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),
-    (("convert", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "pass --overwrite to"),
+    (("transcode", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),
+    (("transcode", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "pass --overwrite to"),
     (("inspect", TINY, "{bad}/none"), "{bad}/none is not a folder"),
     (("inspect", TINY, "{bad}/empty"), "model.safetensors cannot be read"),
     (("inspect", "{made}/mixed", "{bad}/cut"), "cannot be read"),
@@ -262,7 +262,7 @@ def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fp4pass.checkpoint.writer.save_file", full)
-    result = run("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
+    result = run("transcode", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
     assert f"{tmp_path / 'q'} cannot be written: [Errno 28] No space left" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

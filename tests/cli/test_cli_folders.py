@@ -95,7 +95,7 @@ def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
     checked = run_json("verify", foreign_folder, "--ref", TINY)
     assert sorted(checked["weight_errors"]) == sorted(LINEARS) and not checked["mismatches"]
     assert all(0.09 < error < 0.1 for error in checked["weight_errors"].values())
-    run("convert", foreign_folder, "-o", tmp_path / "ct", "--to", "compressed-tensors")
+    run("transcode", foreign_folder, "-o", tmp_path / "ct", "--to", "compressed-tensors")
     same = run_json("inspect", foreign_folder, tmp_path / "ct", "--fail-above", 1e-6)
     assert len(same["layers"]) == len(LINEARS) and not same["failed"]
 
@@ -365,14 +365,14 @@ def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> N
 
 
 def test_convert_changes_the_layout_and_nothing_else(made: Path, tmp_path: Path) -> None:
-    found = run_json("convert", made / "inputs", "-o", tmp_path / "m", "--to", "modelopt")
+    found = run_json("transcode", made / "inputs", "-o", tmp_path / "m", "--to", "modelopt")
     assert found["layout"] == open_checkpoint(tmp_path / "m").layout.name == "modelopt"
     assert (tmp_path / "m" / "tokenizer.json").exists()
     run("verify", tmp_path / "m", "--ref", TINY)
-    printed = run("convert", tmp_path / "m", "-o", tmp_path / "c", "--to", "compressed-tensors")
+    printed = run("transcode", tmp_path / "m", "-o", tmp_path / "c", "--to", "compressed-tensors")
     assert "2.84 MB of weights" in printed.stdout
     assert_same_bits(fp4pass.load(tmp_path / "c"), fp4pass.load(made / "inputs"))
-    run("convert", made / "inputs", "-o", tmp_path / "bf16", "--to", "bf16")
+    run("transcode", made / "inputs", "-o", tmp_path / "bf16", "--to", "bf16")
     same = run_json("inspect", made / "inputs", tmp_path / "bf16", "--fail-above", 0)
     assert {layer["formats"][1] for layer in same["layers"]} == {"bfloat16"}
     assert not same["failed"] and len(same["layers"]) == 28

@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("merge")
     with no_network():
         run("quantize", TINY, "-o", folder / "base", *PLAIN)
-        run("convert", folder / "base", "-o", folder / "modelopt", "--to", "modelopt")
+        run("transcode", folder / "base", "-o", folder / "modelopt", "--to", "modelopt")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(fp4pass.load(folder / "base"), config)

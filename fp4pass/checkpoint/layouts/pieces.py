@@ -78,7 +78,7 @@ def joined_record(
         raise UnreadError(
             f"{name}: expected gate and up of whole tiles of {records[0].fmt.rows} rows, which one "
             f"stack can hold, got {pieces[0].stop - pieces[0].start} rows. Make it dense by "
-            "fp4pass convert --to bf16, or give it to fp4pass quantize."
+            "fp4pass transcode --to bf16, or give it to fp4pass quantize."
         )
     multiplies = _multiplies(records)
     configs = {
@@ -88,13 +88,13 @@ def joined_record(
     if len(configs) > 1:
         raise UnreadError(
             f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
-            "the folder with the library that wrote it, or make it dense by fp4pass convert --to "
+            "the folder with the library that wrote it, or make it dense by fp4pass transcode --to "
             "bf16."
         )
     config, is_static = configs.pop()
     if config.format.rows == WHOLE:
         # Gate and up have a scale each, and all rows of a layer the same.
-        config = config.override({"fmt": _by_rows(config.format).name})
+        config = dataclasses.replace(config, fmt=_by_rows(config.format).name, block=None)
     return dataclasses.replace(whole, config=config, static_inputs=is_static)
 
 
@@ -191,8 +191,8 @@ def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
     if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():
         raise CheckpointError(
             f"{name}: expected one global scale of the input for gate and up, which read the same, "
-            f"got two for expert {differ[0]}. fp4pass convert --to bf16 makes dense weights of the "
-            "folder, which need none."
+            f"got two for expert {differ[0]}. fp4pass transcode --to bf16 makes dense weights of "
+            "the folder, which need none."
         )
     # The scale that multiplies most, or divides least, holds the largest inputs.
     known = table[~missing]

@@ -1,4 +1,4 @@
-"""fp4pass convert: a checkpoint in another layout, without a model."""
+"""fp4pass transcode: a checkpoint in another layout, without a model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ..checkpoint.transcode import transcode, transcode_targets
+from ..checkpoint.transcode import transcode as write
+from ..checkpoint.transcode import transcode_targets
 from ..reporting.compare import weights_size
 from ..reporting.text import size
 from . import screen
 from .options import Overwrite, ShardSize
 
 
-def convert(
+def transcode(
     folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     to: Annotated[str, Option(help=f"The layout: {', '.join(transcode_targets())}.")],
@@ -26,7 +27,7 @@ def convert(
 
     bf16 writes dense weights, which any program reads.
     """
-    transcode(folder, output, to, max_shard_size=max_shard_size, overwrite=overwrite)
+    write(folder, output, to, max_shard_size=max_shard_size, overwrite=overwrite)
     before, after = weights_size(folder), weights_size(output)
     if as_json:
         facts = {"output": str(output), "layout": to, "bytes_before": before, "bytes_after": after}
