@@ -261,13 +261,16 @@ def test_notebook_is_the_script() -> None:
     assert streams(code, "stderr") == ""
 
 
-def test_the_quickstart_page_is_the_script() -> None:
-    """A whole program in one block, with as many calls as its words say."""
+def test_the_quickstart_page_begins_with_the_program_of_the_readme() -> None:
+    """And goes on with a whole program of three calls, which is the script."""
+    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    program = readme.partition("[start:program] -->\n")[2].partition("\n<!-- --8<-- [end:program]")[0]
+    assert program.startswith("```python\nimport fp4pass\n") and program.endswith("```")
+    assert text.index('\n--8<-- "README.md:program"\n') < text.index("```")
     first = pages.blocks("docs/quickstart.md")[0].code
     compile(first, "quickstart", "exec")
     for part in ("imports", "load", "data", "convert", "save", "generate"):
         assert sections("five_minutes")[part] in first
-    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
-    assert "Three calls quantize the model: `prepare`" in text
     calls = re.findall(r"^fp4pass\.(\w+)\(", sections("five_minutes")["convert"], re.MULTILINE)
     assert calls == ["prepare", "calibrate", "convert"]

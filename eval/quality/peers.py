@@ -1,4 +1,4 @@
-"""What other libraries make of the same model: quality, time and memory beside fp4pass's.
+"""Compare other libraries on the same model: quality, time and memory beside fp4pass's.
 
     python -m eval.quality.peers --model DIR --text FILE [--calib FILE] [--work DIR] [--json OUT]
 

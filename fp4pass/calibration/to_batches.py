@@ -35,7 +35,7 @@ def batches(
 ) -> Any:
     """Return data as a list of batches that a model takes.
 
-    Texts are packed one behind the other into windows of tokens, each behind bos. Chats go through
+    Texts are concatenated and cut into windows of tokens; each starts with BOS. Chats go through
     the chat template, and stay whole where they fit into a window; batches of windows of several
     lengths have an attention_mask. Rows with images go through the processor.
 

@@ -1,4 +1,4 @@
-"""Keep finished work of a conversion in a folder, found by a digest of all that decides it."""
+"""Keep finished work of a conversion in a folder, found by a digest of what affects it."""
 
 from __future__ import annotations
 

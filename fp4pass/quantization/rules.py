@@ -17,7 +17,7 @@ from ..stacks import caller_of
 from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
 
 # Why a layer is skipped that was not in the folder its model came from.
-NEW = "its source has no weight for it, so it is new; a rule can take it"
+NEW = "its source has no weight for it, so it is new; add a rule to quantize it"
 
 
 class BuiltInRules:
@@ -37,15 +37,15 @@ class BuiltInRules:
         caller = caller_of(layer.module)
         traced = self._traced.get(layer.name)
         if caller in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
-            return "output embedding; a rule can take it"
+            return "output embedding; add a rule to quantize it"
         if head := self._heads.get(caller) or traced:
-            return f"a head that {head} adds to its base model; a rule can take it"
+            return f"a head that {head} adds to its base model; add a rule to quantize it"
         if layer.weight_key in self._new:
             return NEW
         if layer.weight_key in self._tied:
-            return "its weight is an embedding's; a rule can take it"
+            return "its weight is an embedding's; add a rule to quantize it"
         if is_router(layer.name) or layer.module in self._routers:
-            return "a router; a rule can take it"
+            return "a router; add a rule to quantize it"
         return ""
 
 

@@ -217,7 +217,7 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert ["mxfp4a16", "naive", "4", "4.25"] in [line[:4] for line in lines]
     assert ["nvfp4a16", "naive", "18", "4.50"] in [line[:4] for line in lines]
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
-    assert "lm_head: output embedding; a rule can take it" in result.stdout
+    assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
     loaded, tried, card, saved = result.stderr.splitlines()
     assert tried.startswith('fp4pass: method "naive": a few seconds (4 layers, no data; estimated')

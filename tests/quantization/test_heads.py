@@ -150,7 +150,7 @@ def test_a_head_beside_a_wrapped_model_is_skipped() -> None:
     plan = planned(Valued(made("LlamaForCausalLM", "LlamaConfig", ENCODER)))
     reasons = {each.name: each.skip_reason for each in plan.skipped}
     assert reasons.keys() == {"pretrained_model.lm_head", "v_head.1"}
-    assert reasons["v_head.1"] == "a head that Valued adds to its base model; a rule can take it"
+    assert reasons["v_head.1"] == "a head that Valued adds to its base model; add a rule to quantize it"
     assert "tower" in {each.name for each in plan.layers}
 
 
@@ -175,7 +175,7 @@ def test_weights_that_the_source_lacks_are_skipped(tmp_path: Path) -> None:
     config = transformers.BertConfig(**ENCODER)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
     model = transformers.BertModel.from_pretrained(tmp_path)
-    new = "its source has no weight for it, so it is new; a rule can take it"
+    new = "its source has no weight for it, so it is new; add a rule to quantize it"
     assert {each.name: each.skip_reason for each in planned(model).skipped} == {"pooler.dense": new}
     assert not planned(model, [("pooler.dense", {})]).skipped
     # What somebody puts in the place of a weight that was read is no news.

@@ -60,7 +60,7 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_router_by_its_outputs(stacked: bool) -> None:
     found = reasons(Mixture(stacked))
-    assert found["wg"] == "a router; a rule can take it" and not found["up"]
+    assert found["wg"] == "a router; add a rule to quantize it" and not found["up"]
     assert "stacked experts" in found["experts.weight"] if stacked else not found["experts.5"]
     assert not reasons(Mixture(stacked), rules=[("wg", {})])["wg"]
 
@@ -87,7 +87,7 @@ class Deep(nn.Module):
 def test_all_of_a_router_stays_dense(name: str, outputs: int, told: bool) -> None:
     """By its name, by as many outputs as experts, or by how many experts it is told to choose."""
     found = reasons(Deep(name, outputs, told))
-    assert found[f"{name}.down_proj"] == found[f"{name}.mlp.0"] == "a router; a rule can take it"
+    assert found[f"{name}.down_proj"] == found[f"{name}.mlp.0"] == "a router; add a rule to quantize it"
     assert "router" not in found["mlp.0"] and not found["experts.5"]
     assert not reasons(Deep("other", 16, False))["other.down_proj"]
 

@@ -90,7 +90,7 @@ def test_the_tables_hold_the_numbers(mixed: tuple[dict[str, Any], str]) -> None:
         if not layer["skip_reason"]:
             name = f"{layer['fmt']}a16"
             assert cells[3:6] == [name, layer["method"], f"{layer['bits']:.2f}"]
-    assert outside == [["lm_head", DASH, DASH, "output embedding; a rule can take it"]]
+    assert outside == [["lm_head", DASH, DASH, "output embedding; add a rule to quantize it"]]
     assert [row[2] for row in groups] == [str(group["layers"]) for group in data["groups"]]
     assert [row[1] for row in sizes] == [written(part["bytes"], "size") for part in data["sizes"]]
     assert [row[1] for row in scales] == [f"{row['blocks']:,}" for row in data["scales"]]
