@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from .core.formats import FORMATS, FP8_E4M3, Format, get_format
-from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
+from .errors import (
+    OptionError,
+    RuleError,
+    as_option,
+    expected,
+    require_flags,
+    require_type,
+    unknown_name,
+)
 from .kernels.fp8.naive import COMPUTES
 from .kernels.quantize.naive import ACTIVATION_SCALES
 from .kernels.rotate.naive import ROTATIONS, rotate_weight
@@ -143,7 +151,8 @@ class LinearConfig:
         if "block_hessian" in self.needs and not fmt.has_float_scale and fmt.block > HESSIAN_BLOCK:
             raise OptionError(
                 f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "
-                f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
+                f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or "
+                f"{as_option('method', 'sse')}."
             )
 
     @property

@@ -1,9 +1,12 @@
-"""Every exception that fp4pass raises, and how an unknown name is reported."""
+"""Every exception that fp4pass raises, and how options and unknown names are reported."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class Fp4PassError(Exception):
@@ -70,6 +73,38 @@ class BuildError(Fp4PassError, RuntimeError):
     """Kernels for this CPU that could not be compiled."""
 
 
+# The flags of the command that runs, on and off, by the names of Python's arguments.
+_flags: ContextVar[Mapping[str, tuple[str, str]]] = ContextVar("flags", default={})  # noqa: B039
+
+
+@contextmanager
+def named_as(flags: Mapping[str, tuple[str, str]]) -> Iterator[None]:
+    """Name options as the flags of a command in every error and warning that is made within."""
+    token = _flags.set(flags)
+    try:
+        yield
+    finally:
+        _flags.reset(token)
+
+
+def as_option(name: str, value: object = None) -> str:
+    """Return an option as its caller writes it: `name='value'`, or `--flag value` in a shell."""
+    if name not in _flags.get():
+        return f"{name}=" if value is None else f"{name}={value!r}"
+    on, off = _flags.get()[name]
+    if value is None or value is True:
+        return on
+    return off if value is False else f"{on} {value}"
+
+
+def as_rules(*patterns: str, options: Mapping[str, object] | None = None) -> str:
+    """Return rules as their caller writes them: `rules=[...]`, or a file for `--rules`."""
+    if "rules" in _flags.get():
+        lines = json.dumps([{each: options} for each in patterns])
+        return f"{as_option('rules')} FILE with {lines}"
+    return f"rules={[(each, options) for each in patterns]}"
+
+
 def some(names: Sequence[str], most: int = 3) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -78,7 +113,13 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 def expected(what: str, wanted: str, got: object) -> str:
     """Return the sentence of an error: "WHAT: expected WANTED, got GOT."."""
-    return f"{what}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
+    return f"{_named(what)}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
+
+
+def _named(what: str) -> str:
+    """Return what an error is about, its option as its caller writes it."""
+    name, colon, rest = what.partition(":")
+    return f"{as_option(name) if name in _flags.get() else name}{colon}{rest}"
 
 
 def require_type(what: str, wanted: str, value: object, *kinds: type) -> None:
@@ -98,11 +139,14 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """Return the error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)
     hint = nearest(name, names)
-    return OptionError(f"{kind} {name!r} does not exist.{hint} Known: {', '.join(names)}.")
+    return OptionError(f"{_named(kind)} {name!r} does not exist.{hint} Known: {', '.join(names)}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of the known names, empty if none is near."""
-    lowered = {known_name.lower(): known_name for known_name in known}
+    """Return a question that names the nearest of the known names, empty if none is near.
+
+    Names that begin otherwise are other things, as int4 beside nvint4.
+    """
+    lowered = {each.lower(): each for each in known if each[:1].lower() == str(name)[:1].lower()}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
     return f" Did you mean {lowered[near[0]]!r}?" if near else ""

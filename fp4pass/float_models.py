@@ -27,7 +27,7 @@ from .checkpoint.kept_source import keep_weights
 from .checkpoint.layouts import LAYOUTS
 from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import WEIGHT_ENDS, pipeline_folders
-from .errors import CheckpointError, Fp4PassError, UnreadError, some
+from .errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
 from .sources.unread import require_float, unread_names
 
 
@@ -44,8 +44,8 @@ def reading(source: str, what: str) -> Iterator[None]:
         # Flags that transformers tells a program to pass are options here.
         if any("trust_remote_code" in line for line in lines):
             lines = [
-                "it has code of its own, which runs with trust_remote_code=True only. "
-                "Read it first."
+                f"it has code of its own, which runs with {as_option('trust_remote_code', True)} "
+                "only. Read it first."
             ]
         raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
 

@@ -20,7 +20,7 @@ from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
 from .distributed import ranks
-from .errors import CalibrationError, OptionError, expected, require_flags
+from .errors import CalibrationError, OptionError, as_option, expected, require_flags
 from .float_models import files_beside, load_float, load_tokenizer
 from .hub.upload import require_repository
 from .quantization.recipe import Recipe
@@ -140,8 +140,8 @@ def _require_no_data(arguments: Mapping[str, Any]) -> None:
     for config in Recipe(config_of(given, None), rules).configs():
         if config.needs:
             raise CalibrationError(
-                f"Method {config.method_name!r} needs calibration data. Give batches as data=, or "
-                "choose method='sse', which needs none."
+                f"Method {config.method_name!r} needs calibration data. Give batches as "
+                f"{as_option('data')}, or choose {as_option('method', 'sse')}, which needs none."
             )
 
 

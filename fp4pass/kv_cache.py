@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .core.formats import E4M3, FP8_E4M3, NVFP4, Format, power_reaching
-from .errors import OptionError, ShapeError, expected, unknown_name
+from .errors import OptionError, ShapeError, as_option, expected, unknown_name
 
 # The buffers of an attention module with the scales: of E4M3, by the names of checkpoints, and of
 # blocks, which engines do not know.
@@ -63,7 +63,8 @@ class CacheFormat:
         if self.blocks is not None and columns % self.blocks.block:
             raise ShapeError(
                 f"{where}: {columns} numbers of a head are not a multiple of {self.blocks.block}, "
-                f"the block of kv_cache={self.name!r}. Choose kv_cache='fp8'."
+                f"the block of {as_option('kv_cache', self.name)}. Choose "
+                f"{as_option('kv_cache', 'fp8')}."
             )
 
     def scale_for(self, amax: Tensor) -> Tensor:
@@ -135,7 +136,8 @@ class CacheCodec:
         heads, columns = x.shape[1], x.shape[3]
         if self.fmt.per_head and len(self.scale) != heads:
             raise ShapeError(
-                f"kv_cache={self.fmt.name!r}: the scales are of {len(self.scale)} heads, and the "
+                f"{as_option('kv_cache', self.fmt.name)}: the scales are of {len(self.scale)} "
+                f"heads, and the "
                 f"layer has {heads}. Of heads that are split over processes, choose 'fp8_tensor'."
             )
         self.fmt.require_columns(columns, "The cache")

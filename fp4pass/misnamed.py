@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from .errors import OptionError
+from .errors import OptionError, as_option
 from .methods import METHODS
 
 # Spellings of llm-compressor, ModelOpt, vLLM and others, in lower case and without separators.
@@ -22,19 +22,20 @@ def require_scheme_name(name: object, known: Collection[str]) -> None:
         return
     problem = f"fmt: Scheme {name!r} does not exist"
     if name.lower() in METHODS:
-        raise OptionError(f"{problem}: it is a method. Give method={name.lower()!r}.")
+        raise OptionError(f"{problem}: it is a method. Give {as_option('method', name.lower())}.")
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     match = _ELSEWHERE.fullmatch(plain)
     if not match or not ("fp4" in plain or "w4a" in plain):
         return
     scheme = f"{match['first'] or match['second'] or 'nv'}fp4"
     scheme += "a16" if any(each in plain for each in _FLOAT_INPUTS) else ""
-    raise OptionError(f"{problem}. Did you mean fmt={scheme!r}?")
+    raise OptionError(f"{problem}. Did you mean {as_option('fmt', scheme)}?")
 
 
 def require_method_name(name: object, schemes: Collection[str]) -> None:
     """Raise OptionError for a scheme in place of a method."""
     if isinstance(name, str) and name not in METHODS and name.lower() in schemes:
         raise OptionError(
-            f"Method {name!r} does not exist: it is a scheme. Give fmt={name.lower()!r} to convert."
+            f"Method {name!r} does not exist: it is a scheme. Give "
+            f"{as_option('fmt', name.lower())}."
         )

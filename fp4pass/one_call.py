@@ -22,7 +22,7 @@ from .distributed import ranks
 from .engine.schedule import planned_stacks
 from .engine.text_part import rules_beside_text
 from .engine.trial import size_of, try_layer
-from .errors import OptionError, StateError, TraceError
+from .errors import OptionError, StateError, TraceError, as_option
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
 from .quantization.plan import Plan, plan_layers
@@ -143,7 +143,7 @@ class OneCall:
         """
         if not self.tokens:
             if data is not None:
-                _log.info("%s needs no data: data= is not read.", self.label)
+                _log.info("%s needs no data: %s is not read.", self.label, as_option("data"))
             self.announce([])
             return None
         if data is not None:
@@ -298,9 +298,9 @@ def _rules_alone(
     stacks = planned_stacks(root, plan)
     if not stacks:
         raise OptionError(
-            f"quality={quality!r} calibrates one layer after the other: expected a model with a "
-            f"list of layers (nn.ModuleList), got {type(root).__name__} without one. Choose "
-            "another quality."
+            f"{as_option('quality', quality)} calibrates one layer after the other: expected a "
+            f"model with a list of layers (nn.ModuleList), got {type(root).__name__} without one. "
+            "Choose another quality."
         )
     inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
     by_rule: dict[int | None, list[str]] = {}

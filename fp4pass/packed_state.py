@@ -15,7 +15,7 @@ from ._compat.diffusers import is_diffusers
 from ._compat.transformers import saves_adapters, saving_model, saving_owner
 from ._compat.transformers_heads import is_pretrained
 from .distributed import is_sharded
-from .errors import StateError, TraceError
+from .errors import StateError, TraceError, as_option
 
 # Shape and dtype of each packed buffer of a layer.
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -210,8 +210,8 @@ def part_error(name: str) -> StateError:
     """Return the error for saving a whole model of which only a part is converted."""
     return StateError(
         f"A part of the model is converted ({name}), the model is not, so its config would not say "
-        "what is packed. Save that part, or convert the whole float model, with rules= for the "
-        "layers to skip."
+        "what is packed. Save that part, or convert the whole float model, with "
+        f"{as_option('rules')} for the layers to skip."
     )
 
 

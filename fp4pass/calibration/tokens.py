@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..core.source_files import source_folder
-from ..errors import CalibrationError, OptionError, expected
+from ..errors import CalibrationError, OptionError, as_option, expected
 from ..float_models import load_tokenizer
 from ..state import unwrap
 from .documents import Document
@@ -35,7 +35,8 @@ class Tokens:
         if found is None:
             raise OptionError(
                 "tokenizer: expected one for data that is text, got none, and none lies in a "
-                "folder that the model came from. Pass tokenizer=, or give batches of tensors."
+                f"folder that the model came from. Pass {as_option('tokenizer')}, or give batches "
+                "of tensors."
             )
         return found
 

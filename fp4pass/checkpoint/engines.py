@@ -86,7 +86,7 @@ _REFUSED = {
         Because(
             lambda facts: _is_stock(facts) and "fp8_blocka16" in _schemes(facts),
             "an assertion of its loader fails for weights only in fp8_block; "
-            "layout='modelopt' holds them",
+            "the modelopt layout holds them",
         ),
         Because(
             lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
@@ -111,7 +111,7 @@ _SILENT = (
     Because(
         lambda facts: LAYOUTS["finegrained-fp8"].detect(facts.declared) and _cut_rows(facts),
         "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
-        "may read wrong scales without an error. Choose layout='compressed-tensors', which it "
+        "may read wrong scales without an error. Choose the compressed-tensors layout, which it "
         "refuses, or another format; transformers and fp4pass read this folder",
     ),
 )

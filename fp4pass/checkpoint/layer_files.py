@@ -21,7 +21,7 @@ from .._version import __version__
 from ..core.devices import copy_async
 from ..core.fingerprint import digest_of, fingerprint
 from ..distributed import ranks
-from ..errors import OptionError
+from ..errors import OptionError, as_option
 from ..experts import QUANTIZED
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
@@ -116,7 +116,9 @@ class FinishedLayers(LayerStore):
     def __init__(self, folder: str | os.PathLike[str], root: nn.Module, call: object) -> None:
         """Open the folder for a call of `convert`, which is told from others by plain values."""
         if isinstance(root, fx.GraphModule):
-            raise OptionError("stream= is for modules: a graph has no layers that are called.")
+            raise OptionError(
+                f"{as_option('stream')} is for modules: a graph has no layers that are called."
+            )
         super().__init__(folder)
         self.root = root
         self.key = digest_of(ranks().gather(digest_of(__version__, call)))

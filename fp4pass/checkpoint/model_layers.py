@@ -13,7 +13,7 @@ from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk
 from ..config import LinearConfig
 from ..core.fingerprint import dtype_name
-from ..errors import CheckpointError
+from ..errors import CheckpointError, as_option
 from ..experts import QuantizedExpertStack, weight_name
 from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.plan import Plan
@@ -120,7 +120,7 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
             raise CheckpointError(
                 f"{name}: its input gets a global scale at each call, which the {layer.fmt.key} "
                 "layouts cannot express. Calibrate before convert (prepare, then run some "
-                f"batches), or choose fmt={other!r} or 'mxfp4'."
+                f"batches), or choose {as_option('fmt', other)} or 'mxfp4'."
             )
 
 
@@ -131,8 +131,8 @@ def require_equal_parts(
     for parent, problem in fused_problems(layers, dense) if layout.engines else ():
         raise CheckpointError(
             f"{parent}: {problem}. Serving engines multiply by these as by one matrix. Give them "
-            "one scheme by rules= of convert, or save with layout='fp4pass', which only fp4pass "
-            "reads."
+            f"one scheme by {as_option('rules')}, or save with {as_option('layout', 'fp4pass')}, "
+            "which only fp4pass reads."
         )
 
 
@@ -151,7 +151,7 @@ def split_note(root: nn.Module, plan: Plan) -> str:
     return "".join(
         f"{parent}: {problem}{f' ({len(found)} modules are so)' if len(found) > 1 else ''}. "
         "Serving engines multiply by these as by one matrix, so that save will refuse them in the "
-        "layouts of engines; give them one scheme by rules=."
+        f"layouts of engines; give them one scheme by {as_option('rules')}."
         for parent, problem in list(found.items())[:1]
     )
 

@@ -133,7 +133,7 @@ STOCK = (
     Because(
         lambda facts: any(layer.fmt.has_global_scale for layer in facts.experts),
         "it drops the global scales of experts (transformers issue 48371); mxfp4 has none, and "
-        'rules=[("*.experts.*", {{"fmt": "mxfp4a16"}})] of convert makes a folder that it loads',
+        "a rule that gives *.experts.* mxfp4a16 makes a folder that it loads",
     ),
     Because(
         lambda facts: any(

@@ -16,7 +16,7 @@ from .. import ops
 from ..core.atomic import replacing
 from ..core.paths import path_of
 from ..core.progress import current, shown
-from ..errors import CheckpointError, require_flags, some, unknown_name
+from ..errors import CheckpointError, as_option, require_flags, some, unknown_name
 from ..rows import Report
 from ..sources.beside import copy_beside
 from ..sources.files import MANIFEST, require_config, well_formed, write_json
@@ -99,7 +99,7 @@ def transcode(
             raise CheckpointError(
                 f"{reader.folder}: expected a folder that fp4pass wrote, whose {MANIFEST} says how "
                 f"it is packed, got one of another library. Save what fp4pass.load makes of it, "
-                f"with layout={layout.name!r}."
+                f"with {as_option('layout', layout.name)}."
             )
     marks = (MANIFEST, *side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from .._version import __version__
 from ..config import OPTIONS
 from ..core.progress import shown
-from ..errors import Fp4PassError
+from ..errors import Fp4PassError, expected, named_as
 from .doctor import doctor
 from .evaluate import evaluate
 from .inspect import inspect
@@ -28,8 +28,6 @@ from .serve import SETTINGS as SERVE_SETTINGS
 from .serve import serve
 from .transcode import transcode
 from .verify import verify
-from .words import Words, parsing_problem
-
 
 # The headings of --help under which parameters stand; others stand under Options.
 _HEADINGS = {
@@ -81,7 +79,7 @@ class Commands(TyperGroup):
             code = super().main(args, prog_name or "fp4pass", standalone_mode=False, **extra)
         except typer.TyperException as error:
             command = getattr(getattr(error, "ctx", None), "command_path", "fp4pass")
-            message = parsing_problem(error)
+            message = _parsing_problem(error)
             end = "" if message.endswith("?") else "."
             complain(f"{command}: {message}{end} See {command} --help.")
             code = BAD_INPUT
@@ -89,16 +87,11 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print its errors and warnings as lines on stderr."""
-
-        def here(text: object) -> str:
-            command = self.commands.get(ctx.invoked_subcommand)
-            return Words(() if command is None else command.params).translate(str(text))
-
-        with warnings.catch_warnings(), news():
+        command = self.commands.get(ctx.invoked_subcommand)
+        flags = _flags([] if command is None else command.params)
+        with warnings.catch_warnings(), news(), named_as(flags):
             if not sys.warnoptions:
-                warnings.showwarning = lambda text, *_, **__: note(
-                    f"fp4pass: warning: {here(text)}"
-                )
+                warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:
                 # One bar for all that a command does.
                 with shown(""):
@@ -110,11 +103,56 @@ class Commands(TyperGroup):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise Exit(CLOSED) from error
             except (Fp4PassError, OSError) as error:
-                complain(f"fp4pass: {here(error)}")
+                complain(f"fp4pass: {error}")
                 raise Exit(BAD_INPUT) from error
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")
                 raise Exit(INTERRUPTED) from stop
+
+
+# The options of commands for arguments of Python with another name.
+_ARGUMENTS = {
+    "to": ("layout",),
+    "output": ("directory", "path"),
+    "data": ("batches",),
+    "seq_len": ("window",),
+    "samples": ("windows",),
+}
+
+# Pydantic's names of what is wrong with a value.
+_WANTED = {
+    "bool_parsing": "true or false",
+    "float_parsing": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+}
+
+
+def _flags(parameters: Sequence[Any]) -> dict[str, tuple[str, str]]:
+    """Return the flags of a command, on and off, by the names of Python's arguments."""
+    found: dict[str, tuple[str, str]] = {}
+    for each in parameters:
+        flags = [flag for flag in each.opts if flag.startswith("--")]
+        if flags:
+            both = flags[0], next(iter(each.secondary_opts), f"no {flags[0]}")
+            found |= {name: both for name in (each.name, *_ARGUMENTS.get(each.name, ()))}
+    return found
+
+
+def _parsing_problem(error: Any) -> str:
+    """Return what the parser of options found wrong, without the words of pydantic."""
+    message = str(error.format_message()).rstrip(".")
+    details = getattr(error.__cause__, "errors", None)
+    flags = [
+        flag for flag in getattr(getattr(error, "param", None), "opts", ()) if flag.startswith("--")
+    ]
+    if details is None or not flags:
+        return message
+    (first, *_) = details()
+    wanted = _WANTED.get(first["type"])
+    if wanted is None:
+        return f"{flags[0]}: {str(first['msg']).removeprefix('Value error, ').rstrip('.')}"
+    return expected(flags[0], wanted, str(first["input"])).rstrip(".")
 
 
 app = typer.Typer(

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .._compat import file_locks
-from ..errors import CheckpointError, OptionError, expected
+from ..errors import CheckpointError, OptionError, as_option, expected
 
 # Of the name of a file, in every file system of note.
 _LONGEST_NAME = 255
@@ -137,8 +137,8 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     if occupied and not overwrite:
         left = ", ".join(path.name for path in _left_beside(target))
         raise CheckpointError(
-            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True "
-            "to replace the checkpoint in it"
+            f"{target} exists and is not empty. Choose another folder, or pass "
+            f"{as_option('overwrite', True)} to replace the checkpoint in it"
             f"{f' and remove what an interrupted save left beside it ({left})' if left else ''}."
         )
     if occupied and not any((target / mark).is_file() for mark in marks):

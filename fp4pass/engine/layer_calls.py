@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.memory import memory_limits
-from ..errors import CalibrationError
+from ..errors import CalibrationError, as_option
 from ..observers.visible_tokens import Kept
 from ..ops.registration import opaque
 
@@ -56,7 +56,7 @@ def hidden_state(output: Any, name: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise CalibrationError(
             f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
-            "cannot be calibrated one after the other. Leave out sequential=True."
+            f"cannot be calibrated one after the other. Leave out {as_option('sequential', True)}."
         )
     return found
 
@@ -69,7 +69,7 @@ def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> i
             return place
     raise CalibrationError(
         f"{name} is called without a tensor, so its layers cannot be calibrated one after the "
-        "other. Leave out sequential=True."
+        f"other. Leave out {as_option('sequential', True)}."
     )
 
 

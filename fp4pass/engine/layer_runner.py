@@ -15,7 +15,7 @@ from .. import ops
 from .._compat.torch import is_compiled
 from ..config import LinearConfig
 from ..distributed import ranks
-from ..errors import CalibrationError
+from ..errors import CalibrationError, as_rules
 from ..experts import ExpertStack
 from ..kernels.statistics.naive import weight_amax
 from ..linear import StoredWeight, quantize_input
@@ -243,7 +243,7 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
         raise CalibrationError(
             f"{layer.name}: other tokens reach it in the quantized model than in the float one, "
             "as where tokens choose their experts, so Gptq(target='cross') is not for it. Give it "
-            f"another method: rules=[({layer.name!r}, {{'method': 'gptq'}})]."
+            f"another method: {as_rules(layer.name, options={'method': 'gptq'})}."
         )
     return reference[layer.module][i]
 

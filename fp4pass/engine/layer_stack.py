@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CalibrationError
+from ..errors import CalibrationError, as_option, as_rules
 from ..observers.visible_tokens import Kept
 from .layer_calls import (
     Call,
@@ -81,7 +81,8 @@ class Stack:
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {before} returned, so its "
                 "layers cannot be calibrated one after the other. Leave out "
-                f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
+                f"{as_option('sequential', True)}, or skip these layers with "
+                f"{as_rules(self.pattern)}."
             )
         self._inside = True
         # Tensors of inference mode could not be written to outside of it.
@@ -206,7 +207,8 @@ class Stack:
         if hasattr(value, "get_seq_length"):
             if index == 0 and is_filled(value):
                 raise CalibrationError(
-                    f"{self.name} is called with a cache that is filled. With sequential=True "
+                    f"{self.name} is called with a cache that is filled. With "
+                    f"{as_option('sequential', True)} "
                     "calibrate on whole texts: no generate, and no cache."
                 )
             return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed import ranks, share_of_threads
-from ..errors import CalibrationError
+from ..errors import CalibrationError, as_rules
 from ..observers.reached import observes
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
@@ -135,7 +135,7 @@ class Recording(Recorder):
             stack = self.stacks[0]
             raise CalibrationError(
                 f"{stack.name}: calibration never reached these layers. Run batches before "
-                f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
+                f"convert, or skip these layers with {as_rules(stack.pattern)}."
             )
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.time_left import Kind
-from ..errors import StateError
+from ..errors import StateError, as_option
 from ..experts import add_stacks
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.scan import SkippedLayer
@@ -68,8 +68,8 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     if not stacks:
         raise StateError(
             "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
-            f"with linear layers, got {type(root).__name__} without one. Leave out sequential=True "
-            "or stream=."
+            f"with linear layers, got {type(root).__name__} without one. Leave out "
+            f"{as_option('sequential', True)} or {as_option('stream')}."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
     first: dict[int, LayerPlan] = {}
@@ -78,8 +78,8 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
         if owner.get(layer.module) is not owner.get(other.module):
             raise StateError(
                 f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Leave out sequential=True or "
-                "stream=."
+                "they cannot be converted one after the other. Leave out "
+                f"{as_option('sequential', True)} or {as_option('stream')}."
             )
     return stacks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._compat.huggingface_hub import hub_faults, require_hub_library
 from .._version import __version__
-from ..errors import CheckpointError, OptionError, expected
+from ..errors import CheckpointError, OptionError, as_option, expected
 
 
 def require_repository(name: str, token: str | None = None) -> None:
@@ -33,8 +33,8 @@ def require_repository(name: str, token: str | None = None) -> None:
         raise OptionError(expected("push_to_hub", wanted, name)) from error
     if token is None and get_token() is None:
         raise CheckpointError(
-            f"push_to_hub={name!r}: there is no token of Hugging Face here. Run `hf auth login`, "
-            "or set HF_TOKEN. Nothing was written."
+            f"{as_option('push_to_hub', name)}: there is no token of Hugging Face here. Run `hf "
+            "auth login`, or set HF_TOKEN. Nothing was written."
         )
     with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
         HfApi(token=token).whoami()
@@ -62,6 +62,6 @@ def _asking(name: str, remedy: str) -> Iterator[None]:
     except hub_faults() as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"push_to_hub={name!r}: Hugging Face refuses or cannot be reached: "
+            f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "
             f"{lines[0].rstrip('.'):.300}. {remedy}"
         ) from error

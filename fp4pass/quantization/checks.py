@@ -14,7 +14,7 @@ from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
 from ..core.globs import covering_globs, without_numbers
 from ..distributed import ranks, require_initialized, sharded_parameter
-from ..errors import CalibrationError, OptionError, StateError
+from ..errors import CalibrationError, OptionError, StateError, as_option, as_rules
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..observers.reached import seen_tokens
@@ -73,7 +73,8 @@ def require_place(
     if device is not None and recording is None and stream is None:
         raise OptionError(
             f"device is {str(device)!r}, but layers run in convert only after "
-            "prepare(model, sequential=True), or with stream=. Move the model instead."
+            f"prepare(model, sequential=True), or with {as_option('stream')}. Move the model "
+            "instead."
         )
     if device is not None:
         require_device(str(device), "device=")
@@ -95,8 +96,8 @@ def require_unpaired(layers: Sequence[LayerPlan]) -> None:
         if "cross" in layer.config.needs:
             raise OptionError(
                 f"{layer.label}: Gptq(target='cross') is for layers that are calibrated one after "
-                "the other. Give sequential=True to prepare, and to layers outside of its stacks "
-                f"another method: rules=[({layer.name!r}, {{'method': 'gptq'}})]."
+                f"the other. Give {as_option('sequential', True)}, and to layers outside of its "
+                f"stacks another method: {as_rules(layer.name, options={'method': 'gptq'})}."
             )
 
 
@@ -145,7 +146,8 @@ def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
     get_cache_format(kv_cache)
     if known is None:
         raise StateError(
-            f"kv_cache={kv_cache!r} needs calibration data, and the model is not prepared for it. "
+            f"{as_option('kv_cache', kv_cache)} needs calibration data, and the model is not "
+            f"prepared for it. "
             f"Call fp4pass.prepare(model, kv_cache={kv_cache!r}) and run some batches first."
         )
     return kv_cache
@@ -196,7 +198,7 @@ def require_statistics(
     if before is None and late is None:
         raise CalibrationError(
             f"Method {name!r} needs calibration data. Call {call} and run some batches through "
-            "the model before convert, or choose method='sse'."
+            f"the model before convert, or choose {as_option('method', 'sse')}."
         )
     names = ", ".join(layer.label for layer in lacking[:5])
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
@@ -215,7 +217,7 @@ def require_statistics(
             raise CalibrationError(
                 f"{layer.label}: prepare did not observe it ({skipped[layer.name]}). Prepare and "
                 "calibrate it as it is now, in a fresh copy of the model, or skip it with "
-                f"rules=[({layer.name!r}, None)]."
+                f"{as_rules(layer.name)}."
             )
     names_lacking = [layer.name for layer in lacking]
     others = {row.name for row in before.report.converted} if before else set()
@@ -225,9 +227,8 @@ def require_statistics(
         others = {each.name for each in late.layers if without_numbers(each.name) not in kinds}
     others |= {layer.name for layer in plan.layers}
     globs = covering_globs(names_lacking, others.difference(names_lacking))
-    rules = ", ".join(f"({glob!r}, None)" for glob in globs)
     raise CalibrationError(
         f"{names}{more}: calibration never reached them. Run batches that use these layers, skip "
-        f"them with rules=[{rules}], or choose unreached='skip' or 'sse'. Where the model reads a "
-        f"weight and never calls the layer, no batch reaches it.{again}"
+        f"them with {as_rules(*globs)}, or choose {as_option('unreached', 'skip')} or 'sse'. Where "
+        f"the model reads a weight and never calls the layer, no batch reaches it.{again}"
     )

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..config import LinearConfig, Rule
 from ..distributed import divide, ranks, summed_statistics
-from ..errors import OptionError, RuleError, ShapeError
+from ..errors import OptionError, RuleError, ShapeError, as_rules
 from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..observers.observer import collect, observers_of
@@ -170,7 +170,7 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
         return skip(layer, f"rule ({pattern!r}, None)")
     planned = _plan_layer(layer, config.override(options))
     if isinstance(planned, SkippedLayer) and pattern == layer.name:
-        ways_out = f"Skip this layer with rules=[({layer.name!r}, None)]"
+        ways_out = f"Skip this layer with {as_rules(layer.name)}"
         if isinstance(layer, SkippedLayer):
             raise ShapeError(f"{layer.name}: {layer.skip_reason}. {ways_out}.")
         raise ShapeError(

@@ -13,7 +13,7 @@ from ..core.fingerprint import digest_of
 from ..core.paths import path_of
 from ..core.plain_files import parse_file
 from ..distributed import ranks
-from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
+from ..errors import Fp4PassError, OptionError, as_option, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
@@ -170,8 +170,8 @@ def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
     if given:
         names = " and ".join(given)
         raise OptionError(
-            f"quality={quality!r} and {names} are both given, and quality decides {names}. Leave "
-            "one of them out; rules can give single layers other options."
+            f"{as_option('quality', quality)} and {names} are both given, and quality decides "
+            f"{names}. Leave one of them out; rules can give single layers other options."
         )
 
 

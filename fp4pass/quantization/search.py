@@ -17,7 +17,7 @@ from ..config import LinearConfig
 from ..core.formats import WHOLE, get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
-from ..errors import NonFiniteError, StateError
+from ..errors import NonFiniteError, StateError, as_rules
 from ..kernels.search.float_scales import in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
@@ -67,14 +67,14 @@ def stored_amax(layer: LayerPlan) -> list[float]:
                 where = f"expert {i} of its weight" if layer.stage else "its weight"
                 raise NonFiniteError(
                     f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
-                    f"the layer with rules=[({layer.name!r}, None)]."
+                    f"the layer with {as_rules(layer.name)}."
                 )
             found.append(largest if searched is target else weight_amax(searched))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
             raise NonFiniteError(
                 f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
-                f"rules=[({layer.name!r}, None)]."
+                f"{as_rules(layer.name)}."
             )
         return found
 

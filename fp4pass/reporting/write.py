@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..core.paths import path_of
-from ..errors import CheckpointError, OptionError, expected, require_flags
+from ..errors import CheckpointError, OptionError, as_option, expected, require_flags
 from . import charts, figures
 from .data import gather
 from .source import Source
@@ -89,8 +89,8 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
         raise OptionError(f"{folders[0]} is a folder. Choose another name for the page.")
     if there and not overwrite:
         raise OptionError(
-            f"{', '.join(map(str, there))} exists. Choose another name, or pass overwrite=True "
-            "to replace it."
+            f"{', '.join(map(str, there))} exists. Choose another name, or pass "
+            f"{as_option('overwrite', True)} to replace it."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._version import __version__
 from ...config import LinearConfig
 from ...core.formats import Format
-from ...errors import CheckpointError, OptionError, UnreadError, expected
+from ...errors import CheckpointError, OptionError, UnreadError, as_option, expected
 from ...kv_cache import SCALES
 from ...linear import INPUT_GLOBAL, PACKED, SCALE
 from ...sources.files import Shapes
@@ -238,8 +238,9 @@ class Layout:
         if cache is not None and cache not in self.cache_schemes:
             held = f"{self.name} holds {' and '.join(self.cache_schemes) or 'none'}"
             raise CheckpointError(
-                f"kv_cache={cache!r}: {held}. Choose layout='compressed-tensors', or convert the "
-                "model without kv_cache=."
+                f"{as_option('kv_cache', cache)}: {held}. Choose "
+                f"{as_option('layout', 'compressed-tensors')}, or convert the "
+                f"model without {as_option('kv_cache')}."
             )
         if cache is None or not self.engines:
             return {}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, UnreadError, expected
+from ...errors import CheckpointError, UnreadError, as_option, expected
 from ...linear import PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
@@ -79,7 +79,7 @@ class DeepSeek(Layout):
         if not torch.equal(stored.float(), tensor):
             raise CheckpointError(
                 f"{self.name} has powers of two for scales in FP8, and those of this model are "
-                "none. Choose layout='compressed-tensors'."
+                f"none. Choose {as_option('layout', 'compressed-tensors')}."
             )
         return stored
 
@@ -97,7 +97,7 @@ class DeepSeek(Layout):
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for it in {layer.scheme}; it holds experts, "
                     "each a linear layer, in mxfp4a16, and others in fp8_block. Skip the others by "
-                    "rules= of convert, or choose another layout."
+                    f"{as_option('rules')}, or choose another layout."
                 )
 
 

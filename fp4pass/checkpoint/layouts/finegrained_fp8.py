@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...core.formats import WHOLE
-from ...errors import CheckpointError, UnreadError, expected
+from ...errors import CheckpointError, UnreadError, as_option, as_rules, expected
 from ...linear import INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
@@ -88,11 +88,11 @@ class FineGrainedFp8(Layout):
                 raise CheckpointError(
                     f"{name}: {self.name} has one scheme for all layers, and {first} is "
                     f"{layers[first].scheme}, this one {layers[name].scheme}. Choose "
-                    "layout='compressed-tensors', which has a group for each."
+                    f"{as_option('layout', 'compressed-tensors')}, which has a group for each."
                 )
         for name in layers:
             if not any(map(str.isdigit, name.split("."))):
                 raise CheckpointError(
                     f"{name}: readers of {self.name} take it for dense. Skip it with "
-                    f"rules=[({name!r}, None)], or choose layout='compressed-tensors'."
+                    f"{as_rules(name)}, or choose {as_option('layout', 'compressed-tensors')}."
                 )
