@@ -18,11 +18,16 @@ _FLOAT_INPUTS = ("a16", "weightonly")
 
 def require_scheme_name(name: object, known: Collection[str]) -> None:
     """Raise OptionError for a method in place of a scheme, or a name that others have for one."""
-    if not isinstance(name, str) or name.partition(":")[0] in known:
+    if not isinstance(name, str) or {base := name.partition(":")[0], base.lower()} & {*known}:
         return
     problem = f"fmt: Scheme {name!r} does not exist"
     if name.lower() in METHODS:
         raise OptionError(f"{problem}: it is a method. Give {as_option('method', name.lower())}.")
+    if "int4" in name.lower():
+        raise OptionError(
+            f"{problem}: fp4pass has no integers with zero points. 'nvfp4a16' takes 4.5 bits, as "
+            "int4 in groups of 32."
+        )
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     match = _ELSEWHERE.fullmatch(plain)
     if not match or not ("fp4" in plain or "w4a" in plain):

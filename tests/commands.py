@@ -13,7 +13,7 @@ from small_models import TINY
 
 CALIB, EVAL = TINY / "calib.txt", TINY / "eval.txt"
 PLAIN = ("--method", "sse", "--weight-only")
-CALIBRATED = ("--calib", CALIB, "--samples", 4, "--seq-len", 64)
+CALIBRATED = ("--data", CALIB, "--samples", 4, "--seq-len", 64)
 
 
 def run(*args: object, code: int = 0) -> Any:
@@ -36,9 +36,9 @@ def run_json(*args: object, code: int = 0) -> Any:
 def make_folders(folder: Path) -> Path:
     """`mixed` needs no calibration, `inputs` quantizes inputs."""
     rules = folder / "rules.yaml"
-    rules.write_text('- "*.down_proj": {fmt: mxfp4}\n- "model.layers.0.*": null\n')
+    rules.write_text('- "*.down_proj": {fmt: mxfp4a16}\n- "model.layers.0.*": null\n')
     run("quantize", TINY, "-o", folder / "mixed", *PLAIN, "--rules", rules)
-    run("quantize", TINY, "-o", folder / "inputs", *CALIBRATED)
+    run("quantize", TINY, "-o", folder / "inputs", "--scheme", "nvfp4", *CALIBRATED)
     return folder
 
 

@@ -254,7 +254,7 @@ def test_layers_compiled_before_are_recorded(how: str) -> None:
         fp4pass.calibrate(code, [x, x], progress=False)
         (stack,) = get_state(model).recording.stacks  # type: ignore[union-attr]
         assert len(stack.calls) == 3
-        fp4pass.convert(code)
+        fp4pass.convert(code, "nvfp4")
         assert torch.equal(code(x), restored(model)(x))
 
 
@@ -269,7 +269,7 @@ def test_only_the_model_itself_is_compiled_again() -> None:
         fp4pass.prepare(model)
         code(x)
         compiled_again = counters["stats"]["unique_graphs"]
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
         other_code(x)
     assert compiled_again == 1
     assert counters["stats"]["unique_graphs"] == compiled_again
@@ -279,7 +279,7 @@ def test_only_the_model_itself_is_compiled_again() -> None:
 def test_converted_models_export_as_the_float_model_does(case: zoo.Case) -> None:
     assert case.example
     args, kwargs = case.example()
-    model = fp4pass.convert(case.build(), method="naive")
+    model = fp4pass.convert(case.build(), "nvfp4", method="naive")
     program = torch.export.export(model, args, kwargs, strict=False)
     with torch.no_grad():
         expected = zoo.tensor_of(model(*args, **kwargs))
@@ -296,13 +296,13 @@ def test_exporting_a_prepared_model_leaves_its_statistics_alone() -> None:
     exported = torch.export.export(model, (x,)).module()
     assert torch.equal(exported(x), expected)
     model(x)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert [row.tokens for row in fp4pass.report(model).rows] == [5, 5]
 
 
 def test_functional_call_reads_the_tensors_it_is_given() -> None:
     model, x = mlp(), torch.randn(5, 64)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     state = {
         name: tensor + 1 if "bias" in name else tensor
         for name, tensor in model.state_dict().items()

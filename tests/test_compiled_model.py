@@ -75,7 +75,7 @@ def test_five_shapes_make_at_most_three_graphs(name: str, setting: str) -> None:
 def test_reduce_overhead_runs_without_cuda_graphs(dynamic: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     code = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=dynamic)
     for rows in (5, 8) if dynamic else (5, 5):
         x = torch.randn(rows, 64)

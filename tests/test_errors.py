@@ -137,7 +137,7 @@ def test_a_weight_of_another_dtype_is_skipped(dtype: torch.dtype) -> None:
     model = build(unused=True)
     weight = torch.ones(32, 32).to(dtype)
     model.unused.weight = nn.Parameter(weight, requires_grad=False)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert reasons(model)["unused"] == (
         f"its weight is {dtype}, not float32, bfloat16, float16 or float64"
     )
@@ -155,7 +155,7 @@ def test_columns_that_are_not_a_multiple_of_the_block() -> None:
     model = build()
     model.layers[0].up_proj = nn.Linear(32, 40)
     model.layers[0].down_proj = nn.Linear(40, 32)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert reasons(model)["layers.0.down_proj"] == (
         "in_features=40 is not a multiple of 16 (the block of nvfp4)"
     )
@@ -169,14 +169,14 @@ def test_a_rule_that_names_such_a_layer() -> None:
     rules = [("layers.0.down_proj", {"block": 32})]
     check_untouched(
         model,
-        lambda: fp4pass.convert(model, method="sse", rules=rules),
+        lambda: fp4pass.convert(model, "nvfp4", method="sse", rules=rules),
         ShapeError,
         "layers.0.down_proj: in_features=48 is not a multiple of 32 (the block of nvfp4:32)",
         "rules=[('layers.0.down_proj', None)]",
         "smaller block",
     )
     # A rule with a wildcard takes what fits and reports the rest.
-    fp4pass.convert(model, method="sse", rules=[("*.down_proj", {"block": 32})])
+    fp4pass.convert(model, "nvfp4", method="sse", rules=[("*.down_proj", {"block": 32})])
     assert "not a multiple of 32" in reasons(model)["layers.0.down_proj"]
     assert rows(model)["layers.1.down_proj"].config.block == 32
 
@@ -220,7 +220,7 @@ def test_a_subclass_with_its_own_call_is_skipped() -> None:
     model = nn.Sequential(Scaled(32, 32), nn.Linear(32, 32))
     x = batch()
     before = model[0](x)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert reasons(model) == {"0": "its class Scaled is more than an nn.Linear"}
     assert torch.equal(model[0](x), before)
 
@@ -230,7 +230,7 @@ def test_a_computed_bias_is_skipped() -> None:
     nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
     x = batch()
     before = model[0](x)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert set(reasons(model)) == {"0"} and "its bias is computed" in reasons(model)["0"]
     assert torch.equal(model[0](x), before)
 
@@ -238,12 +238,12 @@ def test_a_computed_bias_is_skipped() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_a_weight_without_values() -> None:
     lazy = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
-    fp4pass.convert(lazy, method="sse")
+    fp4pass.convert(lazy, "nvfp4", method="sse")
     assert "run the model once" in reasons(lazy)["0"]
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(32, 32))
     with pytest.raises(StateError, match="0: its weight is on the meta device"):
-        fp4pass.convert(meta, method="sse")
+        fp4pass.convert(meta, "nvfp4", method="sse")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -253,7 +253,7 @@ def test_a_computed_weight_is_skipped() -> None:
     nn.utils.weight_norm(model[2])
     x = torch.randn(2, 32)
     before = model[2](model[1](x))
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert set(reasons(model)) == {"1", "2"}
     assert all("weight is computed" in reason for reason in reasons(model).values())
     assert torch.equal(model[2](model[1](x)), before)
@@ -295,7 +295,9 @@ def test_bad_options(options: dict[str, Any], parts: tuple[str, ...]) -> None:
     check_untouched(model, lambda: fp4pass.convert(model, **options), OptionError, *parts)
     # The same in a rule.
     rules = [("*.up_proj", options)]
-    check_untouched(model, lambda: fp4pass.convert(model, rules=rules), OptionError, *parts)
+    check_untouched(
+        model, lambda: fp4pass.convert(model, "nvfp4", rules=rules), OptionError, *parts
+    )
     fresh = build()
     if "method" in options:
         check_untouched(fresh, lambda: fp4pass.prepare(fresh, **options), OptionError, *parts)
@@ -378,11 +380,11 @@ def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any] | 
     model[1].weight = model[0].weight
     check_untouched(
         model,
-        lambda: fp4pass.convert(model, method="sse", rules=[("1", options)]),
+        lambda: fp4pass.convert(model, "nvfp4", method="sse", rules=[("1", options)]),
         RuleError,
         "0 and 1 share one weight",
     )
-    fp4pass.convert(model, method="sse", rules=[("*", options or {})])
+    fp4pass.convert(model, "nvfp4", method="sse", rules=[("*", options or {})])
     assert model[0].weight_packed is model[1].weight_packed
 
 
@@ -394,10 +396,10 @@ def test_a_rule_behind_another_need_not_match_first() -> None:
 
 def test_a_rule_can_take_the_head() -> None:
     model = build()
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert "output embedding; add a rule to quantize it" in reasons(model)["lm_head"]
     model = build()
-    fp4pass.convert(model, method="sse", rules=[("lm_head", {})])
+    fp4pass.convert(model, "nvfp4", method="sse", rules=[("lm_head", {})])
     assert not reasons(model) and isinstance(model.lm_head, QuantizedLinear)
 
 
@@ -433,7 +435,7 @@ def test_a_method_of_a_rule_is_prepared_for() -> None:
     model = build()
     fp4pass.prepare(model, "sse", rules=[("*.down_proj", {"method": "hessian"})])
     fp4pass.calibrate(model, [batch()], progress=False)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     found = rows(model)
     methods = {row.config.method_name for row in found.values() if row.config is not None}
     assert methods == {"hessian", "sse"}
@@ -447,20 +449,20 @@ def test_hessian_without_calibration() -> None:
     model = build()
     check_untouched(
         model,
-        lambda: fp4pass.convert(model),
+        lambda: fp4pass.convert(model, "nvfp4"),
         CalibrationError,
         "Method 'hessian' needs calibration data",
         "fp4pass.prepare(model, 'hessian')",
         "method='sse'",
     )
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
 
 
 def test_hessian_after_preparing_for_sse() -> None:
     model = calibrated("sse")
     check_untouched(
         model,
-        lambda: fp4pass.convert(model, method="hessian"),
+        lambda: fp4pass.convert(model, "nvfp4", method="hessian"),
         CalibrationError,
         "layers.0.up_proj",
         "prepared for a method or a rotation that does not collect what 'hessian' needs",
@@ -474,7 +476,7 @@ def test_hessian_after_preparing_for_sse() -> None:
         "'hessian' needs",
         "fresh copy",
     )
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
 
 
 @pytest.mark.core
@@ -482,19 +484,19 @@ def test_a_layer_that_calibration_never_reached() -> None:
     model = calibrated(unused=True)
     check_untouched(
         model,
-        lambda: fp4pass.convert(model),
+        lambda: fp4pass.convert(model, "nvfp4"),
         CalibrationError,
         "unused: calibration never reached",
         "rules=[('unused', None)]",
     )
-    fp4pass.convert(model, rules=[("unused", None)])
+    fp4pass.convert(model, "nvfp4", rules=[("unused", None)])
     assert set(reasons(model)) == {"unused", "lm_head"}
 
 
 @pytest.mark.parametrize("again", [fp4pass.convert, fp4pass.prepare])
 def test_after_converting(again: Callable[..., Any]) -> None:
     model = calibrated()
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     check_untouched(
         model,
         lambda: again(model),
@@ -523,11 +525,11 @@ def test_preparing_twice_keeps_the_statistics() -> None:
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     fp4pass.calibrate(model, [batch(1)], progress=False)
     assert set(counts(model).values()) == {30}
-    twice = fp4pass.convert(model)
+    twice = fp4pass.convert(model, "nvfp4")
     straight = build()
     fp4pass.prepare(straight)
     fp4pass.calibrate(straight, [batch(), batch(1)], progress=False)
-    fp4pass.convert(straight)
+    fp4pass.convert(straight, "nvfp4")
     for (name, a), b in zip(
         straight.state_dict().items(), twice.state_dict().values(), strict=True
     ):
@@ -546,7 +548,7 @@ def test_calibrating_what_is_not_prepared() -> None:
         "not prepared",
         "fp4pass.prepare(model)",
     )
-    converted = fp4pass.convert(build(), method="sse")
+    converted = fp4pass.convert(build(), "nvfp4", method="sse")
     with pytest.raises(StateError, match="not prepared"):
         fp4pass.calibrate(converted, [batch()], progress=False)
 
@@ -559,7 +561,7 @@ def test_activations_that_are_not_finite(bad: float, method: str) -> None:
     x[1, 2, 3] = bad
     fp4pass.calibrate(model, [batch(), x, batch()], progress=False)
     with pytest.raises(CalibrationError) as caught:
-        fp4pass.convert(model, method=method)
+        fp4pass.convert(model, "nvfp4", method=method)
     for part in ("layers.0.up_proj", "NaN or infinity during calibration", "calibrate again"):
         assert part in str(caught.value)
     assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
@@ -584,7 +586,7 @@ def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
 def test_a_part_that_was_prepared_alone_is_not_prepared_any_more() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
     fp4pass.prepare(model[0])
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     with pytest.raises(StateError):
         fp4pass.calibrate(model[0], [torch.ones(2, 32)], progress=False)
 
@@ -596,7 +598,7 @@ def test_inputs_that_a_linear_refuses_are_not_observed(width: int) -> None:
     model(torch.ones(4, 32))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(1e3 * torch.ones(2, width))
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert rows(model)[""].tokens == 4
     assert model.input_global_scale.item() == 2048.0
 
@@ -611,28 +613,28 @@ def test_no_batch_was_run(options: dict[str, Any]) -> None:
     model = fp4pass.prepare(build(), **options)
     fp4pass.calibrate(copy.deepcopy(model), [batch()], progress=False)
     with pytest.raises(CalibrationError, match=NO_BATCH) as caught:
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     assert "a copy of the model do not count" in str(caught.value)
     assert "rules=" not in str(caught.value)
     # A call by hand is a batch.
     model(batch())
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
 
 
 def test_a_method_that_prepare_did_not_collect_for() -> None:
     model = fp4pass.prepare(build(), "sse")
     with pytest.raises(CalibrationError, match=r"prepared for a method .* Prepare a fresh copy"):
-        fp4pass.convert(model, method="gptq")
+        fp4pass.convert(model, "nvfp4", method="gptq")
 
 
 def test_batches_without_tokens() -> None:
     model = fp4pass.prepare(build())
     fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)
     with pytest.raises(CalibrationError, match=r"layers.0.up_proj.* calibration never reached"):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     # With tokens as well, the empty one changes nothing.
     fp4pass.calibrate(model, [batch(), torch.empty(2, 0, 32)], progress=False)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert rows(model)["layers.0.up_proj"].tokens == 15
     assert model(torch.empty(0, 32)).shape == (0, 16)
 
@@ -654,7 +656,7 @@ def test_inputs_too_large_for_a_hessian_are_not_called_infinite() -> None:
     with pytest.raises(
         CalibrationError, match=r"the model: its inputs reached 1e\+25, whose square"
     ):
-        fp4pass.convert(linear)
+        fp4pass.convert(linear, "nvfp4")
 
 
 def test_training_mode_warns() -> None:
@@ -705,7 +707,7 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
         try:
             fp4pass.prepare(each)
             each(x)
-            fp4pass.convert(each)
+            fp4pass.convert(each, "nvfp4")
         finally:
             torch.set_default_dtype(torch.float32)
     assert fp4pass.report(model) == fp4pass.report(expected)
@@ -718,7 +720,7 @@ def test_a_subclass_with_methods_of_its_own_is_skipped() -> None:
             return self.weight.norm()
 
     model = nn.Sequential(nn.Linear(32, 32), Scored(32, 32))
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert reasons(model) == {"1": "its class Scored is more than an nn.Linear"}
     assert model[1].score() > 0
 

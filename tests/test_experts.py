@@ -298,7 +298,7 @@ def routed(model: Any, experts: list[int]) -> Any:
 def test_an_expert_that_no_token_reached_is_finite_and_named() -> None:
     model = fp4pass.prepare(routed(build("gpt_oss"), [0, 2]))
     logits(model)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert logits(model).isfinite().all()
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExpertStack):
@@ -469,7 +469,7 @@ def test_gradients_of_inputs() -> None:
 
 def test_output_errors_of_stacks() -> None:
     original = build("gpt_oss")
-    model = fp4pass.convert(copy.deepcopy(original), method="naive", rules=ONLY_EXPERTS)
+    model = fp4pass.convert(copy.deepcopy(original), "nvfp4", method="naive", rules=ONLY_EXPERTS)
     found = output_errors(model, original, [ids()], progress=False)
     assert set(found) == set(stack_shapes(original))
     _, calls = recorded("gpt_oss", [ids()])
@@ -545,7 +545,7 @@ def test_a_conversion_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quantize, "_replace", cut)
     with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model, method="sse")
+        fp4pass.convert(model, "nvfp4", method="sse")
     monkeypatch.undo()
     for call in (fp4pass.convert, fp4pass.prepare, fp4pass.report):
         with pytest.raises(StateError, match="The model is interrupted"):

@@ -205,8 +205,8 @@ def test_a_static_scale_of_inputs_is_calibrated() -> None:
 
 
 MIXED = [
-    ("*self_attn*", {"fmt": "fp8", "weight_only": False}),
-    ("*down_proj", {"fmt": "fp8_block"}),
+    ("*self_attn*", {"fmt": "fp8"}),
+    ("*down_proj", {"fmt": "fp8_blocka16"}),
 ]
 
 

@@ -273,7 +273,7 @@ def test_float16_inputs_may_round_beyond_float16(fmt: str) -> None:
 
 
 def test_a_move_that_fails_loses_nothing() -> None:
-    model = fp4pass.convert(nn.Linear(64, 64), method="sse")
+    model = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def fails(stop: int) -> Any:
@@ -456,7 +456,7 @@ class TwoReaders(nn.Module):
 def test_a_state_dict_changes_the_shared_scale_of_one_layer_alone() -> None:
     model = TwoReaders().eval()
     fp4pass.prepare(model)(batch())
-    model = fp4pass.convert(model)
+    model = fp4pass.convert(model, "nvfp4")
     shared, k = model.q.input_global_scale, model.k.state_dict()
     assert shared is model.k.input_global_scale
     state = model.q.state_dict()

@@ -265,7 +265,9 @@ def test_the_quickstart_page_begins_with_the_program_of_the_readme() -> None:
     """And goes on with a whole program of three calls, which is the script."""
     text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
     readme = (ROOT / "README.md").read_text("utf-8")
-    program = readme.partition("[start:program] -->\n")[2].partition("\n<!-- --8<-- [end:program]")[0]
+    program = readme.partition("[start:program] -->\n")[2].partition("\n<!-- --8<-- [end:program]")[
+        0
+    ]
     assert program.startswith("```python\nimport fp4pass\n") and program.endswith("```")
     assert text.index('\n--8<-- "README.md:program"\n') < text.index("```")
     first = pages.blocks("docs/quickstart.md")[0].code

@@ -69,12 +69,13 @@ def test_a_format_that_is_registered_later_has_its_schemes(monkeypatch: pytest.M
     assert scheme_name(mine, weight_only=False) == "mine"
 
 
-def test_the_name_of_a_format_leaves_inputs_as_they_are() -> None:
+def test_a_name_means_the_same_everywhere() -> None:
     weights = LinearConfig("nvfp4a16")
-    assert weights.override({"fmt": "mxfp4"}).scheme == "mxfp4a16"
-    assert LinearConfig().override({"fmt": "mxfp4"}).scheme == "mxfp4"
-    assert LinearConfig().override({"fmt": "mxfp4a16"}).scheme == "mxfp4a16"
-    assert weights.override({"fmt": "mxfp4", "weight_only": False}).scheme == "mxfp4"
+    assert LinearConfig() == weights
+    assert weights.override({"fmt": "mxfp4"}).scheme == "mxfp4"
+    assert LinearConfig("nvfp4").override({"fmt": "mxfp4a16"}).scheme == "mxfp4a16"
+    assert weights.override({"fmt": "mxfp4", "weight_only": True}).scheme == "mxfp4a16"
+    assert LinearConfig("NVFP4A16") == weights and LinearConfig("NVFP4").scheme == "nvfp4"
     assert LinearConfig("nvfp4", weight_only=True) == weights
     assert LinearConfig("nvfp4a16", weight_only=True) == weights
 
@@ -92,17 +93,16 @@ def test_convert_takes_a_scheme(name: str) -> None:
 def test_rules_take_a_scheme() -> None:
     rules: list[Any] = [("0", {"fmt": "mxfp4a16"}), ("2", {"fmt": "mxfp4"})]
     assert made(fp4pass.convert(mlp(), "nvfp4", "sse", rules=rules)) == ["mxfp4a16", "mxfp4"]
-    # Below a scheme for weights only, a format changes the format alone.
     model = fp4pass.convert(mlp(), "nvfp4a16", "sse", rules=rules)
-    assert made(model) == ["mxfp4a16", "mxfp4a16"]
+    assert made(model) == ["mxfp4a16", "mxfp4"]
 
 
 def test_prepare_tells_convert_the_scheme() -> None:
     model = fp4pass.prepare(mlp(), fmt="mxfp4a16")
     model(torch.randn(40, 64))
     assert made(fp4pass.convert(copy.deepcopy(model))) == ["mxfp4a16"] * 2
-    assert made(fp4pass.convert(copy.deepcopy(model), "nvfp4")) == ["nvfp4a16"] * 2
-    assert made(fp4pass.convert(model, "nvfp4", weight_only=False)) == ["nvfp4"] * 2
+    assert made(fp4pass.convert(copy.deepcopy(model), "nvfp4")) == ["nvfp4"] * 2
+    assert made(fp4pass.convert(model, weight_only=False)) == ["mxfp4"] * 2
 
 
 CONTRADICTIONS: list[Any] = [
@@ -138,8 +138,8 @@ def test_unknown_values_are_refused_beside_a_scheme() -> None:
         LinearConfig().override({"fmt": "nvfp4a16", "weight_only": "no"})
     with pytest.raises(OptionError, match=r"'nvfp4a8' does not exist\. Did you mean 'nvfp4'"):
         LinearConfig("nvfp4a8")
-    with pytest.raises(OptionError, match=r"'NVFP4A16' does not exist\. Did you mean fmt='nvfp4"):
-        fp4pass.convert(mlp(), "NVFP4A16")
+    with pytest.raises(OptionError, match=r"'int4' does not exist: .* 'nvfp4a16' takes 4\.5 bits"):
+        fp4pass.convert(mlp(), "int4")
 
 
 def test_one_tensor_has_no_inputs() -> None:

@@ -172,7 +172,7 @@ def test_calibration_gives_static_activation_scales(case: Case) -> None:
     model = case.build()
     fp4pass.prepare(model)
     calibrate(case, model)
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     seen = reference_statistics(plain(case))
     amax = {name: stats.amax for name, stats in seen.items()}
     experts = float_experts(original := plain(case).build())
@@ -195,7 +195,7 @@ def test_what_is_skipped_is_a_row_with_its_reason(case: Case) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     rows = {row.name: row.skip_reason for row in fp4pass.report(model).rows}
     assert linears <= set(rows)
     left = {name: reason for name, reason in rows.items() if reason}
@@ -270,15 +270,17 @@ def test_gradient_checkpointing_goes_back_through_prepared_models(case: Case) ->
         case.run(model, 0).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    fp4pass.convert(model, method="hessian")
+    fp4pass.convert(model, "nvfp4", method="hessian")
     case.run(model, 0).square().sum().backward()
 
 
 def test_what_shares_a_weight_shares_its_packed_buffers() -> None:
-    model = fp4pass.convert(fp4pass.prepare(ALL["shared_weight"].build(), "naive"), method="naive")
+    model = fp4pass.convert(
+        fp4pass.prepare(ALL["shared_weight"].build(), "naive"), "nvfp4", method="naive"
+    )
     assert model.first.weight_packed is model.second.weight_packed
     assert model.first.weight_scale is model.second.weight_scale
     assert torch.equal(model.first.weight_global_scale, model.second.weight_global_scale)
     assert [row.name for row in fp4pass.report(model).rows] == ["first", "second"]
-    model = fp4pass.convert(ALL["used_twice"].build(), method="naive")
+    model = fp4pass.convert(ALL["used_twice"].build(), "nvfp4", method="naive")
     assert [row.name for row in fp4pass.report(model).rows] == ["proj"]

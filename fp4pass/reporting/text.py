@@ -113,7 +113,7 @@ def scored(row: Mapping[str, Any]) -> str:
 def verdict(row: Mapping[str, Any]) -> str:
     """Return what the interval of the change of perplexity says, "" without one."""
     ratio = (row.get("difference") or {}).get("perplexity_ratio") or {}
-    if ratio.get("low") is None or ratio["significant"] is None:
+    if ratio.get("low") is None or ratio["significant"] is None or row["units"] < VERDICT_UNITS:
         return ""
     if ratio["significant"]:
         return "The change of perplexity is significant: its interval excludes 0."

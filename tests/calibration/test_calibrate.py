@@ -37,7 +37,7 @@ def test_texts_are_the_same_as_their_batches() -> None:
     model = calibrated(TEXTS)
     made = batches(TEXTS, tokenizer())
     assert calibration(model) == calibration(calibrated(made))
-    assert_same_bits(fp4pass.convert(model), fp4pass.convert(calibrated(made)))
+    assert_same_bits(fp4pass.convert(model, "nvfp4"), fp4pass.convert(calibrated(made), "nvfp4"))
     assert calibration(model)["tokens"] == sum(batch.numel() for batch in made)
 
 
@@ -50,7 +50,7 @@ def test_padding_of_chats_enters_no_statistic(sequential: bool) -> None:
     assert one.shape != other.shape
     apart = calibrated([one, other], sequential=sequential)
     seen = one.numel() + other.numel()
-    first, second = (fp4pass.report(fp4pass.convert(model)) for model in (padded, apart))
+    first, second = (fp4pass.report(fp4pass.convert(model, "nvfp4")) for model in (padded, apart))
     assert calibration(padded)["tokens"] == calibration(apart)["tokens"] == seen
     assert len(first.converted) == 4
     for mine, theirs in zip(first.converted, second.converted, strict=True):

@@ -147,7 +147,7 @@ def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
         with torch.no_grad():
             model[0].weight.copy_(torch.linspace(-1, 1, 128).sin().view(4, 32))
         model(torch.randn(50, 32, generator=torch.Generator().manual_seed(0)))
-        fp4pass.convert(model, resume=resume)
+        fp4pass.convert(model, "nvfp4", resume=resume)
         reports.append(fp4pass.report(model).to_dict())
     assert reports[0]["rows"][0]["proved"] is not None
     assert reports[0] == reports[1] == reports[2]
@@ -206,7 +206,7 @@ def test_what_cannot_be_used_costs_no_calibration(
     model(torch.randn(5, 64))
     with pytest.raises(OptionError, match=r"resume: expected|device=cuda:99 cannot be used"):
         fp4pass.convert(model, method="hessian", **options)
-    fp4pass.convert(model, method="hessian")
+    fp4pass.convert(model, "nvfp4", method="hessian")
     assert all(row.tokens == 5 for row in fp4pass.report(model).rows)
 
 
@@ -227,7 +227,7 @@ def test_the_recipe_says_what_calibrated_it() -> None:
         model = fp4pass.prepare(mlp())
         for batch in batches:
             fp4pass.calibrate(model, [batch], progress=False)
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
         return get_state(model).recipe["calibration"]
 
     first = calibrated(x, 2 * x)
@@ -237,7 +237,7 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     # A loop of one's own: how much is known, and not what.
     model = fp4pass.prepare(mlp())
     model(x)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert get_state(model).recipe["calibration"] == {"tokens": 32, "own_tokens": 32}
     # Batches and digest are of a part.
     model = fp4pass.prepare(mlp())
@@ -245,7 +245,7 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     fp4pass.calibrate(model, [x], progress=False)
     model(x[:16])
     fp4pass.calibrate(model, [2 * x], progress=False)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     found = get_state(model).recipe["calibration"]
     assert found == {**first, "tokens": 88, "own_tokens": 24}
     assert "calibration" not in get_state(convert(None, "sse")).recipe

@@ -77,7 +77,7 @@ def test_the_layout_is_that_of_compressed_tensors(tmp_path: Path) -> None:
     model = language_model()
     fp4pass.prepare(model, "sse")
     fp4pass.calibrate(model, [tokens()], progress=False)
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     fp4pass.save(model, tmp_path / "q")
     stored = load_file(tmp_path / "q" / "model.safetensors")
     prefix = "model.layers.0.mlp."

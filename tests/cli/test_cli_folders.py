@@ -349,7 +349,7 @@ def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> N
     model.save_pretrained(tmp_path / "m")
     fp4pass.prepare(model, rules=UNREAD.get(name, ()))
     fp4pass.calibrate(model, [torch.arange(100)[None] + 1], progress=False)
-    fp4pass.save(fp4pass.convert(model), tmp_path / "q")
+    fp4pass.save(fp4pass.convert(model, "nvfp4"), tmp_path / "q")
     found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
     rows = {row.name: row for row in fp4pass.report(model).converted}
     stacks = {name for name, row in rows.items() if len(row.shape) == 3}
@@ -443,7 +443,7 @@ def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:
     model = fp4pass.prepare(language_model(), "naive")
     with torch.no_grad():
         model(torch.arange(1, 65)[None])
-    fp4pass.save(fp4pass.convert(model, method="naive"), tmp_path / "q")
+    fp4pass.save(fp4pass.convert(model, "nvfp4", method="naive"), tmp_path / "q")
     said = "64 tokens, 64 of them by calls outside of fp4pass.calibrate"
     assert f"\ncalibrated on {said}\n" in run("inspect", tmp_path / "q").stdout
     assert run_json("inspect", tmp_path / "q")["calibration"] == {

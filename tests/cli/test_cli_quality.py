@@ -53,7 +53,7 @@ def test_a_quality_is_printed_recorded_and_shown(
 
     # Tracing takes longer than all else.
     monkeypatch.setattr("fp4pass.smoothing.smoothed_unless_it_fails", note)
-    options = ("--quality", "good", "--rules", rules, *CALIBRATED)
+    options = ("--scheme", "nvfp4", "--quality", "good", "--rules", rules, *CALIBRATED)
     result = run("quantize", TINY, "-o", out, *options)
     assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
     recipe = run_json("inspect", out)["recipe"]

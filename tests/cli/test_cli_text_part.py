@@ -175,6 +175,7 @@ def test_a_layer_of_the_text_part_that_is_not_reached_is_an_error() -> None:
 
 def test_inputs_in_4_bits_are_skipped_where_their_scale_is_not_known(tmp_path: Path) -> None:
     source = folder_of(llava, tmp_path / "m")
-    found = run_json("quantize", source, "-o", tmp_path / "q", *CALIBRATED, "--method", "sse")
+    options = ("--scheme", "nvfp4", "--method", "sse", *CALIBRATED)
+    found = run_json("quantize", source, "-o", tmp_path / "q", *options)
     assert found["recipe"]["rules"][0] == ["model.vision_tower.*", None]
     assert found["summary"][0]["layers"] == 7

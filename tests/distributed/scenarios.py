@@ -99,7 +99,7 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
     model = model.to(DEVICE)
     fp4pass.prepare(model, method, sequential=sequential, **options)
     fp4pass.calibrate(model, batches, progress=False)
-    return fp4pass.convert(model)
+    return fp4pass.convert(model, "nvfp4")
 
 
 @contextmanager
@@ -266,7 +266,9 @@ def streamed_twice(found: dict[str, Any], folder: Path) -> None:
     fp4pass.calibrate(streamed, share(texts()), progress=False)
     for name in ("streamed", "resumed"):
         again = copy.deepcopy(streamed)
-        found[name] = facts(fp4pass.convert(again, stream=folder / "layers", device=DEVICE))
+        found[name] = facts(
+            fp4pass.convert(again, "nvfp4", stream=folder / "layers", device=DEVICE)
+        )
 
 
 def dies(folder: Path) -> dict[str, Any]:
@@ -276,7 +278,7 @@ def dies(folder: Path) -> dict[str, Any]:
         from fp4pass.quantization import search
 
         search._search = lambda *args: os._exit(3)
-    return {"error": failure(lambda: fp4pass.convert(model))}
+    return {"error": failure(lambda: fp4pass.convert(model, "nvfp4"))}
 
 
 def dies_early(folder: Path) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def dies_early(folder: Path) -> dict[str, Any]:
     model = quantized_later()
     if RANK == 1:
         os._exit(3)
-    return {"error": failure(lambda: fp4pass.convert(model))}
+    return {"error": failure(lambda: fp4pass.convert(model, "nvfp4"))}
 
 
 def dies_streaming(folder: Path) -> dict[str, Any]:
@@ -312,7 +314,7 @@ def goes_on(folder: Path) -> dict[str, Any]:
 def streamed(folder: Path) -> Any:
     model = fp4pass.prepare(decoder(), "gptq", sequential=True)
     fp4pass.calibrate(model, share(texts()), progress=False)
-    return fp4pass.convert(model, stream=folder)
+    return fp4pass.convert(model, "nvfp4", stream=folder)
 
 
 def quantized_later() -> Any:

@@ -323,7 +323,7 @@ def errors(folder: Path) -> dict[str, Any]:
     found["heads"] = split({"num_key_value_heads": 1})
     found["experts"] = split({**EXPERTS, "num_experts": 5}, "Qwen3Moe")
     found["vocabulary"] = split({"vocab_size": 97})
-    mlp = fp4pass.convert(Mlp(), method="sse")
+    mlp = fp4pass.convert(Mlp(), "nvfp4", method="sse")
     found["no plan"] = failure(lambda: fp4pass.parallelize(mlp, mesh()))
     found["unknown"] = split({}, plan={"lm_heads": "colwise"})
     found["a style"] = split({}, plan={"model.layers.*.mlp": "sequence_parallel"})
@@ -333,7 +333,7 @@ def errors(folder: Path) -> dict[str, Any]:
     found["mesh"] = failure(lambda: fp4pass.parallelize(model, mesh(1, 2)))
     found["rows"] = failure(
         lambda: parallelize_module(
-            fp4pass.convert(nn.Linear(64, 63), method="sse"), mesh(), STYLES["a"]
+            fp4pass.convert(nn.Linear(64, 63), "nvfp4", method="sse"), mesh(), STYLES["a"]
         )
     )
     model.model.norm.weight.data[0] = RANK
@@ -344,7 +344,7 @@ def errors(folder: Path) -> dict[str, Any]:
     found["dense"] = failure(lambda: fp4pass.parallelize(decoder(), mesh()))
     layer = model.model.layers[0].mlp.gate_proj
     parts = DTensor.from_local(torch.randn(3, 64), mesh(), [Replicate()])
-    plain: Any = fp4pass.convert(nn.Linear(64, 64), method="sse")
+    plain: Any = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
     found["input"] = failure(lambda: plain(parts))
     found["state"] = ""
     whole = converted("Qwen3", {}, W4A16).model.layers[0].mlp.gate_proj.state_dict()

@@ -74,16 +74,16 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, type[BaseException]],
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["live", "graph", "sequential", "cross"])
 def test_before_the_first_packed_weight_nothing_has_changed(how: str, cut: Any) -> None:
-    expected = fp4pass.convert(build(how)).state_dict()
+    expected = fp4pass.convert(build(how), "nvfp4").state_dict()
     model = build(how)
     before = copy.deepcopy(model.state_dict())
     cut(0, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert fp4pass.report(model).converted
-    found = fp4pass.convert(model).state_dict()
+    found = fp4pass.convert(model, "nvfp4").state_dict()
     assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
 
 
@@ -92,10 +92,10 @@ def test_calibration_goes_on_after_it(cut: Any) -> None:
         model, other = build(how), build(how)
         cut(0, MemoryError)
         with pytest.raises(MemoryError):
-            fp4pass.convert(model)
+            fp4pass.convert(model, "nvfp4")
         for each in (model, other):
             fp4pass.calibrate(each, [batch() * 3], progress=False)
-        found, expected = (fp4pass.convert(each).state_dict() for each in (model, other))
+        found, expected = (fp4pass.convert(each, "nvfp4").state_dict() for each in (model, other))
         assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
 
 
@@ -106,7 +106,7 @@ def test_every_error_cuts_off_alike(how: str, error: type[BaseException], cut: A
     model = build(how)
     cut(2, error)
     with pytest.raises(error):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     with pytest.raises(StateError, match="The model is interrupted"):
         model(batch())
 
@@ -117,7 +117,7 @@ def test_behind_it_everything_refuses(how: str, cut: Any, tmp_path: Path) -> Non
     model = build(how)
     cut(2, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     message = "^The model is interrupted: .* Start again from the float model; .*resume="
     calls: list[Callable[[nn.Module], object]] = [
         fp4pass.report,
@@ -125,7 +125,7 @@ def test_behind_it_everything_refuses(how: str, cut: Any, tmp_path: Path) -> Non
         fp4pass.prepare,
         lambda m: fp4pass.calibrate(m, [batch()], progress=False),
         lambda m: fp4pass.save(m, tmp_path / "q"),
-        lambda m: fp4pass.convert(nn.Sequential(m), method="sse"),
+        lambda m: fp4pass.convert(nn.Sequential(m), "nvfp4", method="sse"),
         lambda m: m(batch()),
         lambda m: copy.deepcopy(m)(batch()),
         lambda m: nn.Sequential(m)(batch()),
@@ -142,7 +142,7 @@ def test_so_do_evaluate_and_save_pretrained(cut: Any, tmp_path: Path) -> None:
     fp4pass.calibrate(model, [torch.arange(40)[None]], progress=False)
     cut(3, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     for call in (
         lambda: model.save_pretrained(tmp_path / "p"),
         lambda: model.generate(torch.arange(4)[None], max_new_tokens=1),
@@ -154,16 +154,16 @@ def test_so_do_evaluate_and_save_pretrained(cut: Any, tmp_path: Path) -> None:
 
 
 def test_a_finished_conversion_is_not_interrupted() -> None:
-    model = fp4pass.convert(build("live"))
+    model = fp4pass.convert(build("live"), "nvfp4")
     assert not model._forward_pre_hooks and fp4pass.report(model).converted
     assert isinstance(model[0], QuantizedLinear) and model(batch()).isfinite().all()
 
 
 @pytest.mark.core
 def test_a_search_goes_on_where_it_was_cut_off(cut: Any, tmp_path: Path) -> None:
-    expected = fp4pass.convert(build("live")).state_dict()
+    expected = fp4pass.convert(build("live"), "nvfp4").state_dict()
     cut(2, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(build("live"), resume=tmp_path)
-    found = fp4pass.convert(build("live"), resume=tmp_path).state_dict()
+        fp4pass.convert(build("live"), "nvfp4", resume=tmp_path)
+    found = fp4pass.convert(build("live"), "nvfp4", resume=tmp_path).state_dict()
     assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())

@@ -76,15 +76,19 @@ def methods(model: nn.Module) -> dict[str, str]:
 def test_a_layer_that_is_passed_by(passed: int, method: Any, loop: bool) -> None:
     """The others are as if it were not there, and it becomes what `unreached` says."""
     rules = [(f"layers.{passed}.*", None), ("tower.*", None)]
-    expected = fp4pass.convert(calibrated(without(passed), method, rules=rules))
+    expected = fp4pass.convert(calibrated(without(passed), method, rules=rules), "nvfp4")
     data = without(passed)
-    model = fp4pass.convert(calibrated(data, method, loop, rules=rules[1:], unreached="sse"))
+    model = fp4pass.convert(
+        calibrated(data, method, loop, rules=rules[1:], unreached="sse"), "nvfp4"
+    )
     found = methods(model)
     assert {found[f"layers.{passed}.{each}"] for each in "ab"} == {"sse"}
     for i, layer in enumerate(model.layers):
         if i != passed:
             assert_same_bits(layer, expected.layers[i])
-    skipped = fp4pass.convert(calibrated(data, method, loop, rules=rules[1:], unreached="skip"))
+    skipped = fp4pass.convert(
+        calibrated(data, method, loop, rules=rules[1:], unreached="skip"), "nvfp4"
+    )
     assert isinstance(skipped.layers[passed].a, nn.Linear)
     reasons = {row.name: row.skip_reason for row in fp4pass.report(skipped).rows}
     assert reasons[f"layers.{passed}.a"] == "calibration never reached it"
@@ -95,10 +99,10 @@ def test_what_is_passed_by_is_an_error_before_anything_is_packed() -> None:
     model = calibrated(without(1), rules=[("tower.*", None)])
     message = r"layers\.1\.a, layers\.1\.b: calibration never reached.*\('layers\.1\.\*', None\)"
     with pytest.raises(CalibrationError, match=message):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     # It goes on: another batch comes there.
     fp4pass.calibrate(model, without()[:1], progress=False)
-    found = fp4pass.convert(model)
+    found = fp4pass.convert(model, "nvfp4")
     tokens = {row.name: row.tokens for row in fp4pass.report(found).converted}
     assert tokens["layers.0.a"] == 160 and tokens["layers.1.a"] == 40
 
@@ -106,19 +110,19 @@ def test_what_is_passed_by_is_an_error_before_anything_is_packed() -> None:
 @pytest.mark.parametrize("sequential", [False, True])
 def test_a_whole_stack_that_is_passed_by(sequential: bool) -> None:
     options: dict[str, Any] = {"sequential": sequential, "unreached": "sse"}
-    model = fp4pass.convert(calibrated(without(), **options))
+    model = fp4pass.convert(calibrated(without(), **options), "nvfp4")
     found = methods(model)
     assert {found[f"tower.{i}.{each}"] for i in range(2) for each in "ab"} == {"sse"}
     assert {found[f"layers.{i}.{each}"] for i in range(4) for each in "ab"} == {"hessian"}
     with pytest.raises(CalibrationError, match=r"tower\.0\.a.*never reached.*'tower\.\*'"):
-        fp4pass.convert(calibrated(without(), sequential=sequential))
+        fp4pass.convert(calibrated(without(), sequential=sequential), "nvfp4")
 
 
 def test_batches_that_come_to_different_layers() -> None:
     """Each layer has the tokens of the batches that come to it, in whatever order they are."""
     data = [*without(), *without(0, 3), *without(1)]
     both = [
-        fp4pass.convert(calibrated(each, rules=[("tower.*", None)], loop=loop))
+        fp4pass.convert(calibrated(each, rules=[("tower.*", None)], loop=loop), "nvfp4")
         for each, loop in ((data, False), (data, True), (data[::-1], False))
     ]
     for model in both:
@@ -143,4 +147,6 @@ def test_a_batch_that_is_cut_off_leaves_nothing() -> None:
         handle.remove()
     for batch in data:
         model(**batch)
-    assert_same_bits(fp4pass.convert(model), fp4pass.convert(calibrated(data, rules=rules)))
+    assert_same_bits(
+        fp4pass.convert(model, "nvfp4"), fp4pass.convert(calibrated(data, rules=rules), "nvfp4")
+    )

@@ -367,7 +367,7 @@ def test_every_layer_gets_its_own_arguments() -> None:
 
     source = prepared(build(), "naive")
     assert source.runs == 3
-    fp4pass.convert(source, method="naive")
+    fp4pass.convert(source, "nvfp4", method="naive")
     with torch.no_grad():
         seen: list[float] = []
         for x in batches():
@@ -450,7 +450,7 @@ def test_what_no_batch_reaches_says_what_is_packed() -> None:
     fp4pass.prepare(model, "gptq", sequential=True)
     model(torch.randn(40, 32))
     with pytest.raises(CalibrationError, match=r"1\.spare: .*before it is packed already.*resume="):
-        fp4pass.convert(model, method="gptq")
+        fp4pass.convert(model, "nvfp4", method="gptq")
 
 
 @pytest.mark.quick(1)
@@ -462,14 +462,14 @@ def test_offloaded_weights_come_by_their_hooks(
     found = []
     for name in ("llama", "llama_cpu_offload"):
         source = fp4pass.prepare(CASES[name].build(), method, sequential=True)
-        found.append(fp4pass.convert(run_case(CASES[name], source), method=method))
+        found.append(fp4pass.convert(run_case(CASES[name], source), "nvfp4", method=method))
     assert all(linear.weight_packed.is_meta for linear in linears(found[1]).values())
     assert torch.equal(*(CASES["llama"].run(each, 1) for each in found))
     source = fp4pass.prepare(CASES["llama_cpu_offload"].build(), method, sequential=True)
     # As if there were a GPU.
     monkeypatch.setattr("fp4pass.quantization.checks.require_device", lambda name, what: None)
     with pytest.raises(OptionError, match=r"accelerate runs model\.layers\.0 on 'cpu'"):
-        fp4pass.convert(run_case(CASES["llama"], source), method=method, device="cuda")
+        fp4pass.convert(run_case(CASES["llama"], source), "nvfp4", method=method, device="cuda")
 
 
 @pytest.mark.slow
@@ -505,7 +505,7 @@ def test_the_device_of_the_layers() -> None:
     b = converted(model(), CROSS, rules=NO_HEAD, device="cpu")
     assert_same_bits(a, b)
     with pytest.raises(OptionError, match=r"device is 'cpu', .* only after prepare\(model, seq"):
-        fp4pass.convert(model(), method="naive", device="cpu")
+        fp4pass.convert(model(), "nvfp4", method="naive", device="cpu")
 
 
 @pytest.mark.gpu
@@ -518,7 +518,7 @@ def test_layers_go_to_a_gpu_and_back(method: Any) -> None:
         layer.register_forward_pre_hook(
             lambda *_: most.append(sum(p.is_cuda for p in source.parameters()))
         )
-    fp4pass.convert(source, method=method, device="cuda")
+    fp4pass.convert(source, "nvfp4", method=method, device="cuda")
     assert 0 < max(most) <= 6
     assert all(x.device.type == "cpu" for x in source.state_dict().values())
     whole = converted(model(), method, rules=NO_HEAD)
@@ -581,7 +581,7 @@ def around() -> nn.Module:
 
 def convert_after_a_batch(m: nn.Module) -> nn.Module:
     fp4pass.calibrate(m, [torch.ones(2, K)], progress=False)
-    return fp4pass.convert(m, method="gptq")
+    return fp4pass.convert(m, "nvfp4", method="gptq")
 
 
 ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str]] = [
@@ -593,7 +593,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
     ),
     (
         model,
-        lambda m: fp4pass.convert(prepared(m, "gptq", False), method=CROSS),
+        lambda m: fp4pass.convert(prepared(m, "gptq", False), "nvfp4", method=CROSS),
         OptionError,
         "sequential=True",
     ),
@@ -630,7 +630,12 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
     ),
     (
         model,
-        fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True, rules=NO_HEAD),
+        fp4(
+            "gptq",
+            lambda m: fp4pass.convert(m, "nvfp4", method="gptq"),
+            sequential=True,
+            rules=NO_HEAD,
+        ),
         CalibrationError,
         r"No batch was run: call fp4pass\.calibrate\(model, data\)",
     ),
@@ -688,9 +693,9 @@ def test_a_prepared_model_can_be_copied() -> None:
     source = prepared(model(), "gptq", rules=NO_HEAD)
     twin = copy.deepcopy(source)
     fp4pass.calibrate(twin, batches(4)[3:], progress=False)
-    ours = fp4pass.convert(source, method="gptq")
+    ours = fp4pass.convert(source, "nvfp4", method="gptq")
     assert_same_bits(ours, converted(model(), rules=NO_HEAD))
-    both = fp4pass.convert(twin, method="gptq")
+    both = fp4pass.convert(twin, "nvfp4", method="gptq")
     assert_same_bits(both, converted(model(), rules=NO_HEAD, data=batches(4)))
 
 
@@ -715,7 +720,7 @@ def test_calls_in_two_threads_are_refused() -> None:
     thread.join()
     hook.remove()
     fp4pass.calibrate(fresh, data[1:], progress=False)
-    assert_same_bits(fp4pass.convert(fresh), fp4pass.convert(module))
+    assert_same_bits(fp4pass.convert(fresh, "nvfp4"), fp4pass.convert(module, "nvfp4"))
 
 
 @pytest.mark.slow
@@ -729,7 +734,7 @@ def test_the_command(tmp_path: Path) -> None:
     fp4pass.prepare(ours, sequential=True)
     windows = choose(CALIB)
     fp4pass.calibrate(ours, [windows[:1], *windows[1:].split(2)], progress=False)
-    fp4pass.convert(ours)
+    fp4pass.convert(ours, "nvfp4")
     assert_same_bits(ours, fp4pass.load(tmp_path / "a"))
     wrong = run("quantize", TINY, "-o", tmp_path / "b", *PLAIN, "--sequential", code=2)
     assert "--sequential calibrates, and the method needs no text" in wrong.output

@@ -284,7 +284,7 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     mapped = [line for line in maps if str(folder) in line]
     # Each of a batch of 48 tokens of 256 numbers, where 10 KB are to be had.
     assert len(mapped) == 3 and not list(folder.iterdir())
-    assert_same_bits(fp4pass.convert(model), expected)
+    assert_same_bits(fp4pass.convert(model, "nvfp4"), expected)
     with monkeypatch.context() as patch:
         # As on macOS.
         patch.delattr("os.posix_fallocate")

@@ -74,7 +74,7 @@ def test_output_errors_of_conv1d():
 
 @pytest.mark.core
 def test_output_errors_of_what_is_not_reached(toy):
-    converted = fp4pass.convert(copy.deepcopy(toy), method="naive", rules=[("head", None)])
+    converted = fp4pass.convert(copy.deepcopy(toy), "nvfp4", method="naive", rules=[("head", None)])
     errors = output_errors(converted, toy, [torch.randint(1, VOCABULARY, (2, 16))], progress=False)
     assert set(errors) == {"up", "down", "unused"}
     assert math.isnan(errors["unused"]) and errors["up"] > 0
@@ -82,7 +82,7 @@ def test_output_errors_of_what_is_not_reached(toy):
 
 @pytest.mark.core
 def test_output_errors_refusals(toy):
-    converted = fp4pass.convert(copy.deepcopy(toy), method="naive")
+    converted = fp4pass.convert(copy.deepcopy(toy), "nvfp4", method="naive")
     with pytest.raises(StateError, match="no converted linear"):
         output_errors(toy, toy, [])
     with pytest.raises(StateError, match="expected a float linear layer of this name"):

@@ -50,7 +50,7 @@ def large() -> nn.Module:
 @pytest.mark.core
 def test_batches_fit(large, monkeypatch):
     compiled = torch.compile(large, backend="eager")
-    head = fp4pass.convert(copy.deepcopy(large), method="naive", rules=[("lm_head", {})])
+    head = fp4pass.convert(copy.deepcopy(large), "nvfp4", method="naive", rules=[("lm_head", {})])
     for model in (large, compiled, head):
         # 256 MB hold 64 windows of 100 tokens.
         assert [fitting_batch_size(model, 100, size) for size in (8, 64, 99)] == [8, 64, 67]

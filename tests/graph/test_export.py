@@ -189,8 +189,8 @@ def test_any_module_with_any_arguments() -> None:
     x, y, z = batch(2, 3)
     graph = fp4pass.trace(model, {"x": x, "y": y, "z": z, "scale": 0.5})
     positional = fp4pass.trace(model, (x, y, 0.5))
-    fp4pass.convert(graph, method="naive")
-    live = fp4pass.convert(copy.deepcopy(model), method="naive")
+    fp4pass.convert(graph, "nvfp4", method="naive")
+    live = fp4pass.convert(copy.deepcopy(model), "nvfp4", method="naive")
     for size in ((2, 3), (5, 1), (1, 7)):
         x, y, z = batch(*size)
         expected = live(x, y, 0.5, z=z)["total"]

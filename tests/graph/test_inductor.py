@@ -106,7 +106,7 @@ def test_another_model_compiles_to_the_same_code_and_results() -> None:
         count = counters["unique_graphs"]
         model = fp4pass.prepare(Block(), "sse")
         model(x)
-        fp4pass.convert(model, method="sse")
+        fp4pass.convert(model, "nvfp4", method="sse")
         assert torch.equal(code(x), result) and counters["unique_graphs"] == count
         torch.compiler.reset()
         _, again, new_texts = compile_other()
@@ -119,9 +119,9 @@ def test_another_model_compiles_to_the_same_code_and_results() -> None:
 def test_passes_are_installed_once_and_behind_those_of_the_user() -> None:
     mine = Recorder("mine")
     config.post_grad_custom_pre_pass = mine
-    model = fp4pass.convert(Block(), method="sse")
+    model = fp4pass.convert(Block(), "nvfp4", method="sse")
     installed = config.post_grad_custom_pre_pass
-    fp4pass.convert(Block(), method="sse")
+    fp4pass.convert(Block(), "nvfp4", method="sse")
     install_passes()
     assert config.post_grad_custom_pre_pass is installed and installed is not mine
     with torch.no_grad():

@@ -173,13 +173,13 @@ def test_graphs_are_observed_once_for_what_shares_an_input(door: str) -> None:
         )
         assert a.tokens == b.tokens == 12
         torch.testing.assert_close(a.block_hessian, b.block_hessian)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert not [m for m in model.modules() if isinstance(m, Observer)]
     # The copy has observers of its own, and is prepared.
     other(batch(0))
     fp4pass.prepare(other)
     assert str(other.graph) == graph
-    fp4pass.convert(other)
+    fp4pass.convert(other, "nvfp4")
 
 
 @pytest.mark.core
@@ -189,7 +189,7 @@ def test_observers_outlive_dead_code_elimination() -> None:
     model.graph.eliminate_dead_code()
     model.recompile()
     model(batch())
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
 
 
 @pytest.mark.core
@@ -201,7 +201,7 @@ def test_a_second_run_of_every_pass_changes_nothing() -> None:
     made: list[Any] = []
     assert insert_observers(model.graph, lambda linear: True, made.append) == 0 and not made
     model = exported(built(Mlp))
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     graph = str(model.graph)
     assert targets(model.graph, ops.quantize.default) == 2
     how = LinearConfig("nvfp4", "naive")
@@ -250,7 +250,7 @@ def swapped_parameter(model: nn.Module) -> nn.Module:
 def test_weights_with_other_readers_stay_whole(door: str, cls: type[nn.Module], word: str) -> None:
     model = DOORS[door](built(cls))
     with pytest.raises(fp4pass.errors.StateError, match=word):
-        fp4pass.convert(model, method="naive")
+        fp4pass.convert(model, "nvfp4", method="naive")
     torch.testing.assert_close(model(batch()), built(cls)(batch()))
 
 
@@ -283,7 +283,7 @@ def test_products_that_export_takes_apart_are_rows() -> None:
     shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     program = torch.export.export(built(Transposed), (x,), dynamic_shapes=shapes, strict=False)
     model = program.run_decompositions().module()
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     names = set(reasons(model))
     assert {name.removesuffix(".weight") for name in names} == {"linear", "last"}
     for name, reason in reasons(model).items():
@@ -296,20 +296,20 @@ def test_products_that_export_takes_apart_are_rows() -> None:
 def test_the_root_may_be_a_linear() -> None:
     for door in DOORS.values():
         model = door(built(lambda: nn.Linear(K, 96)))
-        reference = fp4pass.convert(built(lambda: nn.Linear(K, 96)), method="naive")
-        fp4pass.convert(model, method="naive")
+        reference = fp4pass.convert(built(lambda: nn.Linear(K, 96)), "nvfp4", method="naive")
+        fp4pass.convert(model, "nvfp4", method="naive")
         assert torch.equal(model(batch()), reference(batch()))
 
 
 def test_converted_graphs_are_copied_and_saved() -> None:
     model = exported(built(Mlp))
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     assert torch.equal(copy.deepcopy(model)(batch()), model(batch()))
     half = copy.deepcopy(model).to(torch.bfloat16)
     assert half.get_submodule("left").weight_scale.dtype == torch.float8_e4m3fn
     assert half(batch().bfloat16()).dtype == torch.bfloat16
     other = exported(built(Mlp))
-    fp4pass.convert(other, method="naive")
+    fp4pass.convert(other, "nvfp4", method="naive")
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(batch()), model(batch()))
 
@@ -396,7 +396,7 @@ def test_symbolic_graphs_are_copied() -> None:
     again(batch())
     linear = again.get_submodule("down")
     assert collect(linear.__dict__[OBSERVERS], "").tokens == 12
-    fp4pass.convert(again, method="naive")
+    fp4pass.convert(again, "nvfp4", method="naive")
     assert torch.equal(copy.deepcopy(again)(batch()), again(batch()))
 
 
@@ -417,7 +417,7 @@ def test_exported_graphs_do_not_take_equal_scales_for_one() -> None:
     for model in models:
         fp4pass.prepare(model, "sse")
         model(batch())
-        fp4pass.convert(model, method="sse")
+        fp4pass.convert(model, "nvfp4", method="sse")
         state = model.state_dict()
         assert torch.equal(state["a.0.input_global_scale"], state["b.0.input_global_scale"])
         model.load_state_dict(
@@ -432,7 +432,7 @@ def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
     model = exported(built(Mlp))
     fp4pass.prepare(model, "sse")
     model(batch())
-    fp4pass.convert(model, method="sse")
+    fp4pass.convert(model, "nvfp4", method="sse")
     assert targets(model.graph, ops.quantize.default) == 2
     state = model.state_dict()
     scale = state["left.input_global_scale"] / 3
@@ -440,7 +440,7 @@ def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
     live = built(Mlp)
     fp4pass.prepare(live, "sse")
     live(batch())
-    fp4pass.convert(live, method="sse")
+    fp4pass.convert(live, "nvfp4", method="sse")
     for assign in (False, True):
         model.load_state_dict(state, assign=assign)
         live.load_state_dict(state, assign=assign)

@@ -193,7 +193,7 @@ def test_experts_by_their_names_are_refused() -> None:
 
 
 def test_adapters_are_put_on_whole_layers() -> None:
-    model: Any = fp4pass.convert(nn.Sequential(nn.Linear(32, 32)), method="sse")
+    model: Any = fp4pass.convert(nn.Sequential(nn.Linear(32, 32)), "nvfp4", method="sse")
     # As a process has it that keeps a part.
     model[0].is_split = True
     with pytest.raises(StateError, match="expected a whole layer, got one that is split"):
@@ -396,7 +396,7 @@ def test_bitsandbytes_layers_are_left_to_peft() -> None:
     bnb = pytest.importorskip("bitsandbytes")
     model: Any = nn.Sequential(bnb.nn.Linear4bit(32, 32, quant_type="nf4"), nn.Linear(32, 32))
     model.is_loaded_in_4bit = True
-    fp4pass.convert(nn.Sequential(nn.Linear(32, 32)), method="sse")
+    fp4pass.convert(nn.Sequential(nn.Linear(32, 32)), "nvfp4", method="sse")
     adapted = get_peft_model(model, LoraConfig(target_modules=["0"]))
     assert kinds(adapted) == {"base_model.model.0": "Linear4bit"}
 

@@ -372,7 +372,7 @@ def test_rules_that_cannot_hold_are_errors(
 ) -> None:
     messages = []
     for attempt in (
-        lambda: fp4pass.convert(load(folder_of("llama")), method="sse", rules=rules),
+        lambda: fp4pass.convert(load(folder_of("llama")), "nvfp4", method="sse", rules=rules),
         lambda: load(folder_of("llama"), config=Fp4PassConfig(rules=rules)),
     ):
         with pytest.raises(error) as raised:
@@ -430,7 +430,9 @@ def test_weights_that_are_not_in_the_checkpoint_stay_dense_unless_a_rule_takes_t
     whole = load(folder_of("llama"), config=Fp4PassConfig())
     name = UP.removesuffix(".weight")
     reasons = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
-    assert reasons[name] == "its source has no weight for it, so it is new; add a rule to quantize it"
+    assert (
+        reasons[name] == "its source has no weight for it, so it is new; add a rule to quantize it"
+    )
     assert type(model.get_submodule(name)) is torch.nn.Linear
     assert len(fp4pass.report(model).converted) == len(fp4pass.report(whole).converted) - 1
     assert model(tokens()).logits.isfinite().all()
@@ -519,7 +521,7 @@ def test_a_model_of_another_transformers_is_refused_before_the_work(
             function(model, method="sse")
     assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
     # Other models need no transformers.
-    fp4pass.convert(torch.nn.Linear(32, 32), method="sse")
+    fp4pass.convert(torch.nn.Linear(32, 32), "nvfp4", method="sse")
 
 
 @pytest.mark.slow

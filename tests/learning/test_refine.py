@@ -406,7 +406,7 @@ def test_errors() -> None:
         fp4pass.refine(start, source, data, {"steps": 3})  # type: ignore[arg-type]
     with pytest.raises(StateError, match="without one"):
         alone = nn.Linear(32, 32).eval()
-        fp4pass.refine(fp4pass.convert(copy.deepcopy(alone), method="sse"), alone, data)
+        fp4pass.refine(fp4pass.convert(copy.deepcopy(alone), "nvfp4", method="sse"), alone, data)
     compiled = copy.deepcopy(start)
     compiled.layers[0].compile()
     with pytest.raises(StateError, match="compiled"):

@@ -123,7 +123,7 @@ def test_a_student_is_neither_float_nor_converted(tmp_path: Path) -> None:
         freeze(model)
     trainable(model, original)
     with pytest.raises(StateError, match="nothing to convert"):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
     with pytest.raises(StateError, match="not converted"):
         fp4pass.save(model, tmp_path / "out")
     with pytest.raises(StateError, match="trainable already"):

@@ -147,11 +147,11 @@ def test_prepared_for_less() -> None:
     model = fp4pass.prepare(mlp(), "hessian")
     fp4pass.calibrate(model, batches(1), progress=False)
     with pytest.raises(CalibrationError, match=r"does not collect what 'gptq' needs"):
-        fp4pass.convert(model, method="gptq")
+        fp4pass.convert(model, "nvfp4", method="gptq")
     with pytest.raises(StateError, match="do not collect what 'gptq' needs"):
         fp4pass.prepare(model, "gptq")
     with pytest.raises(CalibrationError, match=r"fp4pass\.prepare\(model, 'gptq'\)"):
-        fp4pass.convert(mlp(), method="gptq")
+        fp4pass.convert(mlp(), "nvfp4", method="gptq")
 
 
 def test_a_compiled_model_is_observed_alike() -> None:

@@ -142,7 +142,7 @@ def test_a_rule_has_them_observed_packed_and_saved(tmp_path: Path) -> None:
     model, reference = encoder(), encoder()
     fp4pass.prepare(model, rules=rules)
     torch.testing.assert_close(model(X), reference(X), rtol=1e-4, atol=1e-4)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     rows = {row.name: row for row in fp4pass.report(model).rows}
     assert rows["encoder.layers.0.self_attn.k_proj"].skip_reason.startswith("rule (")
     for name in ("q_proj", "v_proj", "out_proj"):
@@ -167,7 +167,7 @@ def test_a_rule_has_them_observed_packed_and_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rules", [[], [("*", {})], [("encoder.*", {})], [("*_proj", None)]])
 def test_without_a_rule_that_names_them_they_are_skipped(rules: Any) -> None:
-    model = fp4pass.convert(encoder(), method="sse", rules=rules[:1])
+    model = fp4pass.convert(encoder(), "nvfp4", method="sse", rules=rules[:1])
     reasons = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
     assert type(model.decoder.self_attn) is nn.MultiheadAttention
     assert "a rule that ends in q_proj" in reasons["decoder.self_attn.in_proj_weight"]
@@ -181,7 +181,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     with pytest.raises(RuleError):
         fp4pass.prepare(model, rules=[*RULES, ("nothing", None)])
     with pytest.raises(Fp4PassError):
-        fp4pass.convert(model, rules=RULES)
+        fp4pass.convert(model, "nvfp4", rules=RULES)
     after = dict(model.named_parameters())
     assert list(before) == list(after) and all(after[name] is before[name] for name in before)
     assert type(model.decoder.self_attn) is nn.MultiheadAttention
@@ -194,7 +194,7 @@ def test_attention_with_a_forward_of_its_own_stays() -> None:
 
     model = nn.ModuleDict({"own": Own(64, 4), "up": nn.Linear(64, 64)})
     with pytest.raises(RuleError, match=r"own.q_proj"):
-        fp4pass.convert(model, method="sse", rules=[("own.q_proj", {})])
+        fp4pass.convert(model, "nvfp4", method="sse", rules=[("own.q_proj", {})])
 
 
 def test_transformers_are_told(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_transformers_are_told(tmp_path: Path) -> None:
 
 
 def test_the_input_is_quantized_once() -> None:
-    model = fp4pass.convert(attention(batch_first=True), method="sse", rules=ALL)
+    model = fp4pass.convert(attention(batch_first=True), "nvfp4", method="sse", rules=ALL)
     assert isinstance(model.q_proj, QuantizedLinear)
     x = torch.randn(2, 5, 64)
     assert torch.equal(model(x, x, x)[0], model(x, x.clone(), x.clone())[0])

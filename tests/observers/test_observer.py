@@ -235,7 +235,7 @@ def test_nothing_of_them_is_left_after_convert() -> None:
     model.q(x)
     state = [weakref.ref(tensor) for _, observer in observers(model) for tensor in observer.state]
     model.k(x), model.v(x), model.o(x)
-    fp4pass.convert(model, method="naive")
+    fp4pass.convert(model, "nvfp4", method="naive")
     assert not any(each() is not None for each in state)
 
 
@@ -248,7 +248,7 @@ def test_inference_mode_at_any_step() -> None:
         model(x)
     model(x)
     with torch.inference_mode():
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")
         inside = model(x)
     assert {row.tokens for row in fp4pass.report(model).converted} == {20}
     x.requires_grad_()

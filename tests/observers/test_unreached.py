@@ -49,7 +49,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 def test_a_weight_that_is_read_is_skipped_for_that(method: str) -> None:
     model = calibrated(Reads(), method, rules=[("spare", None)])
     before = model.qkv.weight
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     assert reasons(model)["qkv"] == READ and not reasons(model)["proj"]
     assert model.qkv.weight is before
 
@@ -63,7 +63,7 @@ def test_weights_alone_are_packed_by_sse_all_the_same() -> None:
 def test_so_it_is_in_a_list_of_layers(sequential: bool) -> None:
     blocks = nn.Sequential(Reads(), Reads())
     model = calibrated(blocks, sequential=sequential, unreached="skip")
-    found = reasons(fp4pass.convert(model))
+    found = reasons(fp4pass.convert(model, "nvfp4"))
     assert {found["0.qkv"], found["1.qkv"]} == {READ}
     assert found["1.spare"] == "calibration never reached it" and not found["1.proj"]
 
@@ -73,7 +73,7 @@ def test_only_read_weights_are_left_of_nothing() -> None:
     model.qkv = nn.Linear(32, 32)
     model.forward = lambda x: F.linear(x, model.qkv.weight)  # type: ignore[method-assign]
     with pytest.raises((StateError, CalibrationError), match="qkv"):
-        fp4pass.convert(calibrated(model))
+        fp4pass.convert(calibrated(model), "nvfp4")
 
 
 def test_calibration_is_the_same_to_the_bit() -> None:
@@ -83,7 +83,7 @@ def test_calibration_is_the_same_to_the_bit() -> None:
     fp4pass.calibrate(one, [batch()], progress=False)
     with torch.no_grad():
         other(batch())
-    found, expected = (fp4pass.convert(each).proj.state_dict() for each in (one, other))
+    found, expected = (fp4pass.convert(each, "nvfp4").proj.state_dict() for each in (one, other))
     assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
 
 
@@ -92,7 +92,7 @@ def test_what_becomes_of_unreached_layers() -> None:
     options: dict[str, Any] = {"rules": [("qkv", None)]}
     model = fp4pass.convert(calibrated(Reads(), **options), unreached="skip")
     assert reasons(model)["spare"] == "calibration never reached it"
-    model = fp4pass.convert(calibrated(Reads(), **options, unreached="sse"))
+    model = fp4pass.convert(calibrated(Reads(), **options, unreached="sse"), "nvfp4")
     rows = {row.name: row.config for row in fp4pass.report(model).rows}
     assert rows["spare"].method_name == "sse" and rows["spare"].weight_only
     assert rows["proj"].method_name == "hessian" and not rows["proj"].weight_only
@@ -120,12 +120,12 @@ class Towers(nn.Module):
 @pytest.mark.core
 def test_the_advice_is_a_few_patterns_for_all() -> None:
     with pytest.raises(CalibrationError) as caught:
-        fp4pass.convert(calibrated(Towers()))
+        fp4pass.convert(calibrated(Towers()), "nvfp4")
     message = str(caught.value)
     rules = [("visual.*", None), ("*.encoder_attn", None)]
     for part in (f"rules={rules}", "unreached='skip' or 'sse'"):
         assert part in message
-    found = fp4pass.convert(calibrated(Towers()), rules=rules)
+    found = fp4pass.convert(calibrated(Towers()), "nvfp4", rules=rules)
     assert {row.name for row in fp4pass.report(found).converted} == {
         "layers.0.self_attn",
         "layers.1.self_attn",
@@ -155,4 +155,4 @@ def test_a_layer_that_was_not_there_yet() -> None:
     fp4pass.prepare(model.eval())
     fp4pass.calibrate(model, [batch()], progress=False)
     with pytest.raises(CalibrationError, match=r"^1: prepare did not observe it \(its weight"):
-        fp4pass.convert(model)
+        fp4pass.convert(model, "nvfp4")

@@ -124,7 +124,7 @@ def test_right_padding_changes_no_packed_bit(
     model: Any, method: Any, options: dict[str, Any]
 ) -> None:
     found = [
-        fp4pass.convert(calibrated(model, batch, method=method, **options))
+        fp4pass.convert(calibrated(model, batch, method=method, **options), "nvfp4")
         for batch in ({"input_ids": texts()}, padded())
     ]
     assert_same_bits(*found)
@@ -139,7 +139,7 @@ def test_what_is_hidden_may_be_anything(side: str) -> None:
     for value in (1, True, 1.0):
         given = mask.to(torch.tensor(value).dtype)
         found = [
-            fp4pass.convert(calibrated(Straight().eval(), batch))
+            fp4pass.convert(calibrated(Straight().eval(), batch), "nvfp4")
             for batch in ({"x": x}, {"x": long, "attention_mask": given})
         ]
         assert_same_bits(*found)
@@ -195,7 +195,7 @@ def test_a_mask_of_pairs_hides_what_no_token_looks_at(model: Any) -> None:
 def test_a_mask_of_ones_changes_no_bit(model: Any) -> None:
     x = texts()
     batches = [{"input_ids": x}, {"input_ids": x, "attention_mask": torch.ones_like(x)}]
-    found = [fp4pass.convert(calibrated(model, batch)) for batch in batches]
+    found = [fp4pass.convert(calibrated(model, batch), "nvfp4") for batch in batches]
     assert_same_bits(*found)
     recipes = [each.__dict__["_fp4pass_state"].recipe["calibration"] for each in found]
     assert all("hidden" not in recipe for recipe in recipes)
@@ -237,12 +237,14 @@ def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
         attention.k_proj.weight[:, 0] = attention.v_proj.weight[:, 0] = 50
     batches = {"input_ids": texts()}, padded(), {"input_ids": padded()["input_ids"]}
     bare, hidden, shown = (
-        fp4pass.convert(calibrated(loud, batch, kv_cache="fp8"), kv_cache="fp8")
+        fp4pass.convert(calibrated(loud, batch, kv_cache="fp8"), "nvfp4", kv_cache="fp8")
         for batch in batches
     )
     assert_same_bits(bare, hidden)
     # The largest of all batches, not of the last.
-    both = fp4pass.convert(calibrated(loud, batches[2], batches[0], kv_cache="fp8"), kv_cache="fp8")
+    both = fp4pass.convert(
+        calibrated(loud, batches[2], batches[0], kv_cache="fp8"), "nvfp4", kv_cache="fp8"
+    )
     scales = (each.model.layers[0].self_attn.k_scale for each in (both, shown))
     assert torch.equal(*scales)
     scales = (each.model.layers[0].self_attn.k_scale for each in (shown, hidden))
@@ -258,7 +260,7 @@ def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
 def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
     model = build("llama4") if kind == "llama4" else mixture(kind)
     found = [
-        fp4pass.convert(calibrated(model, batch, **options))
+        fp4pass.convert(calibrated(model, batch, **options), "nvfp4")
         for batch in ({"input_ids": texts()}, padded())
     ]
     one, other = (fp4pass.report(each).converted for each in found)
@@ -314,7 +316,7 @@ def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) ->
     one, other = calibrated(model, bare), calibrated(model, long)
     assert_same_statistics(one, other, 1e-4)
     found = [calibrated(model, batch, sequential=True) for batch in (bare, long)]
-    reports = [fp4pass.report(fp4pass.convert(each)).converted for each in found]
+    reports = [fp4pass.report(fp4pass.convert(each, "nvfp4")).converted for each in found]
     assert [row.tokens for row in reports[0]] == [row.tokens for row in reports[1]]
 
 
@@ -447,7 +449,7 @@ def test_compiled_models_leave_padding_out(make: Callable[[nn.Module], Any]) -> 
 @pytest.mark.core
 def test_the_share_of_padding_is_told(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="fp4pass"):
-        found = fp4pass.convert(calibrated(model, padded(), {"input_ids": texts()}))
+        found = fp4pass.convert(calibrated(model, padded(), {"input_ids": texts()}), "nvfp4")
     hidden = ROWS * PADDING
     assert f"hides {hidden} of {2 * ROWS * LENGTH + hidden} tokens (23.8 %)" in caplog.text
     calibration = found.__dict__["_fp4pass_state"].recipe["calibration"]

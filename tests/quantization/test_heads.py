@@ -150,7 +150,10 @@ def test_a_head_beside_a_wrapped_model_is_skipped() -> None:
     plan = planned(Valued(made("LlamaForCausalLM", "LlamaConfig", ENCODER)))
     reasons = {each.name: each.skip_reason for each in plan.skipped}
     assert reasons.keys() == {"pretrained_model.lm_head", "v_head.1"}
-    assert reasons["v_head.1"] == "a head that Valued adds to its base model; add a rule to quantize it"
+    assert (
+        reasons["v_head.1"]
+        == "a head that Valued adds to its base model; add a rule to quantize it"
+    )
     assert "tower" in {each.name for each in plan.layers}
 
 

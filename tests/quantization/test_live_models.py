@@ -91,7 +91,7 @@ def test_what_is_observed_is_the_input_whatever_computes(
         fp4pass.calibrate(model, [x], progress=False)
         monkeypatch.setattr(owner, name, lambda *args: 7 * original(*args))
     monkeypatch.undo()
-    found = [fp4pass.convert(model).state_dict() for model in (plain, wrapped)]
+    found = [fp4pass.convert(model, "nvfp4").state_dict() for model in (plain, wrapped)]
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
@@ -124,4 +124,4 @@ def make():
     path.write_text('class Net((\n  """')
     model = fp4pass.prepare(module.make().eval())
     fp4pass.calibrate(model, [torch.randn(8, 64)], progress=False)
-    assert len(fp4pass.report(fp4pass.convert(model)).converted) == 1
+    assert len(fp4pass.report(fp4pass.convert(model, "nvfp4")).converted) == 1

@@ -27,7 +27,7 @@ method: {name: sse}
 weight_only: true
 block: 16
 rules:
-  - "*.up_proj": {fmt: mxfp4, method: {name: naive}}
+  - "*.up_proj": {fmt: mxfp4a16, method: {name: naive}}
   - "0.*": null
 """
 
@@ -58,7 +58,7 @@ def test_a_file_is_the_arguments_of_convert(tmp_path: Path) -> None:
     assert (recipe.config.fmt, recipe.config.method) == ("nvfp4", fp4pass.Sse())
     assert recipe.config.weight_only is True and recipe.config.block == 16
     assert recipe.rules == (
-        ("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive()}),
+        ("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive(), "weight_only": True}),
         ("0.*", None),
     )
     rows = fp4pass.report(fp4pass.convert(model(), **recipe.arguments())).rows
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
     assert Recipe().arguments() == {
         "fmt": "nvfp4",
         "method": fp4pass.Hessian(),
-        "weight_only": False,
+        "weight_only": True,
         "block": 16,
         "activation_scales": "naive",
         "rotation": 0,

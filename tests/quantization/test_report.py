@@ -143,7 +143,7 @@ def test_a_weight_of_zeros_has_no_error() -> None:
     nn.init.zeros_(model[0].weight)
     fp4pass.prepare(model)
     model(torch.ones(3, 32))
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     (row,) = fp4pass.report(model).rows
     assert (row.weight_error, row.output_error) == (0.0, 0.0)
 

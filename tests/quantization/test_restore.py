@@ -65,7 +65,7 @@ def test_dequantize_of_transformers_gives_the_rounded_weights(road: str, tmp_pat
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")
     assert torch.equal(logits(again.eval()), expected)
     assert not any("quantiz" in name for name in model.config.to_dict())
-    assert fp4pass.convert(model, method="sse") is model
+    assert fp4pass.convert(model, "nvfp4", method="sse") is model
 
 
 def test_a_converted_model_casts_and_moves_as_before() -> None:
@@ -96,7 +96,9 @@ def test_any_module_is_made_dense() -> None:
 
 
 def test_inputs_are_not_quantized_any_more() -> None:
-    model = fp4pass.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), method="sse")
+    model = fp4pass.convert(
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "nvfp4", method="sse"
+    )
     x = torch.randn(3, 32)
     weights = rounded(model)
     expected = x

@@ -87,7 +87,11 @@ class Deep(nn.Module):
 def test_all_of_a_router_stays_dense(name: str, outputs: int, told: bool) -> None:
     """By its name, by as many outputs as experts, or by how many experts it is told to choose."""
     found = reasons(Deep(name, outputs, told))
-    assert found[f"{name}.down_proj"] == found[f"{name}.mlp.0"] == "a router; add a rule to quantize it"
+    assert (
+        found[f"{name}.down_proj"]
+        == found[f"{name}.mlp.0"]
+        == "a router; add a rule to quantize it"
+    )
     assert "router" not in found["mlp.0"] and not found["experts.5"]
     assert not reasons(Deep("other", 16, False))["other.down_proj"]
 
@@ -249,7 +253,7 @@ def test_a_subclass_that_multiplies_is_a_linear(cls: type[nn.Linear]) -> None:
     for each in (model, plain):
         fp4pass.prepare(each)
         fp4pass.calibrate(each, [x], progress=False)
-        fp4pass.convert(each)
+        fp4pass.convert(each, "nvfp4")
     assert type(model[0]) is QuantizedLinear
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
 
@@ -359,7 +363,7 @@ def test_below_adapters_a_layer_is_what_it_is_without() -> None:
     for each in (bare, model):
         fp4pass.prepare(each, "naive")
         each(tokens())
-        fp4pass.convert(each)
+        fp4pass.convert(each, "nvfp4")
         prefix = "base_model.model."
         found = {
             name.removeprefix(prefix).removesuffix(".base_layer"): module

@@ -400,7 +400,7 @@ def test_the_recipe_says_so_and_is_still_a_recipe() -> None:
     model = calibrated(graph(GatedMlp))
     fp4pass.smooth(model, 0.25)
     calibrated(model)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     recipe = get_state(model).recipe  # type: ignore[union-attr]
     assert recipe["smooth"] == 0.25 and recipe["calibration"]["batches"] == 6
     assert Recipe.from_dict(recipe).config.fmt == "nvfp4"
@@ -477,7 +477,7 @@ def test_errors_of_live_models() -> None:
     with pytest.raises(StateError, match=r"live GatedMlp is prepared.*before prepare, or"):
         fp4pass.smooth(calibrated(made(GatedMlp)), data=[wide()])
     with pytest.raises(StateError, match="already converted"):
-        fp4pass.smooth(fp4pass.convert(made(GatedMlp), method="sse"), data=[wide()])
+        fp4pass.smooth(fp4pass.convert(made(GatedMlp), "nvfp4", method="sse"), data=[wide()])
     with pytest.raises(CalibrationError, match="no batches"):
         fp4pass.smooth(made(GatedMlp), data=iter(()))
     with pytest.raises(OptionError, match="tokenizer"):
@@ -499,7 +499,7 @@ def test_errors() -> None:
         with pytest.raises(OptionError, match="0 to 1"):
             fp4pass.smooth(model, strength)  # type: ignore[arg-type]
     calibrated(model)
-    fp4pass.convert(model)
+    fp4pass.convert(model, "nvfp4")
     with pytest.raises(StateError, match="between calibrate and convert"):
         fp4pass.smooth(model)
     with pytest.raises(StateError, match="do not measure channels"):

@@ -47,7 +47,7 @@ def _entries(method: str, weight: Tensor, model: nn.Module) -> list[tuple[str, s
 
     sys.setprofile(watch)
     try:
-        fp4pass.convert(model, method=method)
+        fp4pass.convert(model, "nvfp4", method=method)
     finally:
         sys.setprofile(None)
     return found

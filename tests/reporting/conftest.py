@@ -15,7 +15,7 @@ import fp4pass
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`mixed` has two formats and skipped layers, `inputs` was calibrated, `theirs` says least."""
     folder = tmp_path_factory.mktemp("folders")
-    rules = [("*.down_proj", {"fmt": "mxfp4"}), ("model.layers.0.*", None)]
+    rules = [("*.down_proj", {"fmt": "mxfp4a16"}), ("model.layers.0.*", None)]
     with no_network():
         mixed = fp4pass.convert(language_model(), method="sse", weight_only=True, rules=rules)
         fp4pass.save(mixed, folder / "mixed")

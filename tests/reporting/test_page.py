@@ -138,7 +138,8 @@ def test_measures_of_a_text(undrawn: None) -> None:
     assert "The change of perplexity is significant" in text
     few = render(gather(converted(), evaluations=[{**row, "units": 4}]))
     assert "The change of perplexity" not in few
-    assert "At least 10 documents are needed to say whether perplexity changed." in few
+    assert "5 tokens scored in 1 window; intervals need at least 10 documents" in few
+    assert "2.5000" not in few and "+25.00 %" not in few
     (table,) = (rows for rows in Tables(text).tables if rows[0][0] == "Measure")
     assert table[1:] == [
         ["Perplexity", "3.0000", "2.5000", "3.5000"],
@@ -155,7 +156,7 @@ def test_measures_of_a_text(undrawn: None) -> None:
     ]
     alone = {"text": "t", "windows": 1, "tokens": 5, "unit": "window", "units": 1, "kl": None}
     alone |= {"confidence": 0.95, "perplexity": 3.0, "intervals": {}}
-    assert "no intervals over one window" in render(gather(converted(), evaluations=[alone]))
+    assert "intervals need at least 10 windows" in render(gather(converted(), evaluations=[alone]))
 
 
 @pytest.mark.core
