@@ -113,10 +113,10 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 def expected(what: str, wanted: str, got: object) -> str:
     """Return the sentence of an error: "WHAT: expected WANTED, got GOT."."""
-    return f"{_named(what)}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
+    return f"{named(what)}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
 
 
-def _named(what: str) -> str:
+def named(what: str) -> str:
     """Return what an error is about, its option as its caller writes it."""
     name, colon, rest = what.partition(":")
     return f"{as_option(name) if name in _flags.get() else name}{colon}{rest}"
@@ -139,7 +139,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """Return the error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)
     hint = nearest(name, names)
-    return OptionError(f"{_named(kind)} {name!r} does not exist.{hint} Known: {', '.join(names)}.")
+    return OptionError(f"{named(kind)} {name!r} does not exist.{hint} Known: {', '.join(names)}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from .errors import OptionError, as_option
+from .errors import OptionError, as_option, named
 from .methods import METHODS
 
 # Spellings of llm-compressor, ModelOpt, vLLM and others, in lower case and without separators.
@@ -20,7 +20,7 @@ def require_scheme_name(name: object, known: Collection[str]) -> None:
     """Raise OptionError for a method in place of a scheme, or a name that others have for one."""
     if not isinstance(name, str) or {base := name.partition(":")[0], base.lower()} & {*known}:
         return
-    problem = f"fmt: Scheme {name!r} does not exist"
+    problem = f"{named('fmt')}: Scheme {name!r} does not exist"
     if name.lower() in METHODS:
         raise OptionError(f"{problem}: it is a method. Give {as_option('method', name.lower())}.")
     if "int4" in name.lower():

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .core.formats import FORMATS, Format
-from .errors import OptionError, as_option, unknown_name
+from .errors import OptionError, as_option, named, unknown_name
 from .misnamed import require_scheme_name
 
 # Inputs ("activations") stay in 16 bits.
@@ -72,7 +72,7 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("weight_only") is False and fields["weight_only"]:
         other = scheme_name(fields["fmt"], weight_only=False)
         raise OptionError(
-            f"fmt: scheme {name!r} leaves inputs in floating point, and "
+            f"{named('fmt')}: scheme {name!r} leaves inputs in floating point, and "
             f"{as_option('weight_only', False)} "
             f"quantizes them. Choose {other!r}, or leave {as_option('weight_only', False)} out."
         )

@@ -166,4 +166,4 @@ def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> N
     out = run("quantize", TINY, "-o", tmp_path / "q", *options).stdout
     assert "nvfp4, input scales by sse" in out and "nvfp4 " not in out
     # Exits with an error if the outputs are not those of inputs rounded so.
-    run("verify", tmp_path / "q", "--ref", TINY)
+    run("verify", tmp_path / "q", "--reference", TINY)

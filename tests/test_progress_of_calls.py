@@ -305,7 +305,7 @@ def test_the_command_line_has_one_bar_and_a_pure_stdout(
         slow_search(seen, monkeypatch, 10)
         seen.slow(monkeypatch, writer, "fingerprint", 1)
         seen.slow(monkeypatch, type(language_model()), "forward", 1)
-        options = ("--calib", CALIB, "--samples", 2, "--seq-len", 32, "--scheme")
+        options = ("--data", CALIB, "--samples", 2, "--seq-len", 32, "--scheme")
         options = (*options, "nvfp4a16", "--method", "hessian", by)
         done = run("quantize", TINY, "-o", tmp_path / "out", *options)
     assert seen.stages == ["calibrate", "convert", "save"]

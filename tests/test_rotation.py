@@ -376,17 +376,17 @@ def test_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "q"
     options = ("--scheme", "mxfp4", "--method", "hessian", "--rotation", 64)
     with_text = (*options, *CALIBRATED)
-    refused = run("quantize", TINY, "-o", out, *with_text, "--export", "modelopt", code=2)
+    refused = run("quantize", TINY, "-o", out, *with_text, "--to", "modelopt", code=2)
     assert "modelopt" in refused.stderr
     found = run_json("quantize", TINY, "-o", out, *with_text)
     assert found["layout"] == "fp4pass" and found["recipe"]["rotation"] == 64
     assert found["summary"][0]["label"] == "mxfp4, rotated by 64"
     assert found["summary"][0]["output_error"] < 0.1
     assert "rotated by 64" in run("inspect", out).stdout
-    run("verify", out, "--ref", TINY, "--windows", 2, "--length", 64)
+    run("verify", out, "--reference", TINY, "--samples", 2, "--seq-len", 64)
     sse = tmp_path / "sse"
     run("quantize", TINY, "-o", sse, *options[:2], "--method", "sse", "--rotation", 32)
-    checked = run_json("verify", sse, "--ref", TINY, "--windows", 2, "--length", 64)
+    checked = run_json("verify", sse, "--reference", TINY, "--samples", 2, "--seq-len", 64)
     assert len(checked["requantized"]) == 28
     compared = run_json("inspect", sse, TINY)
     assert 0.05 < max(layer["difference"] for layer in compared["layers"]) < 0.15

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, expected
+from ..errors import OptionError, ShapeError, as_option, expected
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
 _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
@@ -126,7 +126,7 @@ def cut_windows(
         [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
     """
     if windows is not None and (not isinstance(windows, int) or windows < 1):
-        raise OptionError(expected("windows", "at least 1, or None for all", windows))
+        raise OptionError(expected("windows", "at least 1", windows))
     if not isinstance(window, int) or window < 2:
         raise OptionError(expected("window", "at least 2 tokens", window))
     rows = isinstance(text, Tensor) and text.ndim == 2
@@ -156,7 +156,7 @@ def cut_windows(
         spans = _sliding(len(stream), window, step) if len(stream) >= window else []
     if not spans:
         held = stream.numel()
-        smaller = f" or window={held}" if held >= 2 and not rows else ""
+        smaller = f" or {as_option('window', held)}" if held >= 2 and not rows else ""
         raise ShapeError(
             f"The text: expected at least {window} tokens, those of a window, got {held}. Give a "
             f"longer text{smaller}."

@@ -42,7 +42,12 @@ _HEADINGS = {
 
 
 class Command(TyperCommand):
-    """A command whose --help has its options under headings."""
+    """A command whose errors name its flags, and whose --help has them under headings."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with named_as(_flags(self.params)):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the parameters, heading by heading."""
@@ -87,9 +92,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print its errors and warnings as lines on stderr."""
-        command = self.commands.get(ctx.invoked_subcommand)
-        flags = _flags([] if command is None else command.params)
-        with warnings.catch_warnings(), news(), named_as(flags):
+        with warnings.catch_warnings(), news():
             if not sys.warnoptions:
                 warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:

@@ -1,4 +1,4 @@
-"""Calibration as quantize and report do it: on what --calib names, before convert."""
+"""Calibration as quantize does it: on what --data names, before convert."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_writer(config: Any) -> None:
     kind = float_models.model_class(config)
     if not getattr(kind, "can_generate", bool)() or getattr(config, "is_encoder_decoder", False):
         raise OptionError(
-            f"A model of type {config.model_type} writes no text to calibrate on. Give --calib "
+            f"A model of type {config.model_type} writes no text to calibrate on. Give --data "
             "FILE, or choose --method sse with --scheme nvfp4a16, which need none."
         )
 

@@ -63,7 +63,7 @@ def quantize(
     quality: QualityName = None,
     budget: Budget = None,
     schemes: Schemes = None,
-    calib: Annotated[
+    data: Annotated[
         str | None,
         Option(
             help="Calibration data: a text file; .jsonl, .csv, .json or .parquet with texts or "
@@ -98,7 +98,7 @@ def quantize(
         ),
     ] = False,
     seed: Seed = None,
-    export: Annotated[
+    to: Annotated[
         str,
         Option(
             help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.",
@@ -137,12 +137,12 @@ def quantize(
     if asked is not None:
         recipe = asked.with_method(recipe, rules, config_options)
     for each in [recipe] if asked is None else asked.recipes(recipe):
-        _require_possible(each, export, stream)
+        _require_possible(each, to, stream)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
-    if sequential and calib is None and not stream and not _needs_text(recipe):
+    if sequential and data is None and not stream and not _needs_text(recipe):
         raise OptionError(
-            "--sequential calibrates, and the method needs no text. Give --calib FILE, or leave "
+            "--sequential calibrates, and the method needs no text. Give --data FILE, or leave "
             "--sequential out."
         )
     by_layers = layer_by_layer
@@ -160,7 +160,7 @@ def quantize(
         raise OptionError(f"{problem}. Choose another, or run one process.")
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
-    if calib is not None:
+    if data is not None:
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     if push_to_hub is not None:
@@ -170,19 +170,24 @@ def quantize(
     config = float_models.load_config(model, trust_remote_code)
     if (held := open_float_source(model)) is not None:
         screen.note(held.sentence)
-    if calib is not None and seq_len is not None:
+    if data is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
-    if calib is None and (asked is not None or _needs_text(recipe)):
+    if data is None and (asked is not None or _needs_text(recipe)):
         require_writer(config)
+        if processor is None:
+            raise OptionError(
+                f"{model} has no tokenizer, which writing calibration text needs. Copy one beside "
+                "the model, or choose --method sse with --scheme nvfp4a16, which need no text."
+            )
     read = None
-    if calib is not None:
+    if data is not None:
         float_models.text_tokenizer(processor, model)
         options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
-        every = read_examples(calib, processor, config, **options)
+        every = read_examples(data, processor, config, **options)
         if len(every) < group.size:
             raise OptionError(
-                f"{calib} has {len(every)} windows, fewer than the {group.size} processes. Give "
+                f"{data} has {len(every)} windows, fewer than the {group.size} processes. Give "
                 "more text, or run one process."
             )
         read = every[group.rank :: group.size]
@@ -192,7 +197,7 @@ def quantize(
     what = "layers" if stream else "weights"
     if found := _count(finished):
         screen.note(f"resumes: {found} finished {what} in {finished}")
-    written: dict[str, Any] = {"layout": export, "overwrite": overwrite}
+    written: dict[str, Any] = {"layout": to, "overwrite": overwrite}
     written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
     try:
         if stream:
@@ -254,9 +259,9 @@ def _needs_text(recipe: Recipe) -> bool:
     return recipe.kv_cache is not None or any(map(bool, needs))
 
 
-def _require_possible(recipe: Recipe, export: str, stream: bool) -> None:
+def _require_possible(recipe: Recipe, to: str, stream: bool) -> None:
     """Refuse recipes that the layout cannot hold, before hours of work."""
-    layout = get_layout(export)
+    layout = get_layout(to)
     layout.cache_config(recipe.kv_cache)
     if recipe.kv_cache is not None and stream:
         raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
@@ -264,7 +269,7 @@ def _require_possible(recipe: Recipe, export: str, stream: bool) -> None:
         problem = layout.config_problem(config)
         if problem and not layout.fallback:
             raise OptionError(
-                f"--export {export} has no place for {problem}; it holds "
+                f"--to {to} has no place for {problem}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
             )
 

@@ -28,19 +28,19 @@ from .options import Device, TrustCode
 
 def verify(
     folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
-    ref: Annotated[
+    reference: Annotated[
         str | None, Option(help="The float model: a folder or a hub id.", metavar="MODEL")
     ] = None,
-    text: Annotated[
+    data: Annotated[
         str | None,
         Option(
-            help="Text for the outputs, as for quantize --calib; by default random tokens.",
+            help="Text for the outputs, as for quantize; by default random tokens.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    windows: Annotated[int, Option(help="Windows of the text.")] = 4,
-    length: Annotated[int, Option(help="Tokens per window.")] = 128,
-    max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
+    samples: Annotated[int, Option(help="Windows of the text.")] = 4,
+    seq_len: Annotated[int, Option(help="Tokens per window.")] = 128,
+    fail_above: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
     repair: Annotated[
         Path | None,
         Option(
@@ -51,22 +51,24 @@ def verify(
     trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
-    """Check a checkpoint, with --ref against its float model; exit with 1 on a mismatch.
+    """Check a checkpoint, with --reference against its float model; exit with 1 on a mismatch.
 
-    Without --ref: check files, index, shapes, checksums and numbers of all tensors, the order of
-    codes, and the configs. Each finding is printed with its meaning and its remedy. With --ref:
-    quantize layers again whose method needs no calibration and compare every bit; compare other
-    layers by their weight error, other tensors bit for bit, and outputs with those of a float
-    model that has the dequantized weights.
+    Without --reference: check files, index, shapes, checksums and numbers of all tensors, the order
+    of codes, and the configs. Each finding is printed with its meaning and its remedy. With
+    --reference: quantize layers again whose method needs no calibration and compare every bit;
+    compare other layers by their weight error, other tensors bit for bit, and outputs with those of
+    a float model that has the dequantized weights.
     """
-    sources.require_windows(length=length, windows=windows)
-    if ref is None and text is not None:
-        raise OptionError("--text: expected --ref MODEL too, to compare outputs with, got none.")
-    if ref is None:
+    sources.require_windows(seq_len=seq_len, samples=samples)
+    if reference is None and data is not None:
+        raise OptionError(
+            "--data: expected --reference MODEL too, to compare outputs with, got none."
+        )
+    if reference is None:
         _verify_alone(folder, repair, as_json)
         return
     if repair is not None:
-        raise OptionError("--repair: expected no --ref, with which nothing is repaired, got both.")
+        raise OptionError("--repair: expected no --reference, got both.")
     stored, chosen = opened(folder, alone=False), sources.choose_device(device)
     tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
     wrong, found, outputs = dict(problems(stored, tensors, sums=True)), None, None
@@ -76,23 +78,23 @@ def verify(
         model: Any = load(stored.folder, device_map=chosen)
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
-        reference = float_models.load_float(ref, dtype, chosen, trust_remote_code)
-        found = compare_models(stored, model, reference, max_error)
+        original = float_models.load_float(reference, dtype, chosen, trust_remote_code)
+        found = compare_models(stored, model, original, fail_above)
         wrong = found.mismatches
         # Outputs of wrong weights say nothing.
         if not wrong:
-            if text is None:
-                ids = random_tokens(reference, windows, length)
+            if data is None:
+                ids = random_tokens(original, samples, seq_len)
             else:
-                processor = float_models.load_tokenizer(ref, trust_remote_code)
-                tokenizer = float_models.text_tokenizer(processor, ref)
-                read = read_text(text, windows * length, tokenizer)
-                ids = token_windows(tokenizer, read, window=length, windows=windows)
-                if len(ids) < windows:
-                    screen.note(f"{text} has {len(ids)} windows; --windows is {windows}.")
+                processor = float_models.load_tokenizer(reference, trust_remote_code)
+                tokenizer = float_models.text_tokenizer(processor, reference)
+                read = read_text(data, samples * seq_len, tokenizer)
+                ids = token_windows(tokenizer, read, window=seq_len, windows=samples)
+                if len(ids) < samples:
+                    screen.note(f"{data} has {len(ids)} windows; --samples is {samples}.")
             if ids is not None:
-                sources.note_dtype("compares outputs", model, reference)
-                outputs = compare_outputs(model, reference, ids, text or RANDOM)
+                sources.note_dtype("compares outputs", model, original)
+                outputs = compare_outputs(model, original, ids, data or RANDOM)
                 wrong |= outputs.mismatches()
     if as_json:
         found = found or Comparison()
@@ -133,7 +135,7 @@ def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
         for each in found.not_judged:
             print(f"not checked: {each}")
         if not found.findings:
-            print(f"{folder}: no faults found; --ref MODEL compares it with its float model")
+            print(f"{folder}: no faults found; --reference MODEL compares it with its float model")
     _print_findings(found)
     if repair is not None and not found.findings:
         screen.note(f"fp4pass: nothing to repair, so {repair} was not written")

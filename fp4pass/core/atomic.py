@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,10 +130,13 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
             "Choose a new folder in it."
         )
     above = next(path for path in target.parents if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+    try:
+        # Permissions do not say all: a file system may be read-only, or hold no folders.
+        tempfile.TemporaryDirectory(prefix=".", dir=above).cleanup()
+    except OSError as error:
         raise CheckpointError(
             f"{target} cannot be made: {above} is not a folder, or is read-only. Choose another."
-        )
+        ) from error
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
         left = ", ".join(path.name for path in _left_beside(target))

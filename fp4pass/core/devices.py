@@ -25,6 +25,13 @@ def has_fp4_tensor_cores(index: int | None = None) -> bool:
 def require_device(name: torch.device | str, what: str) -> None:
     """Raise OptionError for a device that is not there; `what` says where it was named."""
     try:
+        torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        # It lists every type of device that torch was ever built for.
+        raise OptionError(
+            f"{what}{name} cannot be used: there is none. Try cuda or cpu."
+        ) from error
+    try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         problem = str(error).splitlines()[0]

@@ -197,8 +197,9 @@ def require_statistics(
     call = f"fp4pass.prepare(model, {name!r}{rotation})"
     if before is None and late is None:
         raise CalibrationError(
-            f"Method {name!r} needs calibration data. Call {call} and run some batches through "
-            f"the model before convert, or choose {as_option('method', 'sse')}."
+            f"Method {name!r} needs calibration data. Give {as_option('quality', 'good')} and "
+            f"{as_option('tokenizer')}, which calibrate too; or call {call} and run some batches "
+            f"through the model before convert; or choose {as_option('method', 'sse')}."
         )
     names = ", ".join(layer.label for layer in lacking[:5])
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""

@@ -13,7 +13,15 @@ from ..core.fingerprint import digest_of
 from ..core.paths import path_of
 from ..core.plain_files import parse_file
 from ..distributed import ranks
-from ..errors import Fp4PassError, OptionError, as_option, expected, require_type, unknown_name
+from ..errors import (
+    Fp4PassError,
+    OptionError,
+    as_option,
+    expected,
+    named_as,
+    require_type,
+    unknown_name,
+)
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
@@ -137,7 +145,10 @@ class Recipe:
             >>> fp4pass.Recipe.read("recipe.json").rules
             (('*.down_proj', None),)
         """
-        return _Reader(str(path), quality).recipe(parse_file(path_of(path, "path")))
+        data = parse_file(path_of(path, "path"))
+        # Errors name the keys of the file, in a command too.
+        with named_as({}):
+            return _Reader(str(path), quality).recipe(data)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
@@ -244,7 +255,7 @@ class _Reader:
         others = (QUALITY, "rules", KV_CACHE)
         if not isinstance(data, Mapping):
             mapping = f"a mapping with {', '.join((*names, *others))}, or a list of rules"
-            raise self.error("", expected("it", mapping, _shown(data)))
+            raise self.error("", f"expected {mapping}, got {_shown(data)}.")
         self.keys(data, (*names, *others), at, ignored=_FACTS)
         # Those first that fit, or do not, only together.
         together = ("fmt", "block", "weight_only")
@@ -294,7 +305,7 @@ class _Reader:
 
     def rules(self, data: Any, at: str, config: LinearConfig) -> tuple[Rule, ...]:
         if not isinstance(data, list | tuple):
-            raise self.error(at, expected("it", "a list of rules", _shown(data)))
+            raise self.error(at, f"expected a list of rules, got {_shown(data)}.")
         return tuple(self.rule(rule, f"{at}[{i}]", config) for i, rule in enumerate(data))
 
     def rule(self, rule: Any, at: str, config: LinearConfig) -> Rule:

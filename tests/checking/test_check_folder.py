@@ -254,5 +254,5 @@ def test_the_command_line(good: Good, tmp_path: Path) -> None:
     cut = damaged(good, tmp_path, "a cut file", "ours_modelopt")
     result = run("verify", cut, "--repair", tmp_path / "none", code=1)
     assert "copy the folder again" in result.stderr and not (tmp_path / "none").exists()
-    error = run("verify", cut, "--ref", TINY, "--repair", tmp_path / "none", code=2).stderr
-    assert "--repair: expected no --ref" in error
+    error = run("verify", cut, "--reference", TINY, "--repair", tmp_path / "none", code=2).stderr
+    assert "--repair: expected no --reference" in error

@@ -211,7 +211,7 @@ def test_quantize_is_convert_and_save(made: Path) -> None:
 
 def test_quantize_prints_the_report(tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
-    rules.write_text('[{"*.down_proj": {"fmt": "mxfp4"}}, {"model.layers.0.*": null}]')
+    rules.write_text('[{"*.down_proj": {"fmt": "mxfp4a16"}}, {"model.layers.0.*": null}]')
     result = run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--rules", rules)
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["mxfp4a16", "naive", "4", "4.25"] in [line[:4] for line in lines]
@@ -239,7 +239,7 @@ def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
 def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("fmt: mxfp4\nmethod: {name: naive}\nweight_only: true\n")
-    options = ("--scheme", "nvfp4", "--block", 16, "--export", "modelopt")
+    options = ("--scheme", "nvfp4", "--block", 16, "--to", "modelopt")
     more = ("--dtype", "float32", "--max-shard-size", "3MB", *CALIBRATED, "--seed", 1)
     found = run_json("quantize", TINY, "-o", tmp_path / "q", "--rules", recipe, *options, *more)
     assert found["layout"] == "modelopt" and found["resumed"] == 0 and found["searched"] == 28
@@ -341,7 +341,7 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(sys.modules[f"fp4pass.{module}"], name, stop)
     for command in (
         ("transcode", made / "mixed", "-o", tmp_path / "q", "--to", "bf16"),
-        ("eval", made / "mixed", "--text", EVAL),
+        ("eval", made / "mixed", "--data", EVAL),
     ):
         result = run(*command, code=130)
         assert (result.stdout, result.stderr) == ("", "fp4pass: interrupted.\n")
@@ -401,9 +401,9 @@ def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
 
 @pytest.mark.slow
 def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> None:
-    texts = ("--text", EVAL, "--length", 64, "--windows", 2)
+    texts = ("--data", EVAL, "--seq-len", 64, "--samples", 2)
     assert run("eval", made / "inputs", *texts).stderr == f"measures {SLOW}"
-    args = (made / "mixed", "--ref", TINY, "--windows", 1, "--length", 32)
+    args = (made / "mixed", "--reference", TINY, "--samples", 1, "--seq-len", 32)
     assert run("verify", *args).stderr == f"compares outputs {SLOW}"
     tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval/quality/tasks", "--limit", 1)
     assert run("eval", TINY, *tasks).stderr.endswith(f"measures {SLOW}")
@@ -418,7 +418,7 @@ def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("socket.create_connection", refuse)
-    for args in (("quantize", "nope", *PLAIN), ("quantize", TINY, "--calib", "calb")):
+    for args in (("quantize", "nope", *PLAIN), ("quantize", TINY, "--data", "calb")):
         error = run(*args, "-o", "out", code=2).stderr
         assert "there is no such file or folder here" in error
         assert "Name or service not known. Correct the path" in error
@@ -466,7 +466,7 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
         json.dumps({"text": part}) + "\n" for part in EVAL.read_text()[:20000].split("<|doc|>")
     )
     (tmp_path / "eval.jsonl").write_text(lines)
-    texts = ("--text", EVAL, "--text", tmp_path / "eval.jsonl", "--length", 64, "--windows", 6)
+    texts = ("--data", EVAL, "--data", tmp_path / "eval.jsonl", "--seq-len", 64, "--samples", 6)
     found = run_json("eval", made / "inputs", *texts, "--reference", TINY)
     model, original = fp4pass.load(made / "inputs"), language_model()
     options: Any = {"window": 64, "windows": 6, "progress": False}
@@ -485,7 +485,7 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     assert "intervals need at least 10 documents" in printed
     more = run("eval", made / "inputs", *texts[:2], *texts[4:-1], 24, "--reference", TINY).stdout
     assert "The change of perplexity is significant" in more
-    small = ("--text", EVAL, "--length", 64, "--windows", 6)
+    small = ("--data", EVAL, "--seq-len", 64, "--samples", 6)
     alone = run_json("eval", TINY, *small)["texts"][0]
     assert alone["perplexity"] < first["perplexity"] and alone["kl"] is None
     assert all(len(line) <= 80 for line in run("eval", TINY, *small).stdout.splitlines())

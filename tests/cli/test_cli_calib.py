@@ -19,7 +19,7 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml"):
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-QUICK = ("--method", "naive")
+QUICK = ("--scheme", "nvfp4", "--method", "naive")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 def test_chats_of_a_file(source: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     chats = [TURNS, TURNS[1:], [*TURNS, *TURNS[1:]]]
     data = jsonl(tmp_path / "chats.jsonl", [{"id": 1, "messages": chat} for chat in chats])
-    command = ("quantize", source, "-o", tmp_path / "q", *QUICK, "--calib", data, *options)
+    command = ("quantize", source, "-o", tmp_path / "q", *QUICK, "--data", data, *options)
     lines = run(*command).stderr
     assert f"fp4pass: {data}: reads messages, of id, messages.\n" in lines
     assert "fp4pass: windows have 64 tokens, the context of the model, and not 512.\n" in lines
@@ -59,7 +59,7 @@ def test_chats_of_a_file(source: Path, tmp_path: Path, options: tuple[str, ...])
 
 def test_texts_of_eval_may_be_chats(source: Path, tmp_path: Path) -> None:
     data = jsonl(tmp_path / "chats.jsonl", [{"messages": TURNS * 3}] * 4)
-    (row,) = run_json("eval", source, "--text", data, "--length", 32)["texts"]
+    (row,) = run_json("eval", source, "--data", data, "--seq-len", 32)["texts"]
     assert row["unit"] == "document" and row["units"] == 4
 
 
@@ -69,7 +69,7 @@ def test_images_of_a_file(tmp_path: Path) -> None:
     processor().save_pretrained(folder)
     picture().save(tmp_path / "one.png")
     data = jsonl(tmp_path / "rows.jsonl", [{"image": "one.png", "text": "a list"}] * 2)
-    command = ("quantize", folder, "-o", tmp_path / "q", *QUICK, "--calib", data)
+    command = ("quantize", folder, "-o", tmp_path / "q", *QUICK, "--data", data)
     result = run(*command)
     assert "reads text + image.\n" in result.stderr and "does not reach" not in result.stderr
     rows = run_json("inspect", tmp_path / "q")["layers"]

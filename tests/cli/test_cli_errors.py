@@ -12,6 +12,7 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
+import fp4pass
 from fp4pass import float_models
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.errors import CheckpointError
@@ -91,20 +92,21 @@ QUANTIZE_BAD = [
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY, *PLAIN, "--sequential"), "--sequential calibrates, and the method needs no text"),
     (
-        (TINY, *PLAIN, "--export", "gguf"),
-        "--export: Layout 'gguf' does not exist. Known: compressed-tensors",
+        (TINY, *PLAIN, "--to", "gguf"),
+        "--to: Layout 'gguf' does not exist. Known: compressed-tensors",
     ),
     ((TINY, "--method", "nvfp4"), "it is a scheme. Give --scheme nvfp4."),
     (
         (TINY, "--scheme", "gptq"),
         "--scheme: Scheme 'gptq' does not exist: it is a method. Give --method",
     ),
-    ((TINY, "--scheme", "NVFP4A16"), "Did you mean --scheme nvfp4a16?"),
+    ((TINY, "--scheme", "nvfp4_a16"), "Did you mean --scheme nvfp4a16?"),
+    (("{bad}/tokenizer", "--quality", "good"), "{bad}/tokenizer has no tokenizer, which writing"),
     ((TINY, "--samples", "x"), "quantize: --samples: expected a whole number, got x. See"),
     ((TINY, "--expert-prior", "x"), "quantize: --expert-prior: expected a number, got x. See"),
-    ((TINY, "--rules", "{bad}/yes.yaml"), "yes.yaml, weight_only: expected true or false"),
+    ((TINY, "--rules", "{bad}/yes.yaml"), "yes.yaml, weight_only: expected True or False"),
     (
-        (TINY, *PLAIN, "--export", "modelopt", "--scheme", "mxfp4"),
+        (TINY, *PLAIN, "--to", "modelopt", "--scheme", "mxfp4"),
         "no place for mxfp4; it holds",
     ),
     ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, metod: the key"),
@@ -115,25 +117,25 @@ QUANTIZE_BAD = [
     ((TINY, *PLAIN, "--device", "meta"), "--device meta cannot be used"),
     ((TINY, *PLAIN, "--dtype", "int8"), "--dtype int8 does not exist. Known: auto, float32"),
     ((TINY, *PLAIN, "--batch-size", "0"), "--batch-size: expected at least"),
-    ((TINY, "--calib", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
-    ((TINY, "--calib", "./none"), "./none does not exist"),
-    ((TINY, "--calib", "nodata"), "nodata: there is no such file or folder here, and https"),
-    ((TINY, "--calib", "nodata.parquet"), "nodata.parquet does not exist"),
-    ((TINY, "--calib", "{bad}/broken.json"), "{bad}/broken.json: the dataset cannot be loaded"),
-    ((TINY, "--calib", "{bad}/numbers.json"), "got a (int), b (int). Looked for: input_ids; mess"),
-    ((TINY, "--calib", "{bad}/empty"), "{bad}/empty: the dataset cannot be loaded"),
-    ((TINY, "--calib", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
-    ((TINY, "--calib", "{bad}/lines.jsonl"), "{bad}/lines.jsonl, line 2: expected columns that"),
-    ((TINY, "--calib", "{bad}/cut.jsonl"), "{bad}/cut.jsonl, line 2: expected a row in JSON, as"),
-    ((TINY, "--calib", "{bad}/chats.jsonl"), "chats.jsonl, line 1: a chat, but the tokenizer has"),
-    ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text in UTF-8"),
-    ((TINY, "--calib", "{bad}/latin.txt"), "Write it in UTF-8, as with iconv"),
-    ((TINY, "--calib", "{bad}/blank.txt"), "expected text to learn from, got an empty text"),
-    ((TINY, "--calib", CALIB, "--samples", "0"), "--samples: expected at least"),
-    ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: expected columns that hold"),
+    ((TINY, "--data", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
+    ((TINY, "--data", "./none"), "./none does not exist"),
+    ((TINY, "--data", "nodata"), "nodata: there is no such file or folder here, and https"),
+    ((TINY, "--data", "nodata.parquet"), "nodata.parquet does not exist"),
+    ((TINY, "--data", "{bad}/broken.json"), "{bad}/broken.json: the dataset cannot be loaded"),
+    ((TINY, "--data", "{bad}/numbers.json"), "got a (int), b (int). Looked for: input_ids; mess"),
+    ((TINY, "--data", "{bad}/empty"), "{bad}/empty: the dataset cannot be loaded"),
+    ((TINY, "--data", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
+    ((TINY, "--data", "{bad}/lines.jsonl"), "{bad}/lines.jsonl, line 2: expected columns that"),
+    ((TINY, "--data", "{bad}/cut.jsonl"), "{bad}/cut.jsonl, line 2: expected a row in JSON, as"),
+    ((TINY, "--data", "{bad}/chats.jsonl"), "chats.jsonl, line 1: a chat, but the tokenizer has"),
+    ((TINY, "--data", "{bad}/binary.txt"), "{bad}/binary.txt is not text in UTF-8"),
+    ((TINY, "--data", "{bad}/latin.txt"), "Write it in UTF-8, as with iconv"),
+    ((TINY, "--data", "{bad}/blank.txt"), "expected text to learn from, got an empty text"),
+    ((TINY, "--data", CALIB, "--samples", "0"), "--samples: expected at least"),
+    ((TINY, "--data", "{bad}/number.jsonl"), "number.jsonl, line 1: expected columns that hold"),
     (("./none", *PLAIN), "./none is not a folder"),
     (("none/", *PLAIN), "none/ is not a folder"),
-    ((TINY, "--calib", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
+    ((TINY, "--data", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
 ]
 
 OTHERS_BAD = [
@@ -154,36 +156,42 @@ OTHERS_BAD = [
     (("inspect", "{bad}/json"), "config.json is damaged"),
     (
         ("eval", "{made}/mixed"),
-        "Expected a text or tasks to measure on, got none. Give --text",
+        "Expected a text or tasks to measure on, got none. Give --data",
     ),
-    (("eval", "{made}/mixed", "--text", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
-    (("eval", "{bad}/none", "--text", EVAL), "{bad}/none is not a folder"),
-    (("eval", "{bad}/tokenizer", "--text", EVAL), "has no tokenizer"),
+    (("eval", "{made}/mixed", "--data", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
+    (("eval", "{bad}/none", "--data", EVAL), "{bad}/none is not a folder"),
+    (("eval", "{bad}/tokenizer", "--data", EVAL), "has no tokenizer"),
     (
-        ("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"),
-        "--length: expected at most 512 tokens",
+        ("eval", "{made}/mixed", "--data", EVAL, "--seq-len", "4096"),
+        "--seq-len: expected at most 512 tokens",
     ),
-    (("eval", "{made}/mixed", "--text", "{bad}/short.txt"), "Give a longer text or --length"),
+    (("eval", "{made}/mixed", "--data", "{bad}/short.txt"), "Give a longer text or --seq-len"),
     (
         ("report", "{made}/mixed", "-o", "{bad}/x.pdf"),
         "--output: expected a name that ends in .html",
     ),
     (("report", "{made}/mixed", "-o", "{bad}/page.html"), "pass --overwrite to replace it."),
     (
-        ("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"),
-        "--windows: expected at least 1, or left out for all",
+        ("eval", "{made}/mixed", "--data", EVAL, "--samples", "0"),
+        "--samples: expected at least 1, got 0",
     ),
-    (("verify", TINY, "--ref", TINY), "is not quantized"),
+    (("verify", TINY, "--reference", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
     (
         ("transcode", "{bad}/gptq", "-o", "{bad}/x", "--to", "bf16"),
         "Load the folder with the library",
     ),
-    (("verify", "{made}/mixed", "--text", EVAL), "--text: expected --ref MODEL too"),
-    (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
-    (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),
-    (("verify", "{made}/mixed", "--ref", TINY, "--windows", "0"), "--windows: expected at least"),
-    (("verify", "{made}/mixed", "--ref", TINY, "--length", "1"), "--length: expected at least"),
+    (("verify", "{made}/mixed", "--data", EVAL), "--data: expected --reference MODEL too"),
+    (("verify", "{made}/mixed", "--reference", "{bad}/none"), "{bad}/none is not a folder"),
+    (("verify", "{made}/mixed", "--reference", "{made}/mixed"), "is quantized already"),
+    (
+        ("verify", "{made}/mixed", "--reference", TINY, "--samples", "0"),
+        "--samples: expected at least",
+    ),
+    (
+        ("verify", "{made}/mixed", "--reference", TINY, "--seq-len", "1"),
+        "--seq-len: expected at least",
+    ),
     (
         ("eval", "{made}/mixed", "--tasks", ","),
         "--tasks: expected names of tasks",
@@ -280,3 +288,18 @@ def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
     with pytest.raises(CheckpointError):
         open_checkpoint(TINY)
+
+
+def test_a_path_is_printed_as_it_was_typed(tmp_path: Path) -> None:
+    for path in ("./seed=3/dtype=bf16/model", "data=None/x", "rules=[('a', None)]/m"):
+        assert f"fp4pass: {path} is not a folder" in run("quantize", path, "-o", "q", code=2).stderr
+
+
+def test_errors_name_options_as_their_caller_writes_them(made: Path, tmp_path: Path) -> None:
+    """Python's arguments in Python, flags in a shell; rules as a file has them."""
+    with pytest.raises(CheckpointError, match="pass overwrite=True to replace"):
+        fp4pass.save(fp4pass.load(made / "mixed"), made / "mixed")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text('- "model.layers.0.mlp.up_proj": {block: 32}\n')
+    said = run("quantize", TINY, "-o", tmp_path / "q", *PLAIN, "--rules", rules).stderr
+    assert "give them one scheme by --rules." in said

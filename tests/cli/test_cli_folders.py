@@ -92,7 +92,7 @@ def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
     assert found["layout"] == "modelopt" and found["recipe"] is None
     assert sorted(layer["name"] for layer in found["layers"]) == sorted(LINEARS)
     assert "not quantized by fp4pass" in run("inspect", foreign_folder).stdout
-    checked = run_json("verify", foreign_folder, "--ref", TINY)
+    checked = run_json("verify", foreign_folder, "--reference", TINY)
     assert sorted(checked["weight_errors"]) == sorted(LINEARS) and not checked["mismatches"]
     assert all(0.09 < error < 0.1 for error in checked["weight_errors"].values())
     run("transcode", foreign_folder, "-o", tmp_path / "ct", "--to", "compressed-tensors")
@@ -140,17 +140,17 @@ def test_inspect_shows_the_recipe_as_a_file_has_it(made: Path, tmp_path: Path) -
 
 
 def test_verify_of_what_is_right(made: Path) -> None:
-    found = run_json("verify", made / "mixed", "--ref", TINY)
+    found = run_json("verify", made / "mixed", "--reference", TINY)
     assert len(found["requantized"]) == 22 and not found["weight_errors"]
     assert found["tensors"] == 25 and found["mismatches"] == {}
     assert found["outputs"]["text"] == "random tokens"
     # Of random tokens it says nothing of a model.
     assert found["outputs"]["perplexity"] is None and found["outputs"]["kl"] < 1e-5
-    found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL)
+    found = run_json("verify", made / "inputs", "--reference", TINY, "--data", EVAL)
     assert not found["requantized"] and len(found["weight_errors"]) == 28
     assert found["outputs"]["quantizes_inputs"] and found["outputs"]["kl"] < 1e-5
     assert found["outputs"]["text"] == str(EVAL) and found["outputs"]["tokens"] == 4 * 127
-    printed = run("verify", made / "mixed", "--ref", TINY).stdout
+    printed = run("verify", made / "mixed", "--reference", TINY).stdout
     assert "22 layers quantized again, every bit compared" in printed
     assert f"{made / 'mixed'} matches its reference" in printed
 
@@ -159,7 +159,7 @@ def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.M
     """Else it could not tell a model whose inputs are quantized wrongly."""
     place = "fp4pass.reporting.outputs._stored_input"
     monkeypatch.setattr(place, lambda packed, dense, args: args[0])
-    found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL, code=1)
+    found = run_json("verify", made / "inputs", "--reference", TINY, "--data", EVAL, code=1)
     assert "KL" in found["mismatches"] and found["outputs"]["kl"] > 1e-2
 
 
@@ -193,7 +193,7 @@ def test_verify_names_what_is_wrong(made: Path, tmp_path: Path, name: str, chang
     model = fp4pass.load(made / name)
     changed = change(model)
     fp4pass.save(model, tmp_path / "q")
-    result = run("verify", tmp_path / "q", "--ref", TINY, "--json", code=1)
+    result = run("verify", tmp_path / "q", "--reference", TINY, "--json", code=1)
     assert list(json.loads(result.stdout)["mismatches"]) == [changed]
     assert f"mismatch: {changed}: " in result.stderr
     assert result.stderr.splitlines()[-1] == f"fp4pass: {tmp_path / 'q'}: 1 mismatches"
@@ -205,7 +205,7 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    found = run_json("verify", tmp_path / "q", "--ref", TINY, code=1)
+    found = run_json("verify", tmp_path / "q", "--reference", TINY, code=1)
     assert len(found["mismatches"]) == 1
     other = language_model()
     torch.manual_seed(0)
@@ -213,10 +213,10 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
         parameter.data += 0.1 * torch.randn_like(parameter)
     other.save_pretrained(tmp_path / "other")
     for name in ("mixed", "inputs"):
-        found = run_json("verify", made / name, "--ref", tmp_path / "other", code=1)
+        found = run_json("verify", made / name, "--reference", tmp_path / "other", code=1)
         assert set(found["mismatches"]) >= {"model.norm.weight", "model.layers.1.mlp.up_proj"}
         assert found["outputs"] is None
-    assert run_json("verify", made / "inputs", "--ref", TINY, "--max-error", 0.01, code=1)[
+    assert run_json("verify", made / "inputs", "--reference", TINY, "--fail-above", 0.01, code=1)[
         "mismatches"
     ]
 
@@ -311,12 +311,12 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     getattr(Case(), name)(transformers).save_pretrained(tmp_path / "m")
     run("quantize", tmp_path / "m", "-o", tmp_path / "q", *PLAIN)
-    found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
+    found = run_json("verify", tmp_path / "q", "--reference", tmp_path / "m")
     layers = {layer["name"]: layer for layer in run_json("inspect", tmp_path / "q")["layers"]}
     assert sorted(found["requantized"]) == sorted(layers)
     assert (found["outputs"] is None) == (name == "t5")
     if name == "t5":
-        printed = run("verify", tmp_path / "q", "--ref", tmp_path / "m").stdout
+        printed = run("verify", tmp_path / "q", "--reference", tmp_path / "m").stdout
         assert "outputs not compared: the model is not a causal language model" in printed
         result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
         assert "m has no tokenizer, which text needs" in result.stderr
@@ -350,7 +350,7 @@ def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> N
     fp4pass.prepare(model, rules=UNREAD.get(name, ()))
     fp4pass.calibrate(model, [torch.arange(100)[None] + 1], progress=False)
     fp4pass.save(fp4pass.convert(model, "nvfp4"), tmp_path / "q")
-    found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
+    found = run_json("verify", tmp_path / "q", "--reference", tmp_path / "m")
     rows = {row.name: row for row in fp4pass.report(model).converted}
     stacks = {name for name, row in rows.items() if len(row.shape) == 3}
     assert stacks and stacks <= set(found["weight_errors"])
@@ -368,7 +368,7 @@ def test_convert_changes_the_layout_and_nothing_else(made: Path, tmp_path: Path)
     found = run_json("transcode", made / "inputs", "-o", tmp_path / "m", "--to", "modelopt")
     assert found["layout"] == open_checkpoint(tmp_path / "m").layout.name == "modelopt"
     assert (tmp_path / "m" / "tokenizer.json").exists()
-    run("verify", tmp_path / "m", "--ref", TINY)
+    run("verify", tmp_path / "m", "--reference", TINY)
     printed = run("transcode", tmp_path / "m", "-o", tmp_path / "c", "--to", "compressed-tensors")
     assert "2.84 MB of weights" in printed.stdout
     assert_same_bits(fp4pass.load(tmp_path / "c"), fp4pass.load(made / "inputs"))
@@ -450,7 +450,7 @@ def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:
         "tokens": 64,
         "own_tokens": 64,
     }
-    assert "28 layers quantized again" in run("verify", tmp_path / "q", "--ref", TINY).stdout
+    assert "28 layers quantized again" in run("verify", tmp_path / "q", "--reference", TINY).stdout
 
 
 def test_what_others_quantized_and_we_saved_has_no_recipe(made: Path, tmp_path: Path) -> None:
@@ -460,5 +460,5 @@ def test_what_others_quantized_and_we_saved_has_no_recipe(made: Path, tmp_path: 
     shown = run("inspect", tmp_path / "ours").stdout
     assert "not quantized by fp4pass" in shown
     assert run_json("inspect", tmp_path / "ours")["recipe"] is None
-    compared = run("verify", tmp_path / "ours", "--ref", TINY).stdout
+    compared = run("verify", tmp_path / "ours", "--reference", TINY).stdout
     assert "28 layers compared by their weight error" in compared

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is dep:FutureWarning"),
 ]
 
-DATA = ("--calib", CALIB, "--held-out", EVAL, "--samples", 4, "--seq-len", 64)
+DATA = ("--data", CALIB, "--held-out", EVAL, "--samples", 4, "--seq-len", 64)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_options(folders: Path, tmp_path: Path) -> None:
     command = ("merge", folders / "base", folders / "adapter", "-o", tmp_path / "out")
-    result = run(*command, "--method", "sse", "--export", "modelopt", *DATA)
+    result = run(*command, "--method", "sse", "--to", "modelopt", *DATA)
     assert '4 layers (4 by "sse")' in result.stdout and "held-out tokens" in result.stdout
     assert open_checkpoint(tmp_path / "out").layout.name == "modelopt"
     assert (
@@ -83,7 +83,7 @@ def test_options(folders: Path, tmp_path: Path) -> None:
         ({"adapter": "base"}, "with adapter_config.json"),
         ({"base": "adapter"}, "adapter"),
         ({"options": ("--method", "gptw")}, "gptw"),
-        ({"options": ("--export", "gguf")}, "gguf"),
+        ({"options": ("--to", "gguf")}, "gguf"),
         ({"options": ("--batch-size", "0")}, "--batch-size"),
         ({"adapter": "other"}, "does not fit the model"),
     ],

@@ -1,4 +1,4 @@
-"""fp4pass report: what it writes for folders and float models, and what it refuses."""
+"""fp4pass report: what it writes for folders, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CALIB, EVAL, PLAIN, run, run_json
+from commands import EVAL, run, run_json
 from small_models import TINY
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2", "matplotlib"):
@@ -16,7 +16,7 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2", "
 pytestmark = pytest.mark.usefixtures("offline")
 
 
-TEXT = ("--text", EVAL, "--windows", 3, "--length", 64)
+TEXT = ("--data", EVAL, "--samples", 3, "--seq-len", 64)
 
 
 @pytest.fixture
@@ -73,44 +73,19 @@ def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: No
     assert other == data
 
 
-@pytest.mark.slow
-def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path, undrawn: None) -> None:
-    rules = ("--rules", made / "rules.yaml", "--no-png")
-    data = run_json("report", TINY, "-o", tmp_path / "r.html", *PLAIN, *rules)
-    folder = run_json("report", made / "mixed", "-o", tmp_path / "s.html", "--reference", TINY)
-    for key in ("summary", "layers", "maps", "scales", "offsets", "sizes", "recipe", "reference"):
-        assert data[key] == folder[key], key
-    assert data["layout"] == "in memory" and data["source"] == TINY.name
-
-
-@pytest.mark.slow
-def test_a_float_model_is_calibrated_as_quantize_does(
-    made: Path, tmp_path: Path, undrawn: None
-) -> None:
-    options = ("--calib", CALIB, "--samples", 4, "--length", 64, "--no-png")
-    data = run_json("report", TINY, "-o", tmp_path / "r.html", *options)
-    folder = run_json("report", made / "inputs", "-o", tmp_path / "s.html", "--no-png")
-    for key in ("layers", "scales", "sizes", "recipe"):
-        assert data[key] == folder[key], key
-
-
 def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Path) -> None:
     page: tuple[object, ...] = ("-o", tmp_path / "r.html")
     evaluation = tmp_path / "eval.json"
     given = ("--evaluation", evaluation)
     mixed: Any = made / "mixed"
     cases: list[tuple[tuple[object, ...], str]] = [
-        ((TINY, *page), "needs calibration text. Give --calib FILE, choose --method sse, or"),
-        (
-            (mixed, *page, "--scheme", "mxfp4"),
-            "is quantized already. Leave out --scheme, for a float model",
-        ),
-        ((mixed, *page, *TEXT, *given), "Give --text or --evaluation, not both"),
+        ((TINY, *page), "is not quantized: it has neither fp4pass.json nor"),
+        ((mixed, *page, *TEXT, *given), "Give --data or --evaluation, not both"),
         ((mixed, *page, *given), "eval.json"),
         ((mixed, "-o", tmp_path), "expected a name that ends in .html"),
         ((mixed, *page, "--reference", mixed), "is quantized already: expected a float model"),
-        ((mixed, *page, "--text", "no.txt"), "no.txt does not exist"),
-        ((tmp_path, *page), "the config cannot be loaded"),
+        ((mixed, *page, "--data", "no.txt"), "no.txt does not exist"),
+        ((tmp_path / "none", *page), "none is not a folder"),
         ((mixed, *page, "--batch-size", 0), "--batch-size: expected at least 1, got 0"),
     ]
     for args, message in cases:
@@ -118,7 +93,7 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
         assert message in text and text.count("\n") == 1, (args, text)
     for content, message in (
         ("{", "is not JSON"),
-        ('{"tasks": []}', "holds no perplexity. Expected what fp4pass eval DIR --text FILE"),
+        ('{"tasks": []}', "holds no perplexity. Expected what fp4pass eval DIR --data FILE"),
         ('{"texts": [{"text": "a"}]}', "a text without confidence, intervals, perplexity"),
     ):
         evaluation.write_text(content)

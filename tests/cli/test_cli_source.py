@@ -61,7 +61,7 @@ def test_all_of_a_source_is_in_the_output_or_named(
     before = load_file(folder / "model.safetensors")
     packed = {f"{name}.weight" for name in stored.layers}
     assert before.keys() == packed | set(stored.plain())
-    run("verify", target, "--ref", folder)
+    run("verify", target, "--reference", folder)
     assert isinstance(fp4pass.load(target).score.weight, torch.nn.Parameter)
 
 

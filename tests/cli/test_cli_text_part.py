@@ -118,7 +118,7 @@ def test_what_text_does_not_reach_is_skipped(
     with torch.no_grad():
         assert model(input_ids=torch.arange(16)[None] + 20).logits.isfinite().all()
     # A recipe alone would quantize what was skipped.
-    run("verify", target, "--ref", source, "--windows", 1, "--length", 16)
+    run("verify", target, "--reference", source, "--samples", 1, "--seq-len", 16)
 
 
 # Of T5 stock transformers cannot load what is packed.

@@ -293,7 +293,7 @@ def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", "-m", "fp4pass", "quantize", str(TINY), "-o", str(tmp_path / "two")]
-    command += ["--calib", str(TINY / "calib.txt"), "--samples", "5", "--seq-len", "64", "--json"]
+    command += ["--data", str(TINY / "calib.txt"), "--samples", "5", "--seq-len", "64", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr

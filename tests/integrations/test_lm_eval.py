@@ -360,8 +360,8 @@ def test_eval_compares_with_the_original(packed: Path) -> None:
         ),
         (("tiny_lm_next", *LOCAL, "--limit", "0"), "--limit: expected at least 1, got 0"),
         (
-            ("tiny_lm_next", *LOCAL, "--text", "a.txt"),
-            "--text, --windows and --stride cannot be used with --tasks",
+            ("tiny_lm_next", *LOCAL, "--data", "a.txt"),
+            "--data, --samples and --stride cannot be used with --tasks",
         ),
     ],
 )
