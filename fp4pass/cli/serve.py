@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 from typer import Argument, Option
 
 from ..errors import VersionError
-from .screen import INTERRUPTED, note
 
 
 def serve(
@@ -34,12 +32,7 @@ def serve(
         raise VersionError(
             f"The server needs {error.name}, which is missing: pip install 'fp4pass[serving]'."
         ) from error
-    try:
-        run(folder, host=host, port=port, device=device, log_level=log_level, ready=_announce)
-    except KeyboardInterrupt:
-        note("fp4pass: interrupted.")
-        # Python would wait for the thread that generates.
-        os._exit(INTERRUPTED)
+    run(folder, host=host, port=port, device=device, log_level=log_level, ready=_announce)
 
 
 def _announce(name: str, address: str) -> None:

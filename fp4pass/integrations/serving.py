@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +43,9 @@ _POSITIONS = 8192
 
 # Bytes of a body: so many, and so many for each position.
 _BODY_BYTES, _BYTES_PER_POSITION = 2**20, 8
+
+# The exit code of the command line that is interrupted.
+_INTERRUPTED = 130
 
 # Below this temperature logits overflow; vLLM is greedy there, too.
 _COLDEST = 1e-5
@@ -144,7 +149,7 @@ class _Asked(_Fields):
         return {**found, "do_sample": True, "temperature": self.temperature}
 
     def choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
-        """Return text of an answer, in OpenAI's form."""
+        """Return text of an answer in OpenAI's form."""
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
 
@@ -163,12 +168,12 @@ class _Chat(_Asked):
 
     def require_supported(self, where: str = "") -> None:
         """Raise for a field, here or of a message, that would change the text."""
-        super().require_supported(where)
+        super().require_supported()
         for index, message in enumerate(self.messages):
             message.require_supported(f"messages.{index}.")
 
     def choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
-        """Return text of an answer, in OpenAI's form."""
+        """Return text of an answer in OpenAI's form."""
         said = {"delta" if self.stream else "message": {**role, "content": text}}
         return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
 
@@ -177,18 +182,20 @@ class _Answer:
     """An answer while `generate` writes it, and the criterion that stops it.
 
     Attributes:
-        text: what was written, if it is not sent.
+        text: what was written, where it is not sent.
         tokens: all that were generated.
         reason: why it ended, "length" as long as nothing else is known.
         is_over: whether to stop; also set where nobody waits for it.
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], before: int, ends: Sequence[int], asked: _Asked
-    ) -> None:
-        """Take how tokens are decoded, how many are before the answer, and those that end it."""
-        self.decode, self.before, self.ends = decode, before, ends
-        self.stops: Sequence[str] = asked.stop or ()
+    def __init__(self, asked: _Asked, prompt: list[int], most: int, model: Any, tokenizer: Any):
+        """Take a request, its tokens, and the most of the answer."""
+        self.asked, self.prompt, self.most, self.tokenizer = asked, prompt, most, tokenizer
+        # With an encoder, one token stands before the answer.
+        self.before = 1 if model.config.is_encoder_decoder else len(prompt)
+        ends = model.generation_config.eos_token_id
+        self.ends = ends if isinstance(ends, list) else [ends]
+        self.stops = asked.stop or []
         self.text: list[str] = []
         self.send: Callable[[str], object] = self.text.append
         self.tokens: list[int] = []
@@ -206,23 +213,20 @@ class _Answer:
                 self.tokens.append(token)
                 if token in self.ends:
                     self.reason, self.is_over = "stop", True
-                self._advance(is_last=False)
+                self.advance()
         return torch.full((len(input_ids),), self.is_over, device=input_ids.device)
 
-    def end(self) -> None:
-        """Send what was held back."""
-        self._advance(is_last=True)
-
-    def _advance(self, is_last: bool) -> None:
-        known = self.decode(self.tokens[self._start : self._read])
-        text = self.decode(self.tokens[self._start :])
+    def advance(self, is_last: bool = False) -> None:
+        """Send the new text, without a stop string and what may be half of something."""
+        known = self._decode(self.tokens[self._start : self._read])
+        text = self._decode(self.tokens[self._start :])
         # Half a character decodes to U+FFFD.
         if len(text) > len(known) and (is_last or not text.endswith("\ufffd")):
             self._held += text[len(known) :]
             self._start, self._read = self._read, len(self.tokens)
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self._held, self.stops = self._held[: min(found)], ()
+            self._held, self.stops = self._held[: min(found)], []
             self.reason, self.is_over = "stop", True
         starts = (stop[:size] for stop in self.stops for size in range(1, len(stop)))
         begun = max((len(start) for start in starts if self._held.endswith(start)), default=0)
@@ -230,6 +234,17 @@ class _Answer:
         if sent:
             self.send(self._held[:sent])
             self._held = self._held[sent:]
+
+    def _decode(self, tokens: list[int]) -> str:
+        # A clean-up would change what is sent already.
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def usage(self) -> dict[str, int]:
+        """Return the counts of tokens."""
+        old, new = len(self.prompt), len(self.tokens)
+        return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
 
 
 class Service:
@@ -241,13 +256,18 @@ class Service:
 
     def __init__(self, model: Any, tokenizer: Any, names: Sequence[str], created: int = 0) -> None:
         """Take a model and the names that requests call it by; the first is listed."""
-        self.model, self.tokenizer, self.names, self.created = model, tokenizer, names, created
+        self.model, self.tokenizer, self.names = model, tokenizer, names
+        facts = {"object": "model", "created": created, "owned_by": "fp4pass"}
+        self.entry = {"id": names[0], **facts}
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.positions: int = limit or _POSITIONS
         self.most_bytes = _BODY_BYTES + _BYTES_PER_POSITION * self.positions
         # A thread each: a request is read while another is answered, and all stay in order.
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._takes_strings = self._shows_strings()
+        # Chat templates of some models with images show no content but lists of parts.
+        self._has_parts = False
+        with suppress(_Refused):
+            self._has_parts = "Hello" not in self._render([{"role": "user", "content": "Hello"}])
         self.app = app = FastAPI(openapi_url=None, redirect_slashes=False)
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
@@ -261,12 +281,11 @@ class Service:
         return {"status": "ok"}
 
     async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self._named(self.names[0])]}
+        return {"object": "list", "data": [self.entry]}
 
     async def _named(self, name: str) -> dict[str, Any]:
         self._require_name(name)
-        facts = {"object": "model", "created": self.created, "owned_by": "fp4pass"}
-        return {"id": self.names[0], **facts}
+        return self.entry
 
     async def _chat(self, request: Request) -> Response:
         return await self._respond(request, _Chat)
@@ -284,24 +303,21 @@ class Service:
         await asyncio.wait([reading])
         if error := _error_of(reading):
             raise error
-        prompt, most = reading.result()
-        # With an encoder, one token begins the answer.
-        before = 1 if self.model.config.is_encoder_decoder else len(prompt)
-        answer = _Answer(self._decode, before, self._ends(), asked)
-        parts: asyncio.Queue[str | None] = asyncio.Queue()
-        if asked.stream:
-            answer.send = lambda text: loop.call_soon_threadsafe(parts.put_nowait, text)
-        writing = loop.run_in_executor(self._writer, self._write, asked, prompt, most, answer)
-        writing.add_done_callback(lambda _: parts.put_nowait(None))
+        answer = reading.result()
         chat = "chat.completion.chunk" if asked.stream else "chat.completion"
         facts = {
             "id": f"fp4pass-{uuid.uuid4().hex}",
-            "object": chat if isinstance(asked, _Chat) else "text_completion",
+            "object": chat if kind is _Chat else "text_completion",
             "created": int(time.time()),
             "model": self.names[0],
         }
+        parts: asyncio.Queue[str | None] = asyncio.Queue()
         if asked.stream:
-            events = _events(asked, facts, len(prompt), answer, parts, writing)
+            answer.send = lambda text: loop.call_soon_threadsafe(parts.put_nowait, text)
+        writing = loop.run_in_executor(self._writer, self._write, answer)
+        if asked.stream:
+            writing.add_done_callback(lambda _: parts.put_nowait(None))
+            events = _events(answer, facts, parts, writing)
             return StreamingResponse(events, media_type="text/event-stream")
         try:
             while not writing.done():
@@ -313,10 +329,10 @@ class Service:
         if error := _error_of(writing):
             raise error
         choice = asked.choice("".join(answer.text), answer.reason, role="assistant")
-        return JSONResponse({**facts, "choices": [choice], "usage": _usage(len(prompt), answer)})
+        return JSONResponse({**facts, "choices": [choice], "usage": answer.usage()})
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request; no more of it than the limit is kept."""
+        """Return the body of a request, of which no more than the limit is kept."""
         declared = request.headers.get("content-length", "")
         is_long = declared.isdecimal() and int(declared) > self.most_bytes
         body = bytearray()
@@ -339,102 +355,81 @@ class Service:
             message = expected("model", wanted, f"{name!r:.200}")
             raise _Refused(404, message, "model", "model_not_found")
 
-    def _read(self, asked: _Asked) -> tuple[list[int], int]:
-        """Return the tokens of a prompt, and the most of its answer."""
-        most = asked.max_tokens
+    def _read(self, asked: _Asked) -> _Answer:
+        """Return the answer that a request begins."""
         if isinstance(asked, _Chat):
-            param, most = "messages", asked.max_completion_tokens or most
-            tokens = self.tokenizer(self._render(asked), add_special_tokens=False).input_ids
+            param, most = "messages", asked.max_completion_tokens or asked.max_tokens
+            names = {"role", "content", "name"}
+            messages = [e.model_dump(include=names, exclude_none=True) for e in asked.messages]
+            given = asked.chat_template_kwargs
+            options = {} if given is None else given.model_dump(exclude_none=True)
+            text = self._render(messages, **options)
+            tokens = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             assert isinstance(asked, _Completion)
-            param, tokens = "prompt", self.tokenizer(asked.prompt).input_ids
+            param, most = "prompt", asked.max_tokens
+            tokens = self.tokenizer(asked.prompt).input_ids
         if not tokens:
             raise _Refused(400, expected(param, "at least one token", "none"), param)
         rest = self.positions - len(tokens)
         if rest < (most or 1):
             message = (
-                f"{param}: expected at most {self.positions} tokens with the answer, the positions "
-                f"of the model, got {len(tokens)} and max_tokens of {most or 1}."
+                f"{param}: expected at most {self.positions} tokens of prompt and answer, the "
+                f"positions of the model, got {len(tokens)} + {most or 1}."
             )
             raise _Refused(400, message, param, "context_length_exceeded")
-        return tokens, most or min(self.model.generation_config.max_new_tokens or rest, rest)
+        most = most or min(self.model.generation_config.max_new_tokens or rest, rest)
+        return _Answer(asked, tokens, most, self.model, self.tokenizer)
 
-    def _render(self, asked: _Chat) -> str:
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the text of a chat."""
         if not self.tokenizer.chat_template:
             message = f"messages: {self.names[0]} has no chat template. Ask /v1/completions."
             raise _Refused(400, message, "messages")
-        messages = [
-            each.model_dump(include={"role", "content", "name"}, exclude_none=True)
-            for each in asked.messages
-        ]
-        if not self._takes_strings:
+        if self._has_parts:
             for each in messages:
                 each["content"] = [{"type": "text", "text": each["content"]}]
-        given = asked.chat_template_kwargs
-        options = {} if given is None else given.model_dump(exclude_none=True)
         try:
-            return self._apply_template(messages, **options)
-        except TemplateError as error:
-            message = f"messages: the chat template refuses them: {error}"
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            message = f"messages: the chat template refuses them: {error}."
             raise _Refused(400, message, "messages") from error
 
-    def _shows_strings(self) -> bool:
-        """Return whether the chat template shows content that is no list of parts."""
-        try:
-            return "content" in self._apply_template([{"role": "user", "content": "content"}])
-        except (TemplateError, ValueError):
-            # There is none, or it wants other messages.
-            return True
-
-    def _apply_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
-        )
-
-    def _write(self, asked: _Asked, prompt: list[int], most: int, answer: _Answer) -> None:
+    def _write(self, answer: _Answer) -> None:
         """Generate an answer."""
         if answer.is_over:
             return
+        asked = answer.asked
         if asked.seed is None:
             torch.seed()
         else:
             torch.manual_seed(asked.seed)
-        ids = torch.tensor([prompt], device=self.model.device)
+        prompt = torch.tensor([answer.prompt], device=self.model.device)
         self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=most,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=answer.most,
             num_beams=1,
             stopping_criteria=[answer],
             **asked.sampling(),
         )
-        answer.end()
-
-    def _ends(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        return ends if isinstance(ends, list) else [ends]
-
-    def _decode(self, tokens: list[int]) -> str:
-        # A clean-up would change what is sent already.
-        return self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        answer.advance(is_last=True)
 
 
 async def _events(
-    asked: _Asked,
-    facts: Mapping[str, Any],
-    prompt: int,
     answer: _Answer,
+    facts: Mapping[str, Any],
     parts: asyncio.Queue[str | None],
     writing: asyncio.Future[None],
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream: a role, parts of the text, why it ends, and counts."""
+    """Yield the events of a stream: the role, parts of the text, why it ended, and the counts."""
 
     def event(*choices: Mapping[str, Any], usage: Mapping[str, int] | None = None) -> str:
         return f"data: {json.dumps({**facts, 'choices': choices, 'usage': usage})}\n\n"
 
+    asked = answer.asked
     try:
         yield event(asked.choice("", None, role="assistant"))
         while (text := await parts.get()) is not None:
@@ -444,15 +439,10 @@ async def _events(
         else:
             yield event(asked.choice("", answer.reason))
             if asked.stream_options and asked.stream_options.include_usage:
-                yield event(usage=_usage(prompt, answer))
+                yield event(usage=answer.usage())
         yield "data: [DONE]\n\n"
     finally:
         answer.is_over = True
-
-
-def _usage(prompt: int, answer: _Answer) -> dict[str, int]:
-    new = len(answer.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _error_of(done: asyncio.Future[Any]) -> _Refused | None:
@@ -465,20 +455,19 @@ def _error_of(done: asyncio.Future[Any]) -> _Refused | None:
 
 
 async def _answer_error(request: Request, error: Any) -> Response:
-    """Answer in OpenAI's form."""
+    """Answer an error in OpenAI's form."""
+    headers = getattr(error, "headers", None)
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False)[0]
         param = ".".join(map(str, found["loc"]))
         got = f", got {found['input']!r:.60}" if param and found["type"] != "missing" else ""
         error = _Refused(400, f"{param or 'The body'}: {found['msg']}{got}.", param or None)
     elif isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path:.200}: {error.detail}."
-        error = _Refused(error.status_code, message)
-    elif isinstance(error, ClientDisconnect):
-        error = _Refused(400, "The client is gone.")
+        path = f"{request.method} {request.url.path:.200}"
+        error = _Refused(error.status_code, f"{path}: {error.detail}.")
     elif not isinstance(error, _Refused):
         error = _Refused(500, f"The server failed: {type(error).__name__}. Its log says more.")
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, headers)
 
 
 def serve(
@@ -529,6 +518,9 @@ def serve(
             each.listen()
         shown = f"[{host}]" if ":" in host else host
         ready(name, f"http://{shown}:{sockets[0].getsockname()[1]}")
+        # uvicorn raises it again once connections are closed, and Python would then wait for the
+        # thread that generates.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
         uvicorn.Server(config).run(sockets=sockets)
     finally:
         for each in sockets:
