@@ -122,7 +122,7 @@ class _StreamOptions(BaseModel):
 
 
 class _Asked(_Fields):
-    """What chats and completions have in common."""
+    """Fields of both chats and completions."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -513,7 +513,7 @@ def serve(
         config = uvicorn.Config(
             app, log_level=log_level, lifespan="off", ws="none", timeout_graceful_shutdown=1
         )
-        # Who connects from here on is answered as soon as the server runs.
+        # Clients that connect from here on are answered as soon as the server runs.
         for each in sockets:
             each.listen()
         shown = f"[{host}]" if ":" in host else host
