@@ -24,7 +24,6 @@ from .merge import merge
 from .quantize import quantize
 from .report import report
 from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
-from .serve import SETTINGS as SERVE_SETTINGS
 from .serve import serve
 from .transcode import transcode
 from .verify import verify
@@ -199,9 +198,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve,
     "doctor": doctor,
 }
-_SETTINGS = {"serve": SERVE_SETTINGS}
 for _name, _command in _COMMANDS.items():
     # The first sentence, whole: what is not given as a short help is cut.
     _summary = " ".join(cleandoc(_command.__doc__ or "").split("\n\n")[0].split())
-    settings = _SETTINGS.get(_name)
-    app.command(_name, cls=Command, short_help=_summary, context_settings=settings)(_command)
+    app.command(_name, cls=Command, short_help=_summary)(_command)
