@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from .errors import (
     as_option,
     expected,
     require_flags,
+    require_number,
     require_type,
     unknown_name,
 )
@@ -124,9 +124,9 @@ class LinearConfig:
         for name, known in (("unreached", UNREACHED), ("compute", COMPUTES)):
             if getattr(self, name) not in known:
                 raise unknown_name(name, getattr(self, name), known)
-        prior = self.expert_prior
-        if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
-            raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
+        if self.expert_prior is not None:
+            wanted = "a number from 0 on, or None"
+            require_number("expert_prior", wanted, self.expert_prior, float, 0)
         require_method_name(self.method, schemes())
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)

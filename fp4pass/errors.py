@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+# The largest integer of 64 bits; no number that is an option is larger.
+_LARGEST = (1 << 63) - 1
+
+# The least of numbers that are to be positive.
+ABOVE_0 = math.ulp(0.0)
 
 
 class Fp4PassError(Exception):
@@ -127,6 +135,23 @@ def require_type(what: str, wanted: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         plain = value is None or isinstance(value, str | int | float)
         raise OptionError(expected(what, wanted, repr(value) if plain else type(value).__name__))
+
+
+def require_number(
+    what: str,
+    wanted: str,
+    value: Any,
+    kind: type = int,
+    least: float = -_LARGEST,
+    most: float = _LARGEST,
+) -> None:
+    """Raise OptionError unless a number is an int, or of `kind`, and from `least` to `most`."""
+    require_type(what, wanted, value, int, kind)
+    if not abs(value) <= _LARGEST:
+        got = repr(value) if isinstance(value, float) else "a number beyond 64 bits"
+        raise OptionError(expected(what, wanted, got))
+    if not least <= value <= most:
+        raise OptionError(expected(what, wanted, repr(value)))
 
 
 def require_flags(**flags: object) -> None:

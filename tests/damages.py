@@ -29,12 +29,10 @@ class Damage(NamedTuple):
     Attributes:
         kind: of the finding.
         act: returns whether the folder has what it damages.
-        mended: whether a repair leaves nothing to find.
     """
 
     kind: str
     act: Callable[[Path], bool]
-    mended: bool = False
 
 
 def _read(folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -321,18 +319,16 @@ DAMAGES: dict[str, Damage] = {
     "zero global scale": Damage("global-bad", tensors(f"{ONE}{GLOBAL}", lambda t: t * 0)),
     "infinite global scale": Damage("global-bad", tensors(f"{ONE}{GLOBAL}", lambda t: t / 0)),
     "global scales the wrong way": Damage(
-        "global-direction", tensors(f".*{GLOBAL}", lambda t: 1 / t), True
+        "global-direction", tensors(f".*{GLOBAL}", lambda t: 1 / t)
     ),
     "one global scale the wrong way": Damage(
-        "global-direction", tensors(f"{ONE}{GLOBAL}", lambda t: 1 / t), True
+        "global-direction", tensors(f"{ONE}{GLOBAL}", lambda t: 1 / t)
     ),
     "global scales as initialized": Damage("weights-size", tensors(f".*{GLOBAL}", torch.ones_like)),
     "two global scales in one product": Damage(
-        "fused-scales", tensors(f"{ONE}{GLOBAL}", lambda t: t * 2), True
+        "fused-scales", tensors(f"{ONE}{GLOBAL}", lambda t: t * 2)
     ),
-    "two scales of one input": Damage(
-        "fused-scales", tensors(f"{ONE}{INPUT}", lambda t: t * 2), True
-    ),
+    "two scales of one input": Damage("fused-scales", tensors(f"{ONE}{INPUT}", lambda t: t * 2)),
     "NaN scale of inputs": Damage(
         "input-bad", tensors(f"{ONE}{INPUT}", lambda t: t * float("nan"))
     ),
@@ -357,30 +353,30 @@ DAMAGES: dict[str, Damage] = {
     "a file that is gone": Damage(
         "file-missing", in_parts(lambda f: (f / "model-00002-of-00002.safetensors").unlink())
     ),
-    "an index of another folder": Damage("file-missing", index(other_file), True),
-    "an index that misses tensors": Damage("index", index(lose_entries), True),
+    "an index of another folder": Damage("file-missing", index(other_file)),
+    "an index that misses tensors": Damage("index", index(lose_entries)),
     "an index of a tensor that is gone": Damage(
         "tensor-missing",
         index(lambda listed: listed.update({"model.x.weight": sorted(listed.values())[0]})),
     ),
-    "two tensors of one name": Damage("duplicate", in_parts(second_of_a_name), True),
-    "a packed layer that is ignored": Damage("ignore-packed", declared(ignore_packed), True),
-    "a dense layer that is not ignored": Damage("ignore-misses", declared(ignore_nothing), True),
-    "no quantization_config": Damage("config-absent", without_config, True),
-    "the quantization_config of another layout": Damage("config-layout", other_layout, True),
-    "another group size": Damage("block-size", declared(other_blocks), True),
-    "two configs that disagree": Damage("config-disagrees", disagree, True),
+    "two tensors of one name": Damage("duplicate", in_parts(second_of_a_name)),
+    "a packed layer that is ignored": Damage("ignore-packed", declared(ignore_packed)),
+    "a dense layer that is not ignored": Damage("ignore-misses", declared(ignore_nothing)),
+    "no quantization_config": Damage("config-absent", without_config),
+    "the quantization_config of another layout": Damage("config-layout", other_layout),
+    "another group size": Damage("block-size", declared(other_blocks)),
+    "two configs that disagree": Damage("config-disagrees", disagree),
     "the config of a deeper model": Damage("config-model", config(more_layers)),
     "the config of a wider model": Damage("config-model", config(wider)),
     "declared multi-token prediction": Damage(
-        "mtp-absent", config(lambda data: data.update(num_nextn_predict_layers=1)), True
+        "mtp-absent", config(lambda data: data.update(num_nextn_predict_layers=1))
     ),
     "no tokenizer": Damage("tokenizer-missing", no_tokenizer),
     "no chat template": Damage("chat-template-missing", no_template),
-    "a tied head that is packed": Damage("tied-head", tie, True),
-    "packed and dense": Damage("twice", dense_twin, True),
+    "a tied head that is packed": Damage("tied-head", tie),
+    "packed and dense": Damage("twice", dense_twin),
     "a dense NaN": Damage("dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))),
-    "the names of a wrapper": Damage("names", rename, True),
+    "the names of a wrapper": Damage("names", rename),
     "an expert that is gone": Damage("expert-missing", expert_gone),
     "broken JSON": Damage(
         "json-damaged", lambda folder: bool((folder / "config.json").write_text("{"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -30,6 +31,20 @@ def is_diffusers(model: object) -> bool:
     """Return whether an object is a model of diffusers; that is not imported to look."""
     modeling = sys.modules.get("diffusers.models.modeling_utils")
     return modeling is not None and isinstance(model, modeling.ModelMixin)
+
+
+def loading_lora() -> Mapping[str, Any] | None:
+    """Return the LoRA that `load_lora_weights` of a pipeline is loading, None where none runs.
+
+    It looks up dense weights in the state dict of the model.
+    """
+    frame = inspect.currentframe() if "diffusers.loaders.lora_base" in sys.modules else None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "load_lora_weights" and module.startswith("diffusers."):
+            return frame.f_locals.get("state_dict", {})
+        frame = frame.f_back
+    return None
 
 
 def declare(model: Any, declared: Mapping[str, Any] | None) -> None:

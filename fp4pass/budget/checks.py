@@ -11,7 +11,7 @@ from torch import fx, nn
 from ..config import LinearConfig, Rule
 from ..distributed import ranks
 from ..engine.schedule import packed_size
-from ..errors import OptionError, StateError, expected, unknown_name
+from ..errors import ABOVE_0, OptionError, StateError, expected, require_number, unknown_name
 from ..methods import Sse
 from ..quality import get_quality
 from ..quantization.checks import require_float
@@ -35,9 +35,7 @@ def budget_of(bits: float | None, kl: float | None) -> dict[str, float]:
             "bits a weight, kl=0.02 for the smallest one within that KL."
         )
     ((name, value),) = given.items()
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise OptionError(expected(name, "a positive number", repr(value)))
+    require_number(name, "a positive number", value, float, ABOVE_0)
     return {name: float(value)}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import calibration
 from ..engine.trial import size_of
-from ..errors import CalibrationError, OptionError, expected, require_type
+from ..errors import CalibrationError, require_number
 from ..evaluation.measure import fitting_batch_size
 
 # Windows of a batch, and windows beside those that are measured, for methods that need text.
@@ -54,9 +54,7 @@ def read_texts(
         CalibrationError: there is too little text for two parts.
     """
     for name, value in (("windows", windows), ("held_out", held_out)):
-        require_type(name, "at least 1", value, int)
-        if value < 1:
-            raise OptionError(expected(name, "at least 1", value))
+        require_number(name, "at least 1", value, least=1)
     samples = windows + held_out + (_MORE if calibrates else 0)
     options: dict[str, Any] = {"samples": samples, "seq_len": seq_len, "batch_size": 1}
     found = list(calibration.batches(data, tokenizer, model=root, **options))

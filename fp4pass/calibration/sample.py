@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
 from ..engine.recording import FAULTS
-from ..errors import OptionError, expected, require_flags, require_type
+from ..errors import ABOVE_0, OptionError, expected, require_flags, require_number
 from ..observers.batches import device_of, require_loaded
 from ..observers.reached import unobserved
 from ..state import unwrap
@@ -93,13 +93,13 @@ def sample(
     """
     root = unwrap(model)
     positive = "a positive number"
-    _require_number("tokens", tokens, positive, int, lambda x: x > 0)
-    _require_number("seq_len", seq_len, positive, int, lambda x: x > 0)
+    require_number("tokens", positive, tokens, least=1)
+    require_number("seq_len", positive, seq_len, least=1)
     if batch_size is not None:
-        _require_number("batch_size", batch_size, positive, int, lambda x: x > 0)
-    require_type("seed", "a number", seed, int)
-    _require_number("temperature", temperature, positive, float, lambda x: 0 < x < math.inf)
-    _require_number("chat_share", chat_share, "a number in [0, 1]", float, lambda x: 0 <= x <= 1)
+        require_number("batch_size", positive, batch_size, least=1)
+    require_number("seed", "an integer", seed)
+    require_number("temperature", positive, temperature, float, ABOVE_0)
+    require_number("chat_share", "a number in [0, 1]", chat_share, float, 0, 1)
     require_flags(progress=progress)
     target = None if path is None else _file_to_write(path)
     _require_writer(root)
@@ -136,14 +136,6 @@ def sample(
     if target is not None:
         _save(windows, tokenizer, target)
     return windows
-
-
-def _require_number(
-    name: str, value: Any, wanted: str, kind: type, holds: Callable[[Any], bool]
-) -> None:
-    require_type(name, wanted, value, int, kind)
-    if not holds(value):
-        raise OptionError(expected(name, wanted, value))
 
 
 def _require_writer(root: nn.Module) -> None:

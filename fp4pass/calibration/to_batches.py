@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import CalibrationError, OptionError, expected, require_type
+from ..errors import CalibrationError, OptionError, require_number
+from ..observers.batches import require_tokens
 from .documents import Document
 from .images import processed
 from .packing import Example, choose, collate, stream_windows, whole_windows
@@ -78,20 +79,21 @@ def batches(
         ("seq_len", seq_len, 2),
         ("batch_size", batch_size, 1),
     ):
-        require_type(name, f"at least {least}", value, int)
-        if value < least:
-            raise OptionError(expected(name, f"at least {least}", value))
+        require_number(name, f"at least {least}", value, least=least)
     if data is None:
         if model is None:
             raise OptionError("data: expected calibration data, got None. Give model= to write it.")
         reader = Tokens(tokenizer, model).processor
         data = sample(model, reader, tokens=samples * seq_len, seq_len=seq_len)
     source = source_of(data)
-    if not isinstance(source, Rows | Tensor):
-        return source
-    target, tokens = Target.of(model), Tokens(tokenizer, model)
-    found = examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
-    return collate(found, batch_size, config=target.config, first_alone=target.sequential)
+    if isinstance(source, Rows | Tensor):
+        target, tokens = Target.of(model), Tokens(tokenizer, model)
+        found = examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
+        source = collate(found, batch_size, config=target.config, first_alone=target.sequential)
+    if model is not None and isinstance(source, list | tuple):
+        for i, batch in enumerate(source):
+            require_tokens(model, batch, f"data: batch {i}")
+    return source
 
 
 def examples(

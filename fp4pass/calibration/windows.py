@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, as_option, expected
+from ..errors import OptionError, ShapeError, as_option, expected, require_number
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
 _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
@@ -125,16 +125,14 @@ def cut_windows(
         >>> [window.ids.tolist() for window in cut]
         [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
     """
-    if windows is not None and (not isinstance(windows, int) or windows < 1):
-        raise OptionError(expected("windows", "at least 1", windows))
-    if not isinstance(window, int) or window < 2:
-        raise OptionError(expected("window", "at least 2 tokens", window))
+    if windows is not None:
+        require_number("windows", "at least 1", windows, least=1)
+    require_number("window", "at least 2 tokens", window, least=2)
     rows = isinstance(text, Tensor) and text.ndim == 2
     step = window if stride is None else stride
     if stride is not None and rows:
         raise OptionError(expected("stride", "None for a text that is cut already", stride))
-    if not isinstance(step, int) or not 1 <= step <= window:
-        raise OptionError(expected("stride", f"1 to {window}, the window", stride))
+    require_number("stride", f"1 to {window}, the window", step, least=1, most=window)
     if within_documents and not isinstance(text, str):
         raise OptionError(
             "within_documents: expected a string, got token ids, whose documents are not known."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..errors import CheckpointError, require_flags
 from ..sources.files import MANIFEST
 from .declared import check_declared
 from .kinds import Finding
-from .model import FloatModel, build_model, check_model
+from .model import build_model, check_model
 from .numbers import LayerNumbers, Statistics
 from .order import check_order
 from .sizes import check_sizes
@@ -84,33 +84,6 @@ class FolderCheck:
         return own | {"not_judged": list(self.not_judged), "mismatches": self.mismatches}
 
 
-@dataclass
-class Checked:
-    """All that a check knows of a folder, for repairs."""
-
-    found: Survey
-    layers: Layers
-    kept: dict[str, Statistics]
-    model: FloatModel | None
-    findings: list[Finding] = field(default_factory=list)
-    not_judged: list[str] = field(default_factory=list)
-
-    @property
-    def result(self) -> FolderCheck:
-        """The check without what only repairs need."""
-        tensors = self.found.tensors.values()
-        return FolderCheck(
-            self.found.folder,
-            self.found.layout.name,
-            len(self.layers.records),
-            len(tensors),
-            sum(each.nbytes for each in tensors),
-            self.found.own is not None,
-            tuple(self.findings),
-            tuple(self.not_judged),
-        )
-
-
 def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) -> FolderCheck:
     """Check a folder with packed weights without the model that it was made of.
 
@@ -138,45 +111,51 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")
-    with shown("check", progress):
-        checked = look_at(folder)
-    if all(each.kind in _BESIDE for each in checked.findings):
-        require_some(checked.found, checked.layers)
-    return checked.result
+    with shown("check", progress), torch.no_grad():
+        found = survey(folder)
+        layers = find_layers(found)
+        model, why = build_model(found, layers)
+        not_judged = []
+        if why and found.config:
+            not_judged.append(f"the model that the config makes: {why}")
+        if layers.unread:
+            not_judged.append(f"{len(layers.unread)} layers in formats that fp4pass does not read")
+        size = sum(each.nbytes for each in found.tensors.values())
+        current().expect({("tensors",): size}, {"bytes": size})
+        findings = [*found.findings, *check_structure(found, layers), *_sums(found)]
+        findings += _numbers(found, layers)
+        findings += check_declared(found, layers, model)
+        if not any(each.kind == "names" for each in findings):
+            findings += check_model(found, layers, model)
+    if all(each.kind in _BESIDE for each in findings):
+        require_some(found, layers)
+    return FolderCheck(
+        folder,
+        found.layout.name,
+        len(layers.records),
+        len(found.tensors),
+        size,
+        found.own is not None,
+        tuple(findings),
+        tuple(not_judged),
+    )
 
 
-@torch.no_grad()
-def look_at(folder: Path) -> Checked:
-    """Return all that can be known of a folder."""
-    found = survey(folder)
-    layers = find_layers(found)
-    model, why = build_model(found, layers)
-    checked = Checked(found, layers, {}, model, list(found.findings))
-    if why and found.config:
-        checked.not_judged.append(f"the model that the config makes: {why}")
-    if layers.unread:
-        names = list(layers.unread)
-        checked.not_judged.append(f"{len(names)} layers in formats that fp4pass does not read")
-    checked.findings += check_structure(found, layers)
-    size = sum(each.nbytes for each in found.tensors.values())
-    current().expect({("tensors",): size}, {"bytes": size})
-    checked.findings += _sums(found)
+def _numbers(found: Survey, layers: Layers) -> Iterator[Finding]:
+    """Read all tensors once, and yield what is wrong with their numbers, sizes and order."""
+    kept: dict[str, Statistics] = {}
     norms: dict[str, Tensor] = {}
     wrong: set[str] = set()
     for layer, record in layers.records.items():
         numbers = LayerNumbers(found, record, layers.parts[layer])
-        checked.kept[layer] = numbers.kept
-        checked.findings += numbers.findings
+        kept[layer] = numbers.kept
+        yield from numbers.findings
         wrong |= {layer} if numbers.findings else set()
         size = sum(each.nbytes for each in layers.parts[layer].values())
         current().step(("tensors",), size, {"bytes": size})
-    checked.findings += _dense(found, layers, norms)
-    checked.findings += check_sizes(found, layers, checked.kept, wrong)
-    checked.findings += check_order(found, layers, checked.kept, norms)
-    checked.findings += check_declared(found, layers, model)
-    if not any(each.kind == "names" for each in checked.findings):
-        checked.findings += check_model(found, layers, model)
-    return checked
+    yield from _dense(found, layers, norms)
+    yield from check_sizes(found, layers, kept, wrong)
+    yield from check_order(found, layers, kept, norms)
 
 
 def _sums(found: Survey) -> Iterator[Finding]:

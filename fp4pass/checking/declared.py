@@ -26,7 +26,9 @@ _HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 def check_declared(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[Finding]:
     """Yield what the config and the files beside say, and is not so."""
     yield from _ignored(found, layers)
-    yield from _missed(found, layers, model)
+    for name in _missed(found, layers, model):
+        what = "expected a packed layer, as the quantization_config says, got a dense one"
+        yield Finding("ignore-misses", name, "config.json", what)
     yield from _sides(found, layers)
     for key, (was, now) in config_changes(found.config, found.own).items():
         what = f"expected {was:.80}, as saved, got {now:.80}"
@@ -40,7 +42,7 @@ def check_declared(found: Survey, layers: Layers, model: FloatModel | None) -> I
     yield from _beside(found)
 
 
-def declarations(found: Survey) -> dict[str, Mapping[str, Any]]:
+def _declarations(found: Survey) -> dict[str, Mapping[str, Any]]:
     """Return what each file of a folder declares of packed layers, by its name."""
     own = found.config.get("quantization_config")
     every = {"config.json": own, **found.sides} if isinstance(own, Mapping) else dict(found.sides)
@@ -51,7 +53,7 @@ def declarations(found: Survey) -> dict[str, Mapping[str, Any]]:
 
 def _ignored(found: Survey, layers: Layers) -> Iterator[Finding]:
     """Yield packed layers that a file lists as dense."""
-    for file, said in declarations(found).items():
+    for file, said in _declarations(found).items():
         ignored = found.layout.ignored(said) or ()
         if not ignored:
             continue
@@ -62,7 +64,7 @@ def _ignored(found: Survey, layers: Layers) -> Iterator[Finding]:
                 yield Finding("ignore-packed", name, file, what)
 
 
-def missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[str]:
+def _missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[str]:
     """Yield the dense linear layers that the config declares packed."""
     if not found.layout.engines or found.layout.stacks:
         return
@@ -84,15 +86,9 @@ def missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[
             yield name
 
 
-def _missed(found: Survey, layers: Layers, model: FloatModel | None) -> Iterator[Finding]:
-    for name in missed(found, layers, model):
-        what = "expected a packed layer, as the quantization_config says, got a dense one"
-        yield Finding("ignore-misses", name, "config.json", what)
-
-
 def _sides(found: Survey, layers: Layers) -> Iterator[Finding]:
     """Yield layers of which two files declare two schemes."""
-    files = declarations(found)
+    files = _declarations(found)
     if len(files) < 2:
         return
     for layer in layers.records:

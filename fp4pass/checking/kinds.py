@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Remedies: the file comes again, the model is quantized again, or --repair does it.
+# Remedies: the files come again, the model is quantized again, or a part of the config is right.
 COPY = "Copy the folder again"
 QUANTIZE = "Quantize the float model again: fp4pass quantize MODEL -o OUT"
-REPAIR = "fp4pass verify DIR --repair OUT"
+EXPORT = "Export the folder again"
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Kind:
     Attributes:
         name: of the kind, which does not change.
         meaning: the consequence for a user of the folder.
-        remedy: the command that repairs it, or what else does.
+        remedy: what to do about it.
 
     Example:
         >>> fp4pass.checking.KINDS["scale-nan"].meaning
@@ -35,7 +35,7 @@ _TABLE = (
     Kind(
         "file-missing",
         "The weights are incomplete; readers stop, or fill in random numbers.",
-        f"{COPY}; {REPAIR} writes an index without it, if other files hold its tensors",
+        COPY,
     ),
     Kind("file-damaged", "The file was cut off or changed; readers stop at it.", COPY),
     Kind("json-damaged", "No reader gets past this file.", COPY),
@@ -43,13 +43,13 @@ _TABLE = (
     Kind(
         "index",
         "Readers look for tensors in the wrong file, or do not look for them at all.",
-        f"{REPAIR} writes the index that the files make",
+        f"{COPY}, with its index",
     ),
     Kind("tensor-missing", "Readers stop, or leave random numbers there.", COPY),
     Kind(
         "duplicate",
         "Which of two tensors of one name is read depends on the reader.",
-        f"{REPAIR} keeps one, if both have the same bits",
+        f"{COPY}, without files of another one",
     ),
     # Parts of a packed layer.
     Kind(
@@ -60,28 +60,28 @@ _TABLE = (
     Kind(
         "orphan",
         "Scales without codes: the layer is lost, or a dense one has remains of a packed one.",
-        f"{REPAIR} drops the remains where the layer is there in full precision",
+        f"{COPY}, or: {QUANTIZE}",
     ),
     Kind(
         "twice",
         "The layer is both packed and dense; which one is read depends on the reader.",
-        f"{REPAIR} keeps what the config declares",
+        f"{EXPORT} with one of the two",
     ),
     Kind("shape", "Codes and scales do not fit each other; readers stop.", f"{COPY}; {QUANTIZE}"),
     Kind(
         "block-size",
         "The config declares other blocks than the scales have.",
-        f"{REPAIR} declares those of the scales",
+        f"{COPY}, with its config.json",
     ),
     Kind(
         "dtype",
         "Readers cast the numbers to the dtype that they expect, and change them.",
-        f"{REPAIR} stores them in the dtype of the layout, where each of them has one",
+        f"{EXPORT} in the dtypes of its layout",
     ),
     Kind(
         "names",
         "Every name has a wrapper's prefix: readers find no tensor of the model.",
-        f"{REPAIR} takes the prefix off",
+        f"{EXPORT} from the model inside the wrapper",
     ),
     # Numbers.
     Kind("scale-nan", "Every product with this layer is NaN, or has the wrong sign.", QUANTIZE),
@@ -92,7 +92,7 @@ _TABLE = (
     Kind(
         "global-direction",
         "It multiplies where the layout divides, or the reverse; outputs are NaN or noise.",
-        f"{REPAIR} stores the reciprocal",
+        f"{EXPORT} with the reciprocal",
     ),
     Kind("weights-size", "No trained model has weights of this size.", QUANTIZE),
     Kind("codes-zero", "Rows of weights are lost, as by an incomplete download.", COPY),
@@ -101,15 +101,13 @@ _TABLE = (
     Kind(
         "input-bad",
         "Inputs of this layer are quantized to NaN, zeros or infinity in 4-bit products.",
-        f"{REPAIR} gives experts the largest scale of the others of their layer; else calibrate "
-        "again",
+        "Calibrate and quantize the float model again",
     ),
     Kind(
         "input-missing",
         "Engines that quantize inputs refuse the folder, or choose a scale. An expert that "
         "calibration never reached looks like this.",
-        f"{REPAIR} gives experts the largest scale of the others of their layer; else calibrate "
-        "again",
+        "Calibrate and quantize the float model again",
     ),
     Kind(
         "input-uncalibrated",
@@ -120,7 +118,7 @@ _TABLE = (
         "input-direction",
         "It multiplies where the layout divides, or the reverse; inputs become zeros or are "
         "clipped.",
-        f"{REPAIR} stores the reciprocal",
+        f"{EXPORT} with the reciprocal",
     ),
     Kind("cache-scale", "Keys or values of the cache are read as NaN or zeros.", QUANTIZE),
     # Order.
@@ -128,24 +126,24 @@ _TABLE = (
         "codes-order",
         "Codes are in another order than the layout's (nibbles swapped, or halves of a block "
         "interleaved): outputs are nonsense.",
-        "Export the folder again with the order of its layout",
+        f"{EXPORT} with the order of its layout",
     ),
     Kind(
         "rows-order",
         "Rows of this layer are not in the order of the columns that read them.",
-        "Export the folder again with rows in the model's order",
+        f"{EXPORT} with rows in the model's order",
     ),
     Kind(
         "scale-order",
         "Scales are stored in the tiles of a kernel (128 x 4), not row by row.",
-        "Export the folder again with scales row by row",
+        f"{EXPORT} with scales row by row",
     ),
     # Layers in engines, and what the configs declare.
     Kind(
         "fused-scales",
         "Engines fuse these layers into one matrix and keep the larger global scale for all, so "
         "the others are read at the wrong size.",
-        f"{REPAIR} quantizes them to the larger one",
+        f"{COPY}, or: {QUANTIZE}",
     ),
     Kind(
         "fused-schemes",
@@ -156,32 +154,32 @@ _TABLE = (
     Kind(
         "ignore-packed",
         "Readers make a dense layer there, find no weight, and leave random numbers.",
-        f"{REPAIR} takes it off the list",
+        "Take it off the list of dense layers",
     ),
     Kind(
         "ignore-misses",
         "Readers make a packed layer there, find no codes, and leave random numbers.",
-        f"{REPAIR} puts it on the list",
+        "Put it on the list of dense layers",
     ),
     Kind(
         "config-absent",
         "Readers take the codes for a float model.",
-        f"{REPAIR} writes the quantization_config of the tensors",
+        f"{COPY}, with its config.json",
     ),
     Kind(
         "config-layout",
         "Readers look for tensors of other names.",
-        f"{REPAIR} writes the quantization_config of the tensors",
+        f"{COPY}, with its config.json",
     ),
     Kind(
         "config-disagrees",
         "Readers follow one or the other.",
-        f"{REPAIR} writes what the tensors say into both",
+        f"{COPY}, with the configs of one export",
     ),
     Kind(
         "config-changed",
         "fp4pass refuses a folder whose config.json is not what was saved with it.",
-        f"{REPAIR} writes the saved one",
+        f"{COPY}, with the config.json that was saved",
     ),
     Kind(
         "config-model",
@@ -191,12 +189,12 @@ _TABLE = (
     Kind(
         "tied-head",
         "Readers tie the output embedding to the input's, and drop the packed one or stop.",
-        f"{REPAIR} declares that they are not tied",
+        "Set tie_word_embeddings to false",
     ),
     Kind(
         "mtp-absent",
         "Engines that predict several tokens look for missing layers.",
-        f"{REPAIR} declares that there are none",
+        "Set it to 0",
     ),
     Kind(
         "tokenizer-missing",
@@ -240,7 +238,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """The command that repairs it, or what else does."""
+        """What to do about it."""
         return KINDS[self.kind].remedy
 
     def __str__(self) -> str:

@@ -109,7 +109,7 @@ def _record(
             layers.unread[layer] = [f"{each.name} {each.kind}" for each in held.values()]
             return None
         except CheckpointError as error:
-            record = by_shape(found, held)
+            record = _by_shape(found, held)
             kind = "shape" if record is None else "block-size"
             say(Finding(kind, held[SCALE].name, held[SCALE].path.name, str(error)))
             return record
@@ -117,14 +117,14 @@ def _record(
             layers.unread[layer] = [f"{each.name} {each.kind}" for each in held.values()]
             return None
         return record
-    record = by_shape(found, held)
+    record = _by_shape(found, held)
     if record is None:
         what = f"scales {list(held[SCALE].shape)} fit no format for codes {list(codes.shape)}"
         say(Finding("shape", held[SCALE].name, held[SCALE].path.name, what))
     return record
 
 
-def by_shape(found: Survey, held: Mapping[str, Stored]) -> PackedLayer | None:
+def _by_shape(found: Survey, held: Mapping[str, Stored]) -> PackedLayer | None:
     """Return how a layer is packed as far as its tensors alone say, None if they do not."""
     codes, scale, stacks = held[PACKED], held[SCALE], found.layout.stacks
     if len(codes.shape) < 2 or not scale.shape or not scale.shape[-1]:
@@ -270,13 +270,6 @@ def _counts(found: Survey) -> list[int]:
     return [value for value in values if type(value) is int and value > 0]
 
 
-def is_ignored(found: Survey, layer: str) -> bool:
-    """Return whether the config says that a layer stays dense."""
-    if found.declared is None:
-        return False
-    return matches(layer, found.layout.ignored(found.declared) or ())
-
-
 def is_declared(found: Survey, layer: str) -> bool:
     """Return whether the config says that a linear layer is packed."""
     if found.declared is None or found.layout.stacks or not found.layout.engines:
@@ -285,4 +278,4 @@ def is_declared(found: Survey, layer: str) -> bool:
         found.layout.scheme(layer, found.declared)
     except Fp4PassError:
         return False
-    return not is_ignored(found, layer)
+    return not matches(layer, found.layout.ignored(found.declared) or ())

@@ -50,11 +50,6 @@ class Survey:
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def parts(self) -> dict[str, dict[str, Stored]]:
-        """The tensors of each layer that has codes or scales, by their part."""
-        return parts_of(self.layout, self.tensors)
-
-    @property
     def dtype(self) -> str:
         """The name of the dtype of the dense model."""
         if self.own is not None:

@@ -11,7 +11,7 @@ from typer import Argument, Exit, Option
 from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
-from ..checking import FolderCheck, check_folder, repair_folder
+from ..checking import FolderCheck, check_folder
 from ..checkpoint.checks import problems
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed, open_checkpoint
@@ -41,12 +41,6 @@ def verify(
     samples: Annotated[int, Option(help="Windows of the text.")] = 4,
     seq_len: Annotated[int, Option(help="Tokens per window.")] = 128,
     fail_above: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
-    repair: Annotated[
-        Path | None,
-        Option(
-            help="Write a repaired folder, as far as is possible without the model.", metavar="OUT"
-        ),
-    ] = None,
     device: Device = None,
     trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
@@ -65,10 +59,8 @@ def verify(
             "--data: expected --reference MODEL too, to compare outputs with, got none."
         )
     if reference is None:
-        _verify_alone(folder, repair, as_json)
+        _verify_alone(folder, as_json)
         return
-    if repair is not None:
-        raise OptionError("--repair: expected no --reference, got both.")
     stored, chosen = opened(folder, alone=False), sources.choose_device(device)
     tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
     wrong, found, outputs = dict(problems(stored, tensors, sums=True)), None, None
@@ -117,15 +109,13 @@ def verify(
 _MOST_OF_A_KIND = 20
 
 
-def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
-    """Check a folder without its model, and with `repair` write what can be mended."""
+def _verify_alone(folder: Path, as_json: bool) -> None:
+    """Check a folder without its model."""
     found = check_folder(folder)
     if not found.sums and (folder / MANIFEST).is_file():
         screen.note(f"{folder / MANIFEST} is of another version: its checksums are not read")
-    mended = None if repair is None or not found.findings else repair_folder(folder, repair)
     if as_json:
-        facts = found.to_dict()
-        screen.print_json(facts if mended is None else facts | {"repair": mended.to_dict()})
+        screen.print_json(found.to_dict())
     else:
         sums = "with checksums" if found.sums else "without checksums"
         print(
@@ -137,26 +127,9 @@ def _verify_alone(folder: Path, repair: Path | None, as_json: bool) -> None:
         if not found.findings:
             print(f"{folder}: no faults found; --reference MODEL compares it with its float model")
     _print_findings(found)
-    if repair is not None and not found.findings:
-        screen.note(f"fp4pass: nothing to repair, so {repair} was not written")
-    if mended is None:
-        if found.findings:
-            screen.note(f"fp4pass: {folder}: {len(found.findings)} mismatches")
-            raise Exit(screen.MISMATCH)
-        return
-    for line in mended.mended:
-        screen.note(f"repaired: {line}")
-    left = mended.after.findings if mended.after is not None else found.findings
-    for finding in left:
-        screen.note(f"not repaired: {finding}")
-    if mended.after is None:
-        screen.note(f"fp4pass: {repair} was not written: {mended.refused}")
+    if found.findings:
+        screen.note(f"fp4pass: {folder}: {len(found.findings)} mismatches")
         raise Exit(screen.MISMATCH)
-    if left:
-        screen.note(f"fp4pass: {repair} was written; {len(left)} mismatches are left in it")
-        raise Exit(screen.MISMATCH)
-    if not as_json:
-        print(f"{repair}: no faults found")
 
 
 def _print_findings(found: FolderCheck) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OptionError, expected, require_type
+from ..errors import ABOVE_0, require_number
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -36,12 +36,9 @@ class Bootstrap:
 
     def __post_init__(self) -> None:
         number = "a number between 0 and 1, such as 0.95"
-        require_type("confidence", number, self.confidence, float, int)
-        require_type("resamples", "at least 1", self.resamples, int)
-        if not 0 < self.confidence < 1:
-            raise OptionError(expected("confidence", number, self.confidence))
-        if self.resamples < 1:
-            raise OptionError(expected("resamples", "at least 1", self.resamples))
+        require_number("confidence", number, self.confidence, float, ABOVE_0, 1 - 2**-53)
+        require_number("resamples", "at least 1", self.resamples, least=1)
+        require_number("seed", "an integer from 0 on", self.seed, least=0)
 
 
 @dataclass(frozen=True)

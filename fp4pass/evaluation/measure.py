@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
-from ..errors import OptionError, StateError, expected, require_flags
-from ..observers.batches import device_of
+from ..errors import ABOVE_0, OptionError, StateError, expected, require_flags, require_number
+from ..observers.batches import device_of, require_tokens
 from ..observers.kv_cache import cache_format_of, quantized_cache
 from ..state import unwrap
 from .computing import fast_dtype
@@ -92,10 +92,8 @@ def evaluate(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
                 "is on. Call model.eval() first."
             )
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise OptionError(expected("batch_size", "at least 1", batch_size))
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise OptionError(expected("top_p", "a number above 0 and at most 1", top_p))
+    require_number("batch_size", "at least 1", batch_size, least=1)
+    require_number("top_p", "a number above 0 and at most 1", top_p, float, ABOVE_0, 1)
     require_flags(progress=progress, within_documents=within_documents)
     options = Bootstrap(confidence, resamples, seed)
     cut = cut_windows(
@@ -110,6 +108,9 @@ def evaluate(
     if isinstance(limit, int) and cut.longest > limit:
         most = f"at most {limit} tokens, the context of the model"
         raise OptionError(expected("window", most, cut.longest))
+    for each in models:
+        for i, part in enumerate(cut):
+            require_tokens(each, part.ids[None], f"text: window {i}")
     with shown("evaluate", progress), fast_dtype(*models):
         totals, sums, kls = _sum_up(model, reference, cut, batch_size, top_p)
     if tokenizer is not None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import reshard
-from ..errors import CalibrationError, OptionError, StateError, expected
-from ..observers.batches import call_arguments, device_of
+from ..errors import CalibrationError, OptionError, StateError, expected, require_number
+from ..observers.batches import call_arguments, device_of, require_tokens
 from ..state import unwrap
 from .loss import kl_loss
 
@@ -89,22 +89,30 @@ class Batches:
         return self.items.split(self.size) if isinstance(self.items, Tensor) else self.items
 
 
-def batches_of(given: Any, size: int, ranks: tuple[int, int], name: str) -> Batches:
-    """Return the batches that a user gave. Raises CalibrationError or OptionError for others."""
-    if type(size) is not int or size < 1 or size % ranks[0]:
-        share = f", a multiple of the {ranks[0]} processes" if ranks[0] > 1 else ""
+def batches_of(
+    model: nn.Module, given: Any, size: int, ranks: tuple[int, int], name: str
+) -> Batches:
+    """Return the batches of a model that a user gave.
+
+    Raises CalibrationError or OptionError for others.
+    """
+    share = f", a multiple of the {ranks[0]} processes" if ranks[0] > 1 else ""
+    require_number("batch_size", f"1, 2, ...{share}", size, least=1)
+    if size % ranks[0]:
         raise OptionError(expected("batch_size", f"1, 2, ...{share}", size))
     wanted = "windows of token ids [n, window], or a list of batches"
     if isinstance(given, Tensor):
         if given.ndim != 2 or given.is_floating_point() or not given.numel():
             got = f"a tensor of {given.dtype} {list(given.shape)}"
             raise CalibrationError(expected(name, wanted, got))
-        return Batches(given, size, ranks)
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+    elif isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise CalibrationError(expected(name, wanted, type(given).__name__))
-    if not given:
+    elif not given:
         raise CalibrationError(expected(name, wanted, "an empty list"))
-    return Batches(given, size, ranks)
+    found = Batches(given, size, ranks)
+    for i, batch in enumerate(found.in_order()):
+        require_tokens(model, batch, f"{name}: batch {i}")
+    return found
 
 
 def hold_out(batches: Batches) -> tuple[Batches, Batches]:

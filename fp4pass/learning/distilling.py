@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from ..calibration import sample
 from ..core.progress import shown
 from ..distributed import ONE, Ranks, ranks, sharded_parameter
-from ..errors import CalibrationError, OptionError, StateError, expected, require_flags
+from ..errors import (
+    CalibrationError,
+    NonFiniteError,
+    OptionError,
+    StateError,
+    expected,
+    require_flags,
+    require_number,
+)
 from ..observers.batches import device_of
 from ..state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
@@ -92,7 +100,11 @@ def distill(
         True
     """
     require_flags(progress=progress)
-    _require_numbers(steps, travel, share, others)
+    require_number("steps", "1, 2, ...", steps, least=1)
+    require_number("seed", "an integer", seed)
+    require_share(share)
+    for name, value in (("travel", travel), ("others", others)):
+        require_number(name, "a number that is not negative", value, float, 0)
     model, original = unwrap(model), unwrap(original)
     for each in (model, original):
         if each.training:
@@ -104,14 +116,16 @@ def distill(
     group = ranks() if sharded_parameter(model) else ONE
     places = (group.size, group.rank)
     options = (steps, batch_size, travel, share, others, seed)
-    with shown("distill", progress) as bar:
+    # Training needs gradients, wherever it is called.
+    grads = (torch.inference_mode(False), torch.enable_grad())
+    with shown("distill", progress) as bar, grads[0], grads[1]:
         if batches is None:
             batches = _written(original, tokenizer, steps * batch_size, seed, progress)
-        own = batches_of(batches, batch_size, places, "batches")
+        own = batches_of(original, batches, batch_size, places, "batches")
         if held_out is None:
             own, apart = hold_out(own)
         else:
-            apart = batches_of(held_out, batch_size, places, "held_out")
+            apart = batches_of(original, held_out, batch_size, places, "held_out")
         if not own.steps:
             raise CalibrationError(
                 expected("batches", f"one for each of {group.size} processes", len(own))
@@ -119,6 +133,7 @@ def distill(
         own, apart = (each.to(device_of(model)) for each in (own, apart))
         # With the converted model, so that nothing is changed if the two do not fit.
         start = Evaluated(0, None, mean_divergence(model, original, apart))
+        _require_finite(start.kl, model, original, "the held-out batches")
         call = (*options, own.items, apart.items)
         kept = None if resume is None else Kept.open(resume, group.rank, model, call)
         if not is_student:
@@ -137,16 +152,20 @@ def distill(
     return result
 
 
-def _require_numbers(steps: Any, travel: Any, share: Any, others: Any) -> None:
-    """Raise OptionError for numbers that are out of range."""
-    if type(steps) is not int or steps < 1:
-        raise OptionError(expected("steps", "1, 2, ...", steps))
-    require_share(share)
-    wanted = "a number that is not negative"
-    for name, value in (("travel", travel), ("others", others)):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < math.inf):
-            raise OptionError(expected(name, wanted, value))
+def _require_finite(kl: float, model: nn.Module, original: nn.Module, where: str) -> None:
+    """Raise NonFiniteError for a KL that is NaN, and name a weight that is not finite."""
+    if not math.isnan(kl):
+        return
+    for which, each in (("the original", original), ("the model", model)):
+        for name, weight in each.named_parameters():
+            if not weight.isfinite().all():
+                raise NonFiniteError(
+                    f"{name} of {which} holds NaN or infinity. Repair it before the call."
+                )
+    raise NonFiniteError(
+        f"The KL of {where} is NaN: the original or the model returns NaN there, or no token is "
+        "visible. Try both in float32, and look at attention_mask."
+    )
 
 
 def _written(original: nn.Module, tokenizer: Any, windows: int, seed: int, show: bool) -> Tensor:
@@ -182,6 +201,7 @@ def _train(
 
     while run.step < steps:
         found, _ = divergence(student, teacher, batches.at(run.step, seed))
+        _require_finite(found.item(), student, teacher, f"step {run.step + 1}")
         found.backward()
         optimizer.step(run.step)
         losses.append(found.detach())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import OptionError, expected, require_flags, unknown_name
+from ..errors import require_flags, require_number, unknown_name
 
 TOKEN_WEIGHTS = ("inverse", "none")
 
@@ -49,20 +49,17 @@ class Refine:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("seed", 0)):
+            wanted = f"an integer from {least} on"
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                wanted = f"an integer from {least} on"
-                raise OptionError(expected(f"Refine: {name}", wanted, repr(value)))
+            require_number(f"Refine: {name}", wanted, value, least=least)
         for name, most in (
             ("travel", math.inf),
             ("norm_lr", math.inf),
             ("share", 1),
             ("average", 1),
         ):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value <= most or value == math.inf:
-                wanted = "a number from 0 on" if most == math.inf else "a number from 0 to 1"
-                raise OptionError(expected(f"Refine: {name}", wanted, repr(value)))
+            wanted = f"a number from 0 {'on' if most == math.inf else f'to {most}'}"
+            require_number(f"Refine: {name}", wanted, getattr(self, name), float, 0, most)
         require_flags(scales=self.scales)
         if self.token_weights not in TOKEN_WEIGHTS:
             raise unknown_name("Refine: token_weights", self.token_weights, TOKEN_WEIGHTS)

@@ -16,14 +16,7 @@ from .._compat.torch_hooks import recompile_hooked
 from ..checkpoint.finish import finish
 from ..checkpoint.layer_files import ConvertedState
 from ..distributed import sharded_parameter
-from ..errors import (
-    OptionError,
-    ShapeError,
-    StateError,
-    expected,
-    require_flags,
-    require_type,
-)
+from ..errors import NonFiniteError, ShapeError, StateError, expected, require_flags, require_number
 from ..experts import QUANTIZED
 from ..input_cache import share_nothing
 from ..linear import PackedBlocks
@@ -157,9 +150,7 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
 
 def require_share(share: object) -> None:
     """Raise OptionError unless latents can begin there."""
-    require_type("share", "a number in [0, 1]", share, int, float)
-    if not 0 <= share <= 1:  # type: ignore[operator]
-        raise OptionError(expected("share", "a number in [0, 1]", share))
+    require_number("share", "a number in [0, 1]", share, float, 0, 1)
 
 
 def is_trainable(model: nn.Module) -> bool:
@@ -217,6 +208,11 @@ def _require_trainable(root: nn.Module) -> ConvertedState:
             raise StateError(
                 f"{name}: it is not in memory. Load the model to train without offloading."
             )
+        if tensor.is_inference():
+            raise StateError(
+                f"{name}: it was made in inference mode, and cannot be trained. Load and convert "
+                "the model outside of torch.inference_mode()."
+            )
     return state
 
 
@@ -228,4 +224,8 @@ def _float_weight(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor
     if weight.shape != wanted:
         what = f"{name}: the weight of the original"
         raise ShapeError(expected(what, str(tuple(wanted)), str(tuple(weight.shape))))
+    if not weight.isfinite().all():
+        raise NonFiniteError(
+            f"{name}: the weight of the original holds NaN or infinity. Repair it before the call."
+        )
     return weight

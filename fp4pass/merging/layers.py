@@ -116,8 +116,8 @@ def kept_change(target: Target, buffers: Mapping[str, Tensor | None]) -> tuple[f
     """
     change, before, fmt = lora_change(target.around)[0], target.layer, target.config.format
     packed, scale, number = (buffers[name] for name in (PACKED, SCALE, GLOBAL))
-    bits = scale_bits(scale)  # type: ignore[arg-type]
-    stored = ops.dequantize(packed, bits, number, fmt.key, torch.float32)
+    scale = scale_bits(scale, fmt.scale.storage)  # type: ignore[arg-type]
+    stored = ops.dequantize(packed, scale, number, fmt.key, torch.float32)
     moved = target.config.restored(stored) - dense_weight(before)
     return float((moved * change).sum()), float(change.square().sum())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,9 @@ _TOKENS, _JUDGING = 1 << 15, 1 << 13
 
 # The part of a change that has to be left where nobody has chosen a method or measured the loss.
 _ENOUGH = 0.8
+
+# Layers that tell how much is left, before all are quantized.
+_TRIED = 4
 
 # Windows of a batch of these.
 _BATCH = 8
@@ -118,15 +122,14 @@ def merge(
             own, apart = _batches(root, data, held_out, tokenizer, bool(needs))
             stats = _statistics(root, targets, own if needs else [], needs)
             scales = shared_scales(root, targets)
+        if method is None and not apart:
+            # All layers of a large model take minutes.
+            tried = random.Random(0).sample(targets, min(len(targets), _TRIED))
+            _require_enough(_kept(tried, _version(tried, scales, {}, "sse")[0]))
         version, rows = _version(targets, scales, stats)
         kept = _kept(targets, version)
-        if method is None and not apart and kept < _ENOUGH:
-            raise StateError(
-                f"merge: without data {100 * (1 - kept):.0f} % of what the adapter changes would "
-                "be rounded away, for it moves weights by less than half a step of 4 bits. Call "
-                "fp4pass.merge(model, 'gptq', data=..., tokenizer=...), which rounds with the "
-                "inputs in mind; method='sse' merges all the same."
-            )
+        if method is None and not apart:
+            _require_enough(kept)
         versions = [version, Version(arounds=version.arounds)]
         if apart:
             # Rounding to nearest, in the same scales.
@@ -258,6 +261,17 @@ def _kept(targets: Sequence[Target], version: Version) -> float:
     found = [kept_change(target, version.buffers[target.layer]) for target in targets]
     moved, whole = map(sum, zip(*found, strict=True))
     return moved / whole if whole else 1.0
+
+
+def _require_enough(kept: float) -> None:
+    """Raise StateError where less than `_ENOUGH` of a change is left."""
+    if kept < _ENOUGH:
+        raise StateError(
+            f"merge: without data {100 * (1 - kept):.0f} % of what the adapter changes would be "
+            "rounded away, for it moves weights by less than half a step of their codes. Call "
+            "fp4pass.merge(model, 'gptq', data=..., tokenizer=...), which rounds with the inputs "
+            "in mind; method='sse' merges all the same."
+        )
 
 
 def _reached(target: Target, stats: Stats) -> LinearConfig:

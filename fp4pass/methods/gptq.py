@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
+from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
 from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import ROWS, damp, gptq_float_scales
 from ..kernels.search.joint_reference import CODES
@@ -71,15 +70,9 @@ class Gptq:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
         for name in ("damping", "target_damping"):
             value = getattr(self, name)
-            require_type(f"Gptq: {name}", "a number above 0", value, float, int)
-            if not 0 < value < math.inf:
-                raise OptionError(expected(f"Gptq: {name}", "a number above 0", repr(value)))
-        require_type("Gptq: shrinkage", "a number in [0, 1]", self.shrinkage, float, int)
-        if not 0 <= self.shrinkage <= 1:
-            found = repr(self.shrinkage)
-            raise OptionError(expected("Gptq: shrinkage", "a number in [0, 1]", found))
-        if type(self.sweeps) is not int or self.sweeps < 0:
-            raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", repr(self.sweeps)))
+            require_number(f"Gptq: {name}", "a number above 0", value, float, ABOVE_0)
+        require_number("Gptq: shrinkage", "a number in [0, 1]", self.shrinkage, float, 0, 1)
+        require_number("Gptq: sweeps", "0, 1, 2, ...", self.sweeps, least=0)
 
     @property
     def needs(self) -> tuple[str, ...]:

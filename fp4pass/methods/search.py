@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
+from ..errors import OptionError, ShapeError, expected, require_number, require_type, unknown_name
 from ..kernels.search.float_scales import codes_at
 from ..kernels.statistics.naive import ieee_products
 from ..ops.checks import require_weight
@@ -165,8 +165,7 @@ class Hessian:
             raise unknown_name("Hessian: codes", self.codes, CODES)
         if not isinstance(self.exact, bool):
             raise OptionError(expected("Hessian: exact", "True or False", repr(self.exact)))
-        if type(self.node_budget) is not int or self.node_budget < 1:
-            raise OptionError(expected("Hessian: node_budget", "1, 2, ...", repr(self.node_budget)))
+        require_number("Hessian: node_budget", "1, 2, ...", self.node_budget, least=1)
 
     @property
     def needs_block_scales(self) -> bool:

@@ -88,7 +88,8 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
     before = seen_tokens(root, state.recording)
     total = hidden = 0
     try:
-        for batch in _with_progress(batches):
+        for i, batch in enumerate(_with_progress(batches)):
+            require_tokens(model, batch, f"batch {i}")
             args, kwargs = call_arguments(batch, device)
             tokens, masked = count_tokens(root, args, kwargs)
             try:
@@ -166,6 +167,42 @@ def _row_problem(batch: Any) -> str:
         "the columns that the model takes: DataLoader(dataset.with_format('torch', "
         "columns=['input_ids']), batch_size=8)."
     )
+
+
+# Arguments beside token ids that leave them what they are; images replace some.
+_BESIDE_TOKENS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
+
+
+def require_tokens(model: nn.Module, batch: Any, name: str) -> None:
+    """Raise CalibrationError for a batch of no tokens, or with one beyond the vocabulary."""
+    args, kwargs = call_arguments(batch, None)
+    ids = kwargs.get("input_ids", args[0] if len(args) == 1 else None)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return
+    if not ids.numel():
+        raise CalibrationError(f"{expected(name, 'tokens', f'{list(ids.shape)}')} Leave it out.")
+    size = _vocabulary(model)
+    if size is None or ids.is_meta or not kwargs.keys() <= _BESIDE_TOKENS:
+        return
+    low, high = (int(each) for each in ids.aminmax())
+    if low < 0 or high >= size:
+        wanted = f"tokens from 0 to {size - 1}, the vocabulary of the model"
+        raise CalibrationError(
+            f"{expected(name, wanted, low if low < 0 else high)} Give tokens of its own tokenizer."
+        )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return how many rows the table of a model's tokens has, None where that is not known."""
+    root: Any = unwrap(model)
+    try:
+        table = root.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        tables = [each for each in root.modules() if isinstance(each, nn.Embedding)]
+        table = tables[0] if len(tables) == 1 else None
+    # One with modules of its own has further rows there.
+    is_whole = isinstance(table, nn.Embedding) and not table._modules
+    return table.num_embeddings if is_whole else None
 
 
 def call_arguments(

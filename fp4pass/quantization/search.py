@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 from .._compat.accelerate import on_device
 from ..config import LinearConfig
 from ..core.formats import WHOLE, get_format
+from ..core.packing import pack_codes, unpack_codes
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError, as_rules
@@ -124,8 +126,29 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list
             own = own.rotated(config.rotation) if config.rotation else own
             result = together.get(i) or _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]
+            if 2 * weight_amax(matrix) > torch.finfo(matrix.dtype).max:
+                result = dataclasses.replace(result, state=_saturated(result.state))
             found.append((result, _squares(matrix, result.state, own, layer)))
     return found
+
+
+def _saturated(state: QuantState) -> QuantState:
+    """Return a weight without values that its dtype does not have: next codes take their place."""
+    element = state.format.element
+    values, smaller = element.values, list(range(len(element.values)))
+    by_size = sorted(
+        (c for c in smaller if not math.isnan(values[c])), key=lambda c: abs(values[c])
+    )
+    for sign in (-1.0, 1.0):
+        same = [code for code in by_size if math.copysign(1.0, values[code]) == sign]
+        for below, code in itertools.pairwise(same):
+            smaller[code] = below
+    table = torch.tensor(smaller, dtype=torch.uint8, device=state.qdata.device)
+    while not (known := dequantize(state).isfinite()).all():
+        codes = unpack_codes(state.qdata, element.bits)
+        codes = torch.where(known, codes, table[codes.int()])
+        state = dataclasses.replace(state, qdata=pack_codes(codes, element.bits))
+    return state
 
 
 def _search_stack(

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -315,6 +316,21 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
         "quality decides method",
     ),
     "little text": ({"bits": 5, "data": windows(1)}, CalibrationError, "two windows or more"),
+    "beyond": (
+        {"bits": 5, "data": windows(high=80)},
+        CalibrationError,
+        "0 to 63, the vocabulary",
+    ),
+    "no tokens": (
+        {"bits": 5, "data": [windows(4), windows(0)]},
+        CalibrationError,
+        r"data: batch 1: expected tokens, got \[0, 16\]",
+    ),
+    **{
+        f"{name}={value!r:.5}": ({"bits": 5, name: value}, OptionError, f"{name}: expected")
+        for name in ("bits", "windows", "held_out", "seq_len")
+        for value in (10**400, -(10**400), math.inf, math.nan, 1e308)
+    },
     "no windows": ({"bits": 5, "windows": 0}, OptionError, "windows: expected at least 1"),
 }
 

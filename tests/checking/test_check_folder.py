@@ -14,11 +14,10 @@ from commands import run, run_json
 from damages import DAMAGES
 from good_folders import GOOD, WEIGHTS
 from safetensors.torch import load_file, save_file
-from small_models import TINY, change, change_json, converted
+from small_models import TINY, change, converted
 
 import fp4pass
-from fp4pass.checking import KINDS, check_folder, repair_folder
-from fp4pass.checkpoint import open_checkpoint
+from fp4pass.checking import KINDS, check_folder
 
 for package in ("transformers", "compressed_tensors", "typer", "rich"):
     pytest.importorskip(package)
@@ -68,12 +67,6 @@ def check_damage(good: Good, tmp_path: Path, damage: str, name: str) -> bool:
     kinds = {each.kind for each in found.findings}
     # Ours lists its tensors, and by that names some of the damages.
     assert DAMAGES[damage].kind in kinds or kinds & SUMS, (damage, name, kinds)
-    if DAMAGES[damage].mended and found.findings and not kinds & SUMS:
-        out = tmp_path / "mended"
-        shutil.rmtree(out, ignore_errors=True)
-        mended = repair_folder(folder, out, progress=False)
-        assert mended.after is not None, (damage, name, mended.refused)
-        assert mended.after.findings == () and mended.mended, (damage, name)
     return True
 
 
@@ -126,30 +119,6 @@ def test_random_weights_have_no_order_to_be_wrong(tmp_path: Path) -> None:
         assert check_folder(tmp_path / f"{seed}", progress=False).findings == ()
 
 
-def test_fused_layers_are_quantized_to_the_larger_scale(good: Good, tmp_path: Path) -> None:
-    folder, name = tmp_path / "q", "model.layers.1.mlp.up_proj"
-    shutil.copytree(good("compressed_tensors"), folder)
-    change(folder, f"{name}.weight_global_scale", lambda tensor: tensor * 1.5)
-    before = open_checkpoint(folder)
-    mended = repair_folder(folder, tmp_path / "mended", progress=False)
-    after = open_checkpoint(tmp_path / "mended")
-    (line,) = mended.mended
-    assert name in line and "is quantized to the global scale" in line
-    was, now = (each.dense(name, torch.float32) for each in (before, after))
-    error = ((was - now).norm() / was.norm()).item()
-    assert 0 < error < 0.06 and line.endswith(f"|W - W'| / |W| {error:.4f}")
-    beside = "model.layers.1.mlp.gate_proj"
-    assert torch.equal(before.dense(beside, torch.float32), after.dense(beside, torch.float32))
-
-
-def test_experts_without_a_scale_get_that_of_others(good: Good, tmp_path: Path) -> None:
-    folder = damaged(good, tmp_path, "no scale of inputs", "ours_mixture")
-    assert folder is not None
-    mended = repair_folder(folder, tmp_path / "mended", progress=False)
-    assert mended.after is not None and mended.after.findings == ()
-    assert all("largest scale of inputs" in line for line in mended.mended)
-
-
 def test_scales_of_inputs_the_wrong_way(good: Good, tmp_path: Path) -> None:
     folder = tmp_path / "q"
     shutil.copytree(good("llm_compressor"), folder)
@@ -157,8 +126,6 @@ def test_scales_of_inputs_the_wrong_way(good: Good, tmp_path: Path) -> None:
         change(folder, name, lambda tensor: 1 / tensor)
     found = check_folder(folder, progress=False)
     assert {each.kind for each in found.findings} == {"input-direction"}
-    again = repair_folder(folder, tmp_path / "mended", progress=False)
-    assert again.after is not None and not again.after.findings
 
 
 def test_a_dense_part_of_what_engines_fuse(good: Good, tmp_path: Path) -> None:
@@ -210,27 +177,9 @@ def test_folders_in_fp8_of_others(kind: str, tmp_path: Path) -> None:
         assert kinds[name] == "input-bad"
 
 
-def test_checksums_are_not_mended_away(good: Good, tmp_path: Path) -> None:
-    """A repair of something else keeps the checksum that a changed tensor does not have."""
-    folder = tmp_path / "q"
-    shutil.copytree(good("ours_nvfp4"), folder)
-    change(folder, "model.norm.weight", lambda tensor: tensor * 2)
-    change_json(folder / "config.json", lambda data: data.update(num_nextn_predict_layers=1))
-    mended = repair_folder(folder, tmp_path / "mended", progress=False)
-    assert mended.after is not None and mended.mended == (
-        "config-changed: num_nextn_predict_layers is as it was saved",
-    )
-    assert [each.kind for each in mended.after.findings] == ["checksum"]
-
-
 def test_the_command_line(good: Good, tmp_path: Path) -> None:
     result = run("verify", good("ours_modelopt"))
     assert "28 packed layers in modelopt" in result.stdout and "no faults found" in result.stdout
-    assert (
-        "nothing to repair"
-        in run("verify", good("ours_modelopt"), "--repair", tmp_path / "x").stderr
-    )
-    assert not (tmp_path / "x").exists()
     folder = damaged(good, tmp_path, "a packed layer that is ignored", "ours_modelopt")
     result = run("verify", folder, code=1)
     lines = result.stderr.splitlines()
@@ -239,20 +188,3 @@ def test_the_command_line(good: Good, tmp_path: Path) -> None:
     found = run_json("verify", folder, code=1)
     assert {each["kind"] for each in found["findings"]} == {"ignore-packed"}
     assert {"where", "file", "found", "meaning", "remedy"} < found["findings"][0].keys()
-    result = run("verify", folder, "--repair", tmp_path / "mended")
-    assert (
-        f"{tmp_path / 'mended'}: no faults found" in result.stdout and "repaired: " in result.stderr
-    )
-    assert "no faults found" in run("verify", tmp_path / "mended").stdout
-    shutil.rmtree(tmp_path / "mended")
-    # A part that nothing mends is listed, and is the exit code.
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    result = run("verify", folder, "--repair", tmp_path / "mended", code=1)
-    assert "not repaired: tokenizer.json" in result.stderr
-    assert "1 mismatches are left" in result.stderr
-    cut = damaged(good, tmp_path, "a cut file", "ours_modelopt")
-    result = run("verify", cut, "--repair", tmp_path / "none", code=1)
-    assert "copy the folder again" in result.stderr and not (tmp_path / "none").exists()
-    error = run("verify", cut, "--reference", TINY, "--repair", tmp_path / "none", code=2).stderr
-    assert "--repair: expected no --reference" in error

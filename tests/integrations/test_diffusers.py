@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -15,14 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import CheckpointError, OptionError, StateError, UnreadError, VersionError
+from fp4pass.errors import (
+    CheckpointError,
+    OptionError,
+    ShapeError,
+    StateError,
+    UnreadError,
+    VersionError,
+)
 from fp4pass.integrations import Fp4PassConfig, PackedConfig
 from fp4pass.linear import QuantizedLinear
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-from diffusers_models import MODELS, make, run  # noqa: E402
+from diffusers_models import MODELS, make, random, run  # noqa: E402
 
 # Of what diffusers calls in torch and in itself.
 pytestmark = [
@@ -273,6 +281,71 @@ def test_adapters_go_on_and_off(tmp_path: Path) -> None:
     name = "pytorch_lora_weights.safetensors"
     loaded.load_lora_adapter(tmp_path / "lora", prefix=None, weight_name=name)
     assert torch.equal(run(loaded, call), adapted)
+
+
+PIPELINES = {
+    "flux": "FluxPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "sd3": "StableDiffusion3Pipeline",
+    "wan": "WanPipeline",
+    "ltx": "LTXPipeline",
+    "hidream": "HiDreamImagePipeline",
+}
+
+
+def around(model: Any, name: str) -> Any:
+    """A pipeline with nothing but its transformer."""
+    cls = getattr(diffusers, PIPELINES[name])
+    parts = inspect.signature(cls).parameters
+    none: dict[str, Any] = {each: None for each in parts if not each.startswith("transformer_")}
+    if name == "wan":
+        # It asks for one of its transformers alone.
+        none.pop("boundary_ratio"), none.pop("expand_timesteps")
+    return cls(**{**none, "transformer": model})
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_pipelines_load_a_lora(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, (_, call) = packed(name), make(name)
+    dense = fp4pass.dequantize(copy.deepcopy(model))
+    before = run(model, call)
+    given = copy.deepcopy(dense)
+    given.add_adapter(
+        peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v"])
+    )
+    lora = {f"transformer.{n}": each for n, each in peft.get_peft_model_state_dict(given).items()}
+    outputs = []
+    for each in (dense, model):
+        pipe = around(each, name)
+        for adapter in ("first", "second"):
+            pipe.load_lora_weights(dict(lora), adapter_name=adapter)
+        pipe.set_adapters(["second"], 0.5)
+        outputs.append(run(each, call))
+        pipe.unload_lora_weights()
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    assert (outputs[1] - before).norm() > 1e-3 * before.norm()
+    assert torch.equal(run(model, call), before)
+    assert not any(key.endswith("to_q.weight") for key in model.state_dict())
+
+
+def test_a_lora_of_other_widths() -> None:
+    pytest.importorskip("peft")
+    model, (_, call) = packed("flux"), make("flux")
+    dense = fp4pass.dequantize(copy.deepcopy(model))
+    name, rank = "transformer.x_embedder", 2
+    lora = {f"{name}.lora_B.weight": random(64, rank), f"{name}.lora_A.weight": random(rank, 12)}
+    for each in (dense, model):
+        around(each, "flux").load_lora_weights(dict(lora))
+    torch.testing.assert_close(run(model, call), run(dense, call), rtol=1e-4, atol=1e-4)
+    lora[f"{name}.lora_A.weight"] = random(rank, 32)
+    with pytest.raises(ShapeError, match=r"for 32, which widens .*\('x_embedder', None\)"):
+        around(packed("flux"), "flux").load_lora_weights(dict(lora))
+    wide = packed("flux", rules=[("x_embedder", None)])
+    around(wide, "flux").load_lora_weights(dict(lora))
+    assert wide.x_embedder.in_features == wide.config.in_channels == 32
 
 
 # ---- pipelines ----------------------------------------------------------------------------------

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.core.packing import unpack_codes
-from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
+from fp4pass.errors import (
+    CalibrationError,
+    CheckpointError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    StateError,
+)
 from fp4pass.learning import Distillation, freeze, trainable
 
 OPTIONS: dict[str, Any] = {"steps": 24, "travel": 0.6, "batch_size": 4, "progress": False}
@@ -263,7 +270,9 @@ def test_mixtures_learn_their_experts() -> None:
 
 def test_wrong_calls_change_nothing() -> None:
     model, original = pair()
-    before = copy.deepcopy(model)
+    before, beyond = copy.deepcopy(model), windows()
+    beyond[13, 4] = VOCABULARY
+    numbers = ("steps", "batch_size", "travel", "share", "others", "seed")
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (OptionError, "steps: expected 1, 2, ..., got 0", {"steps": 0}),
         (OptionError, "travel: expected a number that is not neg.*, got -1", {"travel": -1}),
@@ -276,6 +285,24 @@ def test_wrong_calls_change_nothing() -> None:
         (CalibrationError, "batches: expected windows of token ids", {"batches": {"a": 1}}),
         (CalibrationError, "batches: expected at least 2 windows", {"batches": windows(1)}),
         (CalibrationError, "held_out: expected .* an empty list", {"held_out": []}),
+        (
+            CalibrationError,
+            "batches: batch 3: expected tokens from 0 to 47, .*, got 48",
+            {"batches": beyond},
+        ),
+        (
+            CalibrationError,
+            "held_out: batch 0: expected tokens from .*, got -1",
+            {"held_out": windows() - 1},
+        ),
+        (
+            CalibrationError,
+            "batches: batch 1: expected tokens, got .0, 16.",
+            {"batches": [windows(), windows(0)]},
+        ),
+        *((OptionError, f"{name}: expected", {name: 10**400}) for name in numbers),
+        *((OptionError, f"{name}: expected", {name: float("inf")}) for name in numbers),
+        *((OptionError, f"{name}: expected", {name: -(10**400)}) for name in numbers),
         (ShapeError, "those of the student", {"original": Predictor(64).eval()}),
         (StateError, "expected logits", {"original": nn.Identity().eval()}),
         (StateError, "in evaluation mode", {"original": Predictor()}),
@@ -287,6 +314,44 @@ def test_wrong_calls_change_nothing() -> None:
         assert_same_bits(model, before)
     with pytest.raises(StateError, match="not converted"):
         distilled(copy.deepcopy(original), original)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_trains_where_gradients_are_off(mode: Any) -> None:
+    (model, original), (other, _) = pair(), pair()
+    expected = distilled(model, original)
+    with mode():
+        found = distilled(other, original)
+    assert untimed(found) == untimed(expected) and found.codes_changed
+    assert_same_bits(other, model)
+
+
+def test_models_that_cannot_be_trained() -> None:
+    with torch.inference_mode():
+        model, original = pair()
+    with pytest.raises(StateError, match=r"embedding\.weight: it was made in inference mode"):
+        distilled(model, original)
+    for name, which in (("up.weight", 1), ("embedding.weight", 1), ("norm.weight", 0)):
+        models = pair()
+        before = copy.deepcopy(models[0])
+        models[which].get_parameter(name).data[3] = nan()
+        with pytest.raises(NonFiniteError, match=f"^{name} of the (original|model) holds NaN"):
+            fp4pass.distill(*models, windows() * 0 + 3, **OPTIONS)
+        if which:
+            assert_same_bits(models[0], before)
+    # No weight of it is NaN.
+    model, original = pair()
+    original.register_forward_hook(lambda module, args, logits: logits * nan())
+    with pytest.raises(NonFiniteError, match="The KL of the held-out batches is NaN"):
+        distilled(model, original)
+    # NaN that only training batches reach.
+    model, original = pair()
+    before = copy.deepcopy(model)
+    original.embedding.weight.data[3] = nan()
+    with pytest.raises(NonFiniteError, match=r"embedding\.weight of the original holds NaN"):
+        distilled(model, original, held_out=windows() * 0)
+    assert_same_bits(model, before)
 
 
 def nan() -> float:

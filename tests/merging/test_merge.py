@@ -14,6 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.core.formats import FORMATS
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.linear import PACKED, SCALE, QuantizedLinear
 from fp4pass.merging import Merged, merging
@@ -211,6 +212,20 @@ def test_what_engines_fuse_keeps_one_scale_of_tensors(size: float) -> None:
         assert error <= own * 2**-10 * 1.01
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_part_that_is_kept_in_every_format(fmt: str) -> None:
+    model = converted(fmt=f"{fmt}a16")
+    before = {name: dense_weight(each) for name, each in layers(model).items()}
+    tuned = adapted(model)
+    weights = wanted(tuned)
+    found = fp4pass.merge(tuned, progress=False)
+    after = layers(found.model)
+    changes = {name: weight - before[name] for name, weight in weights.items()}
+    moved = sum(((dense_weight(after[n]) - before[n]) * changes[n]).sum() for n in changes)
+    whole = sum(change.square().sum() for change in changes.values())
+    assert 0.95 < found.kept < 1.05 and found.kept == pytest.approx(float(moved / whole), abs=1e-3)
+
+
 def test_several_adapters() -> None:
     model = converted()
     tuned = adapted(model)
@@ -346,13 +361,20 @@ def test_a_training_model_goes_on_training() -> None:
     assert fp4pass.merge(tuned.eval(), "gptq", data=DATA) == first
 
 
-def test_small_changes_need_data() -> None:
+def test_small_changes_need_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than half a step: rounding to nearest gives the codes of before."""
     tuned = adapted(converted(), "all-linear", 0.05)
     before = bits(tuned)
+    packed: list[str] = []
+    pack_layer = merging.pack_layer
+    monkeypatch.setattr(
+        merging, "pack_layer", lambda plan: packed.append(plan.name) or pack_layer(plan)
+    )
     for merge in (tuned.merge_and_unload, lambda: fp4pass.merge(tuned)):
         with pytest.raises(StateError, match=r"would be rounded away.*'gptq', data="):
             merge()
+    # Before most of its 14 layers were quantized.
+    assert len(packed) < 14
     after = bits(tuned)
     assert all(torch.equal(after[name], before[name]) for name in before)
     found = fp4pass.merge(copy.deepcopy(tuned), "sse", data=DATA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -49,3 +50,17 @@ def test_an_error_of_the_model_stays_its_own() -> None:
     model = fp4pass.prepare(Picky().eval())
     with pytest.raises(ValueError, match="not today"):
         fp4pass.calibrate(model, [{"input_ids": torch.zeros(2, 4)}], progress=False)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("as_batches", [list, iter], ids=["list", "iterator"])
+def test_tokens_that_a_model_does_not_have(as_batches: Any) -> None:
+    model, ids = language_model(), torch.zeros(2, 8, dtype=torch.long)
+    size = model.config.vocab_size
+    for wrong, got in ((ids + size, str(size)), (ids - 1, "-1"), (ids[:0], r"\[0, 8\]")):
+        for batch in (wrong, {"input_ids": wrong, "attention_mask": torch.ones_like(wrong)}):
+            prepared = fp4pass.prepare(copy.deepcopy(model))
+            with pytest.raises(CalibrationError, match=f"batch 1: expected tokens.*got {got}"):
+                fp4pass.calibrate(prepared, as_batches([ids, batch]), progress=False)
+    with pytest.raises(CalibrationError, match=rf"text: window 1: .*got {size}\. Give tokens"):
+        fp4pass.evaluate(model, None, torch.cat([ids[:1], ids[:1] + size]), window=8)
