@@ -6,7 +6,7 @@ import functools
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from .checkpoint.float_source import FloatSource, open_float_source
 from .checkpoint.kept_source import keep_weights
 from .checkpoint.layouts import LAYOUTS
 from .checkpoint.opening import is_packed, open_checkpoint
-from .core.source_files import WEIGHT_ENDS, pipeline_folders
+from .core.source_files import LISTED, files_to_copy, part_folders
 from .errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
 from .sources.unread import require_float, unread_names
 
@@ -180,21 +180,24 @@ def load_tokenizer(source: str, trust: bool = False) -> Any:
     return None
 
 
-def files_beside(source: str) -> Path:
-    """Return the folder with what lies beside the weights of a folder or a hub id.
+def files_beside(source: str, globs: Sequence[str] = ()) -> Path:
+    """Return the folder with the files of a folder or a hub id that `save` copies.
 
-    Files that the cache lacks are downloaded.
+    Files that the cache lacks are downloaded. Raises OptionError for a glob of further files that
+    matches none.
     """
     _require_there(source)
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
 
-    with reading(source, "what lies beside its weights"):
-        patterns = [f"*{end}" for end in WEIGHT_ENDS]
-        folder = Path(snapshot_download(source, ignore_patterns=patterns))
-        if parts := pipeline_folders(folder):
-            snapshot_download(source, allow_patterns=[f"{part}/*" for part in parts])
+        with reading(source, "what lies beside its weights"):
+            # The hub tells large letters from small ones, and this list does not.
+            names = [*LISTED, *map(str.lower, LISTED), "*.py", "*config.json", *globs]
+            folder = Path(snapshot_download(source, allow_patterns=names))
+            if parts := part_folders(folder):
+                snapshot_download(source, allow_patterns=[f"{part}/*" for part in parts])
+    files_to_copy(folder, globs)
     return folder
 
 
@@ -245,7 +248,7 @@ def _require_there(source: str) -> None:
     path = Path(source)
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
     # A few old hub ids have no owner.
-    is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
+    is_hub_id = _HUB_ID.fullmatch(source) and not like_a_path and not path.exists()
     is_gguf = path.suffix == ".gguf" or (
         not (path / "config.json").exists() and any(path.glob("*.gguf"))
     )

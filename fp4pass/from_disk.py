@@ -45,6 +45,7 @@ def quantize_checkpoint(
     stream: str | os.PathLike[str] | None = None,
     layout: str = "compressed-tensors",
     tokenizer: Any = None,
+    copy_files: Sequence[str] = (),
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
@@ -73,8 +74,8 @@ def quantize_checkpoint(
         stream: a folder that keeps finished layers and stays; by default one beside `directory`,
             which is removed at the end.
         layout: as for `save`.
-        tokenizer: as for `convert` and `save`; by default that of `source`, whose files are copied
-            with all else that lies beside its weights.
+        tokenizer: as for `convert` and `save`; by default that of `source`.
+        copy_files: as for `save`.
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
@@ -116,7 +117,7 @@ def quantize_checkpoint(
         require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    files = files_beside(folder)
+    files = files_beside(folder, copy_files)
     with shown("quantize", progress):
         model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
         reader = tokenizer
@@ -126,7 +127,7 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"card": card, "push_to_hub": push_to_hub}
+        written |= {"card": card, "push_to_hub": push_to_hub, "copy_files": copy_files}
         save(model, target, source=files, max_shard_size=max_shard_size, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -61,21 +61,26 @@ def _chosen(choose: Choose, stock: Any) -> type:
     return Chosen
 
 
-def when_loaded(model: Any, fill: Callable[[], None], is_known: Callable[[str], bool]) -> None:
+def when_loaded(
+    model: Any, fill: Callable[[], None], is_known: Callable[[str], bool], filled: Collection[str]
+) -> None:
     """Call a function once transformers has loaded a model, before it adds hooks of devices.
 
     is_known: whether a tensor that it found no place for is nothing to report.
+    filled: the parameters that the function fills, of which nothing is to report either.
     """
     with needed("transformers"):
         adjust = getattr(model, _LOADED)
 
-    def filled(info: Any, *args: Any) -> Any:
+    def loaded(info: Any, *args: Any) -> Any:
         del model.__dict__[_LOADED]
         fill()
         info.unexpected_keys = {name for name in info.unexpected_keys if not is_known(name)}
+        info.missing_keys = {name for name in info.missing_keys if name not in filled}
+        info.mismatched_keys = {each for each in info.mismatched_keys if each[0] not in filled}
         return adjust(info, *args)
 
-    model.__dict__[_LOADED] = filled
+    model.__dict__[_LOADED] = loaded
 
 
 def require_filled(model: Any) -> None:

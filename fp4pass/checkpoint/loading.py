@@ -32,7 +32,7 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .model_layers import all_names, stored_shape
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
+from .skeleton import build_skeleton, check_skeleton, dense_here, fit_tensors, model_names
 from .split_stacks import stacks_in
 
 
@@ -86,9 +86,11 @@ def load(
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
     reader, ignored = without_ignored(skeleton, reader)
+    reader, loose = dense_here(skeleton, reader, others)
     carried = carried_names(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         tensors, aliases = _read(reader, pieces, carried)
+        tensors |= {each.parameter: each.weight() for each in loose}
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     reader = join_stacks(skeleton, reader, tensors, stacks)
@@ -107,11 +109,11 @@ def load(
     unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
     files = {disk: reader.files[name] for name, disk in carried.items()}
-    recipe, rows = origin(reader, skeleton, cache)
+    recipe, rows = origin(reader, skeleton, cache, [each.row for each in loose])
     if reader.own is None:
         rows = [*rows, *copied_rows(skeleton, tensor_shapes(files)), *ignored]
-    own = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
-    finish(skeleton, recipe, rows, carried=files, refined=own)
+    refined = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
+    finish(skeleton, recipe, rows, carried=files, refined=refined)
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
@@ -232,13 +234,19 @@ def join_stacks(
 
 
 def origin(
-    reader: CheckpointReader, model: nn.Module, cache: str | None
+    reader: CheckpointReader, model: nn.Module, cache: str | None, loose: Sequence[Row]
 ) -> tuple[Mapping[str, Any], Sequence[Row]]:
-    """Return the recipe and the rows of a checkpoint; of another library what its configs say."""
+    """Return the recipe and the rows of a checkpoint; of another library what its configs say.
+
+    loose: the rows of packed layers that are dense in the model.
+    """
+    rows, known = list(loose), {row.name for row in loose}
     if reader.own is not None:
-        return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
-    rows = []
+        own = Report.from_dict(reader.own["report"]).rows
+        return reader.own["recipe"], [*rows, *(row for row in own if row.name not in known)]
     for name, module in model.named_modules():
+        if name in known:
+            continue
         if isinstance(module, QUANTIZED):
             layer = reader.layers[name]
             bits = layer.fmt.bits_per_weight(layer.shape)

@@ -32,7 +32,7 @@ from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layer
 from .loading import hold_cache, join_stacks, origin
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import model_names, module_for
+from .skeleton import dense_here, model_names, module_for
 from .split_stacks import stacks_in
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
@@ -61,6 +61,7 @@ class PlacedLayers:
         reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
         reader, self._ignored = without_ignored(model, reader)
         reader = _in_model(model, reader, pieces)
+        reader, self._loose = dense_here(model, reader, others)
         self._pieces, self._unreached = reader, set[str]()
         self._carried = carried_names(model, reader)
         tensors = self._without_memory(pieces)
@@ -120,6 +121,11 @@ class PlacedLayers:
             self._model.get_submodule(path)._non_persistent_buffers_set.add(key)
         untie(self._model)
 
+    @property
+    def dense(self) -> set[str]:
+        """The parameters that are packed in the folder, and filled with the layers."""
+        return {each.parameter for each in self._loose}
+
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor that transformers found no place for is one of these layers."""
         return name in self._expected
@@ -150,6 +156,15 @@ class PlacedLayers:
             module = self._model.get_submodule(path)
             module._buffers[last] = scale.float().to(module._buffers[last].device)
             module._non_persistent_buffers_set.discard(last)
+        for loose in self._loose:
+            # In place of what transformers took for it; ties to it stay.
+            weight = self._model.get_parameter(loose.parameter)
+            if weight.is_meta:
+                raise CheckpointError(
+                    f"{loose.parameter}: the folder has it packed, and the model dense, which the "
+                    'disk cannot hold. Give it another place than "disk" in device_map.'
+                )
+            weight.data = loose.weight().to(weight.device)
 
     def _buffers(self, name: str, layer: PackedLayer) -> dict[str, Tensor]:
         pieces = self._stacks.get(name)
@@ -171,7 +186,8 @@ class PlacedLayers:
     def finish(self) -> None:
         """Complete the model as `load` does."""
         reader, model = self._reader, self._model
-        recipe, rows = origin(dataclasses.replace(reader, own=None), model, self._cache)
+        loose = [each.row for each in self._loose]
+        recipe, rows = origin(dataclasses.replace(reader, own=None), model, self._cache, loose)
         files = {disk: reader.files[name] for name, disk in self._carried.items()}
         rows = [*rows, *copied_rows(model, tensor_shapes(files)), *self._ignored]
         finish(model, recipe, rows, carried=files)

@@ -70,6 +70,7 @@ def save(
     layout: str = "compressed-tensors",
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
+    copy_files: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     card: bool | Mapping[str, Any] = False,
@@ -96,9 +97,11 @@ def save(
         tokenizer: a tokenizer or processor to write beside the model, with its chat template. By
             default that which `calibrate` or `convert` was given, else the files of `source`. A
             warning says where there is none.
-        source: the folder or the hub id of the float model. Its files beside the weights are
-            copied (tokenizer, license, code, the pooling of an embedding model). The default is
-            what the model was loaded from.
+        source: the folder or the hub id of the float model. Files that go with the model are copied
+            from it: tokenizer, processor, chat templates, generation config, code, license, model
+            card, the modules of an embedding model. A line of the log names the others. The default
+            is what the model was loaded from.
+        copy_files: globs of further files of `source` to copy, such as "assets/*.png".
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
             beside (a tokenizer, notes).
@@ -115,7 +118,7 @@ def save(
         StateError: the model is not converted.
         CheckpointError: the layout cannot hold the model, the folder is in the way, or the hub
             cannot be reached.
-        OptionError: a layout or a size does not exist.
+        OptionError: a layout, a size, or what a glob of `copy_files` matches does not exist.
 
     Example:
         >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
@@ -128,7 +131,7 @@ def save(
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
-    beside = Beside.of(root, tokenizer, source)
+    beside = Beside.of(root, tokenizer, source, copy_files)
     page = Card.of(root, card, beside.source, push_to_hub or "", is_transformers(root))
     group = ranks()
     if push_to_hub is not None:

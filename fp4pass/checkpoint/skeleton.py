@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import (
@@ -25,7 +27,9 @@ from .._compat.transformers_loading import names_in_model
 from ..config import Rule
 from ..errors import CheckpointError, Fp4PassError, expected, some
 from ..experts import weight_name
+from ..graph.match import is_linear
 from ..observers.attention import calling_projections
+from ..rows import Row
 from ..sources.files import require_config
 from ..state import has_adapters
 from .checks import dense_problem
@@ -186,6 +190,66 @@ def fit_tensors(
     for name, tensor in tensors.items():
         if problem := dense_problem(tensor, is_buffer=name not in parameters):
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
+
+
+@dataclass(frozen=True)
+class DenseHere:
+    """A packed layer of a folder whose weight is a parameter of a model.
+
+    Attributes:
+        reader: of the folder.
+        layer: its name.
+        parameter: the name of the parameter.
+        dtype: of the parameter.
+        row: what the report says of it.
+    """
+
+    reader: CheckpointReader
+    layer: str
+    parameter: str
+    dtype: torch.dtype
+    row: Row
+
+    def weight(self) -> Tensor:
+        """Return the numbers that are stored, rounded once."""
+        return self.reader.layers[self.layer].dense(self.reader.dense(self.layer, self.dtype))
+
+
+def dense_here(
+    skeleton: nn.Module, reader: CheckpointReader, names: Mapping[str, str]
+) -> tuple[CheckpointReader, list[DenseHere]]:
+    """Return a folder without the layers that a model has no linear layer for, and these.
+
+    Others pack routers, embeddings and other parameters, which modules read by themselves.
+
+    Args:
+        skeleton: the float model.
+        reader: of the folder, with the names of the model.
+        names: those that the model gives to tensors with other names on disk.
+    """
+    found: dict[str, DenseHere] = {}
+    # The parameters of a graph are in modules that nobody calls.
+    layers = {} if isinstance(skeleton, fx.GraphModule) else reader.layers
+    modules, keeps = dict(skeleton.named_modules(remove_duplicate=False)), stays_float32(skeleton)
+    for name, layer in layers.items():
+        parameter = names.get(join(name, "weight"), join(name, "weight"))
+        path, _, key = parameter.rpartition(".")
+        module = modules.get(path)
+        weight = None if module is None else module._parameters.get(key)
+        if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
+            continue
+        if key != "weight" or not is_linear(module):
+            why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
+            row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
+            dtype = torch.float32 if keeps(parameter) else weight.dtype
+            found[name] = DenseHere(reader, name, parameter, dtype, row)
+    gone = {each for name in found for each in reader.names(name).values()}
+    kept = dataclasses.replace(
+        reader,
+        layers={name: layer for name, layer in reader.layers.items() if name not in found},
+        files={name: path for name, path in reader.files.items() if name not in gone},
+    )
+    return (kept if found else reader), list(found.values())
 
 
 def module_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,28 @@ def transcode(
     target: str | os.PathLike[str],
     to: str,
     *,
+    copy_files: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
     """Write a checkpoint of any layout that can be read in another one, whole or not at all.
 
-    Everything else in the folder (tokenizer, generation config, chat template) comes along. No
-    model is built; in memory are the tensors of one file of the target.
+    Files that go with the model (tokenizer, generation config, chat template) come along, as with
+    `save`. No model is built; in memory are the tensors of one file of the target.
 
     Args:
         source: the folder to read; that of gpt-oss can become dense.
         target: the folder to write.
         to: a layout, or "bf16" for dense weights that need no library of ours.
+        copy_files: as for `save`, globs of further files of `source`.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the checkpoint in the target.
         progress: as for `convert`.
 
     Raises:
         CheckpointError: the source cannot be read or written so, or the target is in the way.
-        OptionError: a layout or a size does not exist.
+        OptionError: a layout, a size, or what a glob of `copy_files` matches does not exist.
 
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
@@ -110,7 +112,7 @@ def transcode(
             *side_files(),
             *(each.name for each in reader.files.values()),
         }
-        copy_beside(reader.folder, folder, known)
+        copy_beside(reader.folder, folder, known, copy_files)
         if layout is None:
             config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
             if config:

@@ -22,7 +22,17 @@ from ..methods import METHODS
 from ..sources.files import MANIFEST
 from . import screen, sources
 from .calibrating import read_examples, require_context
-from .options import BatchSize, Card, Device, Overwrite, Seed, SeqLen, ShardSize, TrustCode
+from .options import (
+    BatchSize,
+    Card,
+    CopyFiles,
+    Device,
+    Overwrite,
+    Seed,
+    SeqLen,
+    ShardSize,
+    TrustCode,
+)
 
 
 def merge(
@@ -72,6 +82,7 @@ def merge(
     ] = None,
     device: Device = None,
     trust_remote_code: TrustCode = False,
+    copy_files: CopyFiles = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
     card: Card = True,
@@ -91,6 +102,7 @@ def merge(
     if data is not None or held_out is not None:
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
+    beside = float_models.files_beside(str(base), copy_files or ())
     # It imports PEFT, and refuses old versions.
     from ..integrations.peft import load_adapter
 
@@ -111,7 +123,8 @@ def merge(
         found.model,
         output,
         layout=layout,
-        source=base,
+        source=beside,
+        copy_files=copy_files or (),
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         card=card,

@@ -54,6 +54,15 @@ BatchSize = Annotated[int, Option(help="Windows that run at once.")]
 Seed = Annotated[
     int | None, Option(help="Draw windows at random; by default they are spread evenly.")
 ]
+CopyFiles = Annotated[
+    list[str] | None,
+    Option(
+        "--copy-files",
+        help="Files of the model's folder to copy besides those that go with it; can be repeated.",
+        metavar="GLOB",
+        show_default=False,
+    ),
+]
 ShardSize = Annotated[str, Option(help="Largest size of a file of weights.")]
 Overwrite = Annotated[bool, Option(help="Replace the checkpoint in the folder.")]
 Card = Annotated[

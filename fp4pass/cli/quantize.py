@@ -41,6 +41,7 @@ from .calibrating import calibrated, one_call, read_examples, require_context, r
 from .options import (
     BatchSize,
     Card,
+    CopyFiles,
     Device,
     Overwrite,
     QualityName,
@@ -110,6 +111,7 @@ def quantize(
     ] = "auto",
     device: Device = None,
     trust_remote_code: TrustCode = False,
+    copy_files: CopyFiles = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
     card: Card = True,
@@ -168,6 +170,8 @@ def quantize(
     sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = float_models.load_config(model, trust_remote_code)
+    # Wrong globs raise before the work, and so does a folder that cannot be had.
+    beside = float_models.files_beside(model, copy_files or ())
     if (held := open_float_source(model)) is not None:
         screen.note(held.sentence)
     if data is not None and seq_len is not None:
@@ -199,6 +203,7 @@ def quantize(
         screen.note(f"resumes: {found} finished {what} in {finished}")
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite}
     written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
+    written["copy_files"] = copy_files or ()
     try:
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
@@ -238,7 +243,7 @@ def quantize(
             with calibrated(call, read, batch_size, tokenizer=processor) as arguments:
                 convert(loaded, **arguments, device=place, resume=finished)
             call.record()
-            save(loaded, output, source=float_models.files_beside(model), **written)
+            save(loaded, output, source=beside, **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:
         hint = "Run the same command again to resume." if finished.exists() else ""

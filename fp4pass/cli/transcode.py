@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -12,13 +12,14 @@ from ..checkpoint.transcode import transcode_targets
 from ..reporting.compare import weights_size
 from ..reporting.text import size
 from . import screen
-from .options import Overwrite, ShardSize
+from .options import CopyFiles, Overwrite, ShardSize
 
 
 def transcode(
     folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     to: Annotated[str, Option(help=f"The layout: {', '.join(transcode_targets())}.")],
+    copy_files: CopyFiles = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
     as_json: screen.Json = False,
@@ -27,7 +28,8 @@ def transcode(
 
     bf16 writes dense weights, which any program reads.
     """
-    write(folder, output, to, max_shard_size=max_shard_size, overwrite=overwrite)
+    options: dict[str, Any] = {"copy_files": copy_files or (), "overwrite": overwrite}
+    write(folder, output, to, max_shard_size=max_shard_size, **options)
     before, after = weights_size(folder), weights_size(output)
     if as_json:
         facts = {"output": str(output), "layout": to, "bytes_before": before, "bytes_after": after}

@@ -90,7 +90,7 @@ class FolderQuantizer(PackedQuantizer):
         # The skeleton is made within a context that has no memory.
         with torch.device("cpu"):
             placed = self._placed = PlacedLayers(model, files[0].parent)
-        when_loaded(model, placed.fill, placed.is_packed)
+        when_loaded(model, placed.fill, placed.is_packed, placed.dense)
 
     def complete(self, model: Any) -> None:
         """Finish the model as `load` does."""

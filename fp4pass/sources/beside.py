@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ from .._compat.torch import model_class
 from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
 from ..core.paths import path_of
-from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
-from ..errors import OptionError, expected
+from ..core.source_files import (
+    files_to_copy,
+    named_folder,
+    source_folder,
+    tensor_files,
+    tensor_shapes,
+)
+from ..errors import OptionError, expected, some
 from ..experts import QUANTIZED, weight_name
 from ..rows import Row
 from ..state import known_tokenizer
@@ -37,13 +44,21 @@ TOKENIZER_FILES = (
 )
 
 
-def copy_beside(source: Path, target: Path, written: Collection[str]) -> None:
-    """Copy all but weights and what declares them, and log what is left out, at level INFO.
+def copy_beside(
+    source: Path, target: Path, written: Collection[str], globs: Sequence[str] = ()
+) -> None:
+    """Copy the files of a folder that go with its model, and log which do not, at level INFO.
 
-    written: the names of files that the new folder has of its own, or in other ones.
+    written: the names of files that the new folder has of its own.
+    globs: of further files of the folder. Raises OptionError for one that matches none.
     """
-    if left := copy_files(source, target, written):
-        _log.info("%s: not copied, for they are other weights: %s", source, ", ".join(left))
+    files, left = files_to_copy(source, globs, written)
+    for file in files:
+        new = target / file.relative_to(source)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, new)
+    if left:
+        _log.info("%s: not copied: %s (copy_files takes globs)", source, some(left, 5))
 
 
 @dataclass(frozen=True)
@@ -53,29 +68,42 @@ class Beside:
     Attributes:
         tokenizer: a tokenizer or processor, None where the source has it.
         source: the folder that the model was made of, None if there is none.
+        copy_files: globs of its files that come along, with those that always do.
     """
 
     tokenizer: Any
     source: Path | None
+    copy_files: Sequence[str]
 
     @staticmethod
-    def of(root: nn.Module, tokenizer: Any, source: str | os.PathLike[str] | None) -> Beside:
+    def of(
+        root: nn.Module,
+        tokenizer: Any,
+        source: str | os.PathLike[str] | None,
+        copy_files: Sequence[str],
+    ) -> Beside:
         """Find what comes along, as far as it is not given. Raises OptionError."""
         if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
             what = "a tokenizer or processor of transformers, which has save_pretrained"
             raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
         if source is None:
-            known = known_tokenizer(root) if tokenizer is None else tokenizer
-            return Beside(known, source_folder(root))
-        folder = named_folder(os.fspath(path_of(source, "source")))
-        if folder is None:
-            raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))
-        return Beside(tokenizer, folder)
+            tokenizer = known_tokenizer(root) if tokenizer is None else tokenizer
+            folder = source_folder(root)
+        else:
+            folder = named_folder(os.fspath(path_of(source, "source")))
+            if folder is None:
+                wanted = "a folder, or a hub id in the cache"
+                raise OptionError(expected("source", wanted, str(source)))
+        if copy_files and folder is None:
+            raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
+        if copy_files and folder is not None:
+            files_to_copy(folder, copy_files)
+        return Beside(tokenizer, folder, copy_files)
 
     def copy(self, target: Path, written: Collection[str]) -> None:
-        """Copy the files of the source, but for those that are `written`."""
+        """Copy files of the source, but for those that are `written`."""
         if self.source is not None:
-            copy_beside(self.source, target, written)
+            copy_beside(self.source, target, written, self.copy_files)
 
     def write_tokenizer(self, root: nn.Module, target: Path) -> None:
         """Write the tokenizer; warn if a model that reads text is left without one."""

@@ -33,6 +33,7 @@ def source(folder: Path) -> Path:
     save_file({**load_file(file), **SPARE}, file, metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder)
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text("{}")
     (folder / "LICENSE").write_text("free")
@@ -47,7 +48,7 @@ def test_all_of_a_source_is_in_the_output_or_named(
 ) -> None:
     folder, target = source(tmp_path / "m"), tmp_path / "q"
     result = run("quantize", folder, "-o", target, *PLAIN, *options)
-    assert f"{folder}: not copied, for they are other weights: onnx/" in result.stderr
+    assert f"{folder}: not copied: onnx/ (copy_files" in result.stderr
     assert "mtp.fc.weight, mtp.norm.weight: LlamaForSequenceClassification" in result.stdout
     assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):
@@ -63,6 +64,19 @@ def test_all_of_a_source_is_in_the_output_or_named(
     assert before.keys() == packed | set(stored.plain())
     run("verify", target, "--reference", folder)
     assert isinstance(fp4pass.load(target).score.weight, torch.nn.Parameter)
+
+
+def test_globs_of_more_files_are_an_option_of_what_writes_folders(tmp_path: Path) -> None:
+    folder, more = source(tmp_path / "m"), ("--copy-files", "onnx/*")
+    for name, options in {"q": (), "r": ("--stream",)}.items():
+        run("quantize", folder, "-o", tmp_path / name, *PLAIN, *options, *more)
+        assert (tmp_path / name / "onnx" / "model.onnx").read_text() == "other weights"
+    run("convert", tmp_path / "q", "-o", tmp_path / "s", "--to", "bf16", *more)
+    assert (tmp_path / "s" / "onnx" / "model.onnx").read_text() == "other weights"
+    wrong = ("-o", tmp_path / "t", *PLAIN, "--copy-files", "*.png")
+    result = run("quantize", folder, *wrong, code=2)
+    assert f"--copy-files: expected a glob of files in {folder}, got '*.png'" in result.stderr
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_card_takes_the_place_of_that_of_the_model_unless_it_is_left_out(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from small_models import TINY, language_model, tokens
 
 import fp4pass
 from fp4pass.checkpoint.transcode import transcode
-from fp4pass.core.source_files import copy_files, named_folder
+from fp4pass.core.source_files import named_folder
+from fp4pass.sources.beside import copy_beside
 from fp4pass.state import remember_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -22,8 +23,11 @@ transformers = pytest.importorskip("transformers")
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "custom_st.Part"},
 ]
+
+# The class of the tokenizer is in odd/tokens.py, which reads two other files.
+TOKENIZER = json.dumps({"auto_map": {"AutoTokenizer": ["odd.tokens.Odd", None]}})
 
 COPIED = {
     "modules.json": json.dumps(MODULES),
@@ -31,17 +35,28 @@ COPIED = {
     "2_Dense/config.json": "{}",
     # Behind the model, so it is part of what others load.
     "2_Dense/model.safetensors": "weights",
+    "custom_st.py": "class Part: ...",
     "sentence_bert_config.json": "{}",
+    "config_sentence_transformers.json": "{}",
+    "model_index.json": json.dumps({"_class_name": "Odd", "scheduler": ["diffusers", "Euler"]}),
+    "scheduler/scheduler_config.json": "{}",
     "tekken.json": "{}",
-    "params.json": "{}",
     "LICENSE": "free",
+    "notice.txt": "free",
     "README.md": "---\nbase_model: x\n---\n",
     "USE_POLICY.md": "be kind",
     "tokenizer.model": "pieces",
-    "modeling_odd.py": "x = 1",
+    "tokenizer_config.json": TOKENIZER,
+    "merges.txt": "a b",
+    "odd/tokens.py": "from .pieces import (\n    split,\n)\nfrom ..shared import join",
+    "odd/pieces.py": "from . import words",
+    "odd/words.py": "import torch",
+    "shared/__init__.py": "def (",
+    "chat_template.jinja": "{{ messages }}",
     "additional_chat_templates/tool.jinja": "{{ tools }}",
+    "processor_config.json": "{}",
     "processor/preprocessor_config.json": "{}",
-    "assets/logo.png": "image",
+    "qformer_tokenizer/tokenizer.json": "{}",
 }
 LEFT = {
     "pytorch_model.bin": "pytorch_model.bin",
@@ -51,8 +66,18 @@ LEFT = {
     "original/consolidated.00.pth": "original/",
     "original/params.json": "original/",
     "onnx/model.onnx": "onnx/",
+    "train.jsonl": "train.jsonl",
+    "train.py": "train.py",
+    "credentials.json": "credentials.json",
+    "trainer_state.json": "trainer_state.json",
+    "training_args.bin": "training_args.bin",
+    "runs/one/events.log": "runs/",
+    "checkpoint-5/tokenizer.json": "checkpoint-5/",
+    "1_Pooling/key.pem": "1_Pooling/key.pem",
+    "scheduler/model.safetensors": "scheduler/model.safetensors",
+    "odd/secrets.py": "odd/secrets.py",
 }
-HIDDEN = (".git/config", ".cache/x", ".gitattributes", "__pycache__/x.pyc", "hf_quant_config.json")
+HIDDEN = (".env", ".git/config", ".cache/x", "__pycache__/x.pyc", "hf_quant_config.json")
 
 
 def filled(folder: Path) -> Path:
@@ -64,7 +89,7 @@ def filled(folder: Path) -> Path:
 
 def model_of(folder: Path) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -79,7 +104,7 @@ def own(folder: Path) -> set[str]:
     return names(folder) - COPIED.keys()
 
 
-def test_all_but_weights_is_copied_to_the_byte_and_the_rest_is_named(
+def test_what_goes_with_the_model_is_copied_to_the_byte_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tmp_path / "m"
@@ -91,11 +116,61 @@ def test_all_but_weights_is_copied_to_the_byte_and_the_rest_is_named(
         assert (tmp_path / "q" / name).read_text() == text
     ours = {"config.json", "generation_config.json", "model.safetensors", "fp4pass.json"}
     assert own(tmp_path / "q") == ours
-    line = next(each for each in caplog.messages if "not copied" in each)
-    assert set(line.partition("weights: ")[2].split(", ")) == {*filter(None, LEFT.values())}
+    (line,) = (each for each in caplog.messages if "not copied" in each)
+    left = sorted({*filter(None, LEFT.values())})
+    assert "not copied: 1_Pooling/key.pem, checkpoint-5/, credentials.json, model-Q4.gguf" in line
+    assert f"and {len(left) - 5} more" in line
     # So are those of a folder that is packed already.
+    filled(tmp_path / "q")
+    (tmp_path / "q" / "pytorch_model.bin.index.json").unlink()
     transcode(tmp_path / "q", tmp_path / "r", "modelopt")
-    assert names(tmp_path / "r") == names(tmp_path / "q") | {"hf_quant_config.json"}
+    assert own(tmp_path / "r") == {*ours, "hf_quant_config.json"}
+    transcode(tmp_path / "q", tmp_path / "s", "bf16", copy_files=["runs/*/*.log"])
+    assert own(tmp_path / "s") == {*ours, "runs/one/events.log"} - {"fp4pass.json"}
+
+
+def test_layer_by_layer_copies_the_same(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    model_of(source)
+    filled(source)
+    (source / "hf_quant_config.json").unlink()
+    fp4pass.quantize_checkpoint(source, tmp_path / "q", "nvfp4a16", "sse", progress=False)
+    ours = own(tmp_path / "q")
+    assert {name for name in ours if not name.startswith("model")} == {
+        *("config.json", "generation_config.json", "fp4pass.json")
+    }
+    more: dict[str, Any] = {"copy_files": ["train.*"], "progress": False}
+    fp4pass.quantize_checkpoint(source, tmp_path / "r", "nvfp4a16", "sse", **more)
+    assert own(tmp_path / "r") == {*ours, "train.jsonl", "train.py"}
+
+
+def test_globs_copy_more_and_never_what_is_written(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    model = model_of(source)
+    filled(source)
+    asked = ["*.json", "*.safetensors", "onnx/*", "**/*.log", ".env"]
+    fp4pass.save(model, tmp_path / "q", copy_files=asked)
+    assert own(tmp_path / "q") == {
+        *("config.json", "generation_config.json", "model.safetensors", "fp4pass.json"),
+        *("credentials.json", "trainer_state.json", "onnx/model.onnx", "runs/one/events.log"),
+        ".env",
+    }
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert fp4pass.load(tmp_path / "q") is not None
+    (tmp_path / "secret.txt").write_text("secret")
+    (source / "out.txt").symlink_to(tmp_path / "secret.txt")
+    (source / "all").symlink_to(tmp_path)
+    for wrong in ("*.nothing", "../*.txt", str(tmp_path / "*"), "out.txt", "all/*", "onnx", ""):
+        with pytest.raises(fp4pass.errors.OptionError) as error:
+            fp4pass.save(model, tmp_path / "r", copy_files=[wrong])
+        said = f"copy_files: expected a glob of files in {source}, got {wrong!r}."
+        assert str(error.value).startswith(said)
+        assert not (tmp_path / "r").exists()
+    with pytest.raises(fp4pass.errors.OptionError, match="expected a list of globs, got"):
+        fp4pass.save(model, tmp_path / "r", copy_files="*.txt")
+    alone = fp4pass.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), method="sse")
+    with pytest.raises(fp4pass.errors.OptionError, match="from no folder"):
+        fp4pass.save(alone, tmp_path / "r", copy_files=["*"])
 
 
 def test_save_copies_what_lies_beside_the_model_that_it_was_loaded_from(tmp_path: Path) -> None:
@@ -168,22 +243,21 @@ def test_a_model_that_reads_text_and_has_no_tokenizer_is_warned_of(tmp_path: Pat
 def test_links_are_not_followed_out_of_the_folder(tmp_path: Path) -> None:
     source, target, secret = tmp_path / "m", tmp_path / "q", tmp_path / "secret.txt"
     secret.write_text("secret")
-    (source / "sub").mkdir(parents=True)
+    (source / "processor").mkdir(parents=True)
     target.mkdir()
-    (source / "file.txt").write_text("open")
+    (source / "LICENSE").write_text("open")
     for link, to in {
-        "out.txt": secret,
-        "sub/out.txt": secret,
-        "within.txt": source / "file.txt",
-        "circle": source,
-        "gone.txt": tmp_path / "gone",
+        "LICENSE.out": secret,
+        "processor/vocab.txt": secret,
+        "LICENSE.within": source / "LICENSE",
+        "LICENSE.circle": source,
+        "LICENSE.gone": tmp_path / "gone",
     }.items():
         (source / link).symlink_to(to)
-    assert copy_files(source, target) == ["circle", "gone.txt", "out.txt", "sub/out.txt"]
-    assert names(target) == {"file.txt", "within.txt"}
-    assert (target / "within.txt").read_text() == "open" and not (
-        target / "within.txt"
-    ).is_symlink()
+    copy_beside(source, target, ())
+    assert names(target) == {"LICENSE", "LICENSE.within"}
+    within = target / "LICENSE.within"
+    assert within.read_text() == "open" and not within.is_symlink()
 
 
 def test_a_snapshot_of_the_cache_of_a_hub_is_links_and_comes_along(
@@ -197,7 +271,10 @@ def test_a_snapshot_of_the_cache_of_a_hub_is_links_and_comes_along(
     for name in ("config.json", "LICENSE"):
         (repository / "blobs" / name).write_text(name)
         (folder / name).symlink_to(f"../../blobs/{name}")
-    assert copy_files(folder, tmp_path / "q", {"config.json"}) == []
+    (repository / "refs" / "LICENSE").write_text("of another")
+    (folder / "LICENSE.other").symlink_to("../../refs/LICENSE")
+    copy_beside(folder, tmp_path / "q", {"config.json"})
+    assert names(tmp_path / "q") == {"LICENSE"}
     assert (tmp_path / "q" / "LICENSE").read_text() == "LICENSE"
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
