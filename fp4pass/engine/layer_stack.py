@@ -45,7 +45,7 @@ _Pair = tuple[Tensor, Tensor | None]
 class Stack:
     """Layers, each of which is called with the result of the one before it, or not with just that.
 
-    What a model adds between layers is recorded, and added again once the layers before are
+    Additions of a model between layers are recorded, and made again once the layers before are
     quantized. Any other input that a layer has is recorded as it is.
     """
 
@@ -72,7 +72,7 @@ class Stack:
         self._passing = self._inside = False
         # The thread that it is of.
         self._thread = 0
-        # What the last layer returned, and a copy of it.
+        # The result of the last layer, and a copy of it.
         self._output: Tensor | None = None
         self._returned: Tensor | None = None
 
@@ -154,7 +154,7 @@ class Stack:
     def learn_origins(self, run: Callable[[], object]) -> None:
         """Find out where unknown inputs come from: `run` makes the last forward again.
 
-        Layers return other numbers then. What was added to their results is the same.
+        Layers return other numbers then. Additions to their results stay the same.
         """
         unknown, self.unknown = self.unknown, {}
         again: dict[int, _Pair] = {}
