@@ -110,8 +110,8 @@ def calibrate(
         data: batches, texts, chats, token windows, rows of a data set, a path, or the name of a
             data set, as for `fp4pass.calibration.batches`; None has the model sample texts of its
             own. Of batches, mappings are passed as keyword arguments, tuples and lists as
-            positional ones, a tensor as the only one; each is moved to the device of the model
-            first.
+            positional ones, a tensor as the only one, token ids [tokens] as one row; each is moved
+            to the device of the model first.
         tokenizer: of transformers, or a processor, for data that is text; by default that of the
             folder that the model came from.
         progress: as for `convert`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -29,6 +30,9 @@ from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import LISTED, files_to_copy, part_folders
 from .errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
 from .sources.unread import require_float, unread_names
+
+# As the hub has names: an owner, which a few old ones lack, and the name.
+_HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w(?:[\w.-]*\w)?", re.ASCII)
 
 
 @contextmanager
@@ -247,7 +251,6 @@ def _require_there(source: str) -> None:
     """Raise CheckpointError for no folder; what can be no hub id is not looked for there."""
     path = Path(source)
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
-    # A few old hub ids have no owner.
     is_hub_id = _HUB_ID.fullmatch(source) and not like_a_path and not path.exists()
     is_gguf = path.suffix == ".gguf" or (
         not (path / "config.json").exists() and any(path.glob("*.gguf"))

@@ -14,6 +14,8 @@ from torch import nn
 
 from . import calibration
 from .calibration.sample import sampling_seconds
+from .calibration.target import Target
+from .calibration.to_batches import SEQ_LEN
 from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
@@ -32,11 +34,26 @@ from .state import config_of, get_state, set_state, smoothing_of, unwrap
 
 _log = logging.getLogger(__name__)
 
-# Tokens of the windows that a model writes itself, and windows of a batch.
-_WINDOW, _BATCH = 512, 8
+# Windows of a batch.
+_BATCH = 8
 
 # Seconds below which no number is said.
 _FEW = 10
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """The text that a model writes itself to be calibrated on, in place of data.
+
+    Attributes:
+        samples: its windows; None for the tokens of the recipe.
+        seq_len: tokens of a window.
+        seed: of its random numbers.
+    """
+
+    samples: int | None = None
+    seq_len: int = SEQ_LEN
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class OneCall:
         plan: what is to be quantized.
         tokens: how many the model writes itself if there is no data; 0 if it needs none.
         smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
+        text: what the model writes.
     """
 
     root: nn.Module
@@ -66,6 +84,7 @@ class OneCall:
     plan: Plan
     tokens: int
     smoothing: float
+    text: OwnText = OwnText()
 
     @staticmethod
     def of(
@@ -141,6 +160,8 @@ class OneCall:
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
+        if isinstance(data, OwnText):
+            return self.writing(data).batches(None, tokenizer)
         if not self.tokens:
             if data is not None:
                 _log.info("%s needs no data: %s is not read.", self.label, as_option("data"))
@@ -158,12 +179,19 @@ class OneCall:
         self.announce(None, reader)
         return self.own_text(reader)
 
+    def writing(self, text: OwnText) -> OneCall:
+        """Return the call with another text that the model writes, if it writes any."""
+        tokens = self.tokens
+        if tokens and text.samples is not None:
+            tokens = text.samples * Target.of(self.root).fitting(text.seq_len)
+        return dataclasses.replace(self, text=text, tokens=tokens)
+
     def own_text(self, tokenizer: Any) -> list[Any]:
         """Return batches of text that the model writes itself; each process writes its part."""
-        group = ranks()
-        tokens = max(self.tokens // group.size, _WINDOW)
-        own: dict[str, Any] = {} if group.size == 1 else {"seed": group.rank}
-        windows = calibration.sample(self.root, tokenizer, tokens=tokens, **own)
+        group, length = ranks(), self.text.seq_len
+        tokens = max(self.tokens // group.size, length)
+        seed = self.text.seed * group.size + group.rank
+        windows = calibration.sample(self.root, tokenizer, tokens=tokens, seq_len=length, seed=seed)
         return self._in_turn(list(windows.split(_BATCH)))
 
     @contextmanager
@@ -214,7 +242,8 @@ class OneCall:
         if ranks().size > 1:
             return ""
         if batches is None:
-            size, batch, said = self.tokens, _random_batch(self.root), "of its own text"
+            size, said = self.tokens, "of its own text"
+            batch = _random_batch(self.root, self.text.seq_len)
         else:
             size, said = sum(map(size_of, batches)), ""
             batch = max(batches, key=size_of, default=None)
@@ -230,7 +259,7 @@ class OneCall:
             return f"{self.label}: {', '.join(facts)}; no estimate of the time"
         seconds = trial.seconds(size)
         if batches is None:
-            writing = sampling_seconds(self.root, tokenizer, self.tokens, _WINDOW)
+            writing = sampling_seconds(self.root, tokenizer, self.tokens, self.text.seq_len)
             seconds += writing or 0.0
             facts[-1] += ", whose writing is not counted" if writing is None else ""
         facts[-1] += "; estimated on the first layer"
@@ -328,7 +357,7 @@ def _count_layers(root: nn.Module, plan: Plan) -> int:
     return sum(len(stack.layers) for stack in stacks) or len(plan.layers)
 
 
-def _random_batch(root: Any) -> torch.Tensor | None:
+def _random_batch(root: Any, length: int) -> torch.Tensor | None:
     """Return windows of any tokens, for the time that they take; None for no language model."""
     config: Any = getattr(root, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -336,4 +365,4 @@ def _random_batch(root: Any) -> torch.Tensor | None:
     if not isinstance(size, int):
         return None
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(size, (_BATCH, _WINDOW), generator=generator)
+    return torch.randint(size, (_BATCH, length), generator=generator)

@@ -62,7 +62,8 @@ def batches(
         seq_len: tokens of a window, at most the context of the model. Less text than a window is
             one shorter window.
         batch_size: windows of a batch; after `prepare(sequential=True)` the first batch has one.
-        seed: draw the windows at random; None spreads them evenly over the data.
+        seed: draw the windows at random; None spreads them evenly over the data. Of text that the
+            model samples, the seed of that; None is 0.
 
     Raises:
         CalibrationError: the data holds nothing to learn from, or has no columns that are known.
@@ -83,8 +84,8 @@ def batches(
     if data is None:
         if model is None:
             raise OptionError("data: expected calibration data, got None. Give model= to write it.")
-        reader = Tokens(tokenizer, model).processor
-        data = sample(model, reader, tokens=samples * seq_len, seq_len=seq_len)
+        reader, length = Tokens(tokenizer, model).processor, Target.of(model).fitting(seq_len)
+        data = sample(model, reader, tokens=samples * length, seq_len=length, seed=seed or 0)
     source = source_of(data)
     if isinstance(source, Rows | Tensor):
         target, tokens = Target.of(model), Tokens(tokenizer, model)

@@ -12,8 +12,10 @@ from typer import Option
 
 from ..budget import SCHEMES, Allocation, allocate
 from ..calibration.packing import Example, collate
+from ..calibration.to_batches import batches
 from ..core.plain_files import parse_file
 from ..errors import OptionError, expected
+from ..one_call import OwnText
 from ..quantization.recipe import Recipe
 from ..schemes import schemes as known_schemes
 from .options import flag
@@ -122,10 +124,21 @@ class Asked:
         return [recipe.override({"fmt": name}) for name in known] or [recipe]
 
     def allocate(
-        self, model: Any, recipe: Recipe, found: Sequence[Example] | None, tokenizer: Any
+        self,
+        model: Any,
+        recipe: Recipe,
+        found: Sequence[Example] | None,
+        tokenizer: Any,
+        text: OwnText,
     ) -> Allocation:
-        """Return the choice for a model; found: the windows of the data, None to have it write."""
+        """Return the choice for a model.
+
+        found: the windows of the data; None to have it write `text`.
+        """
         data = None if found is None else collate(found, 1, config=model.config)
+        if found is None and text != OwnText():
+            numbers = {**vars(text), "samples": text.samples or 128}
+            data = batches(None, tokenizer, model=model, batch_size=1, **numbers)
         given = recipe.arguments()
         for name in ("fmt", "weight_only", "block", "kv_cache"):
             given.pop(name, None)

@@ -27,6 +27,7 @@ from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..hub.upload import require_repository
 from ..kv_cache import CACHE_FORMATS
+from ..one_call import OwnText
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
@@ -73,7 +74,13 @@ def quantize(
             show_default="text that the model writes, if the method needs any",
         ),
     ] = None,
-    samples: Annotated[int, Option(help="Calibration windows.")] = 128,
+    samples: Annotated[
+        int | None,
+        Option(
+            help="Calibration windows, also of text that the model writes.",
+            show_default="128, or as many as the quality has for its own text",
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = 8,
     kv_cache: Annotated[
@@ -155,15 +162,16 @@ def quantize(
             f"{by_layers} runs layers on one device. Give its name to --device, not auto, or leave "
             f"{by_layers} out."
         )
-    if group.size > 1 and (chosen == "auto" or samples < group.size):
+    windows = 128 if samples is None else samples
+    length = SEQ_LEN if seq_len is None else seq_len
+    sources.require_windows(seq_len=length, samples=windows)
+    if group.size > 1 and (chosen == "auto" or windows < group.size):
         problem = "--device auto spreads one model, and each process has the whole of it"
         if chosen != "auto":
-            problem = f"--samples {samples} are fewer than the {group.size} processes"
+            problem = f"--samples {windows} are fewer than the {group.size} processes"
         raise OptionError(f"{problem}. Choose another, or run one process.")
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
-    if data is not None:
-        sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     if push_to_hub is not None:
         require_repository(push_to_hub)
@@ -174,7 +182,7 @@ def quantize(
     beside = float_models.files_beside(model, copy_files or ())
     if (held := open_float_source(model)) is not None:
         screen.note(held.sentence)
-    if data is not None and seq_len is not None:
+    if seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
     if data is None and (asked is not None or _needs_text(recipe)):
@@ -184,10 +192,10 @@ def quantize(
                 f"{model} has no tokenizer, which writing calibration text needs. Copy one beside "
                 "the model, or choose --method sse with --scheme nvfp4a16, which need no text."
             )
-    read = None
+    read, text = None, OwnText(samples, length, seed or 0)
     if data is not None:
         float_models.text_tokenizer(processor, model)
-        options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+        options: dict[str, Any] = {"samples": windows, "seq_len": length, "seed": seed}
         every = read_examples(data, processor, config, **options)
         if len(every) < group.size:
             raise OptionError(
@@ -207,12 +215,12 @@ def quantize(
     try:
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
-            batches = None
+            batches: Any = None
             if read is not None:
                 batches = collate(read, batch_size, config=config, first_alone=True)
             elif _needs_text(recipe):
                 # It writes its own text only for who gives what reads it.
-                written["tokenizer"] = processor
+                written["tokenizer"], batches = processor, text
             result = quantize_checkpoint(
                 model,
                 output,
@@ -229,11 +237,11 @@ def quantize(
                 model, kept, "cpu" if by_layers and asked is None else chosen, trust_remote_code
             )
             if asked is not None:
-                allocation = asked.allocate(loaded, recipe, read, processor)
+                allocation = asked.allocate(loaded, recipe, read, processor, text)
                 recipe = dataclasses.replace(allocation.recipe, kv_cache=recipe.kv_cache)
             # Wrong rules raise before the calibration.
             place = chosen if by_layers else None
-            call = one_call(loaded, recipe, by_layers=sequential, device=place)
+            call = one_call(loaded, recipe, by_layers=sequential, device=place).writing(text)
             current().foresee(later_costs(call.plan))
             foresee_save(current(), packed_size(loaded, call.plan))
             screen.note(

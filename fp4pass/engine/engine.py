@@ -162,6 +162,8 @@ class Engine:
                 yield call.hidden
             if work.index == 0 or len(call.arguments) > 1:
                 yield call.of(work.index)
+            if work.index in call.given:
+                yield call.given[work.index]
 
 
 def _pass_by(work: Work) -> None:

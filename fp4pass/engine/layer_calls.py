@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ _LEFT = 1 / 4
 _WRITTEN = 1 << 24
 
 
+class Given(NamedTuple):
+    """The hidden state of a layer that is not just what the layer before it returned."""
+
+    state: Tensor
+    adds: bool  # to what that layer returned, or takes its place
+
+    def after(self, hidden: Tensor) -> Tensor:
+        """Return the hidden state of the layer once the one before it has returned `hidden`."""
+        state = self.state.to(hidden.device)
+        return hidden + state if self.adds else state
+
+
 @dataclass
 class Call:
     """One run of a batch through a stack, on the CPU."""
@@ -36,6 +48,8 @@ class Call:
     arguments: list[Arguments | None] = field(default_factory=list)
     # Which of its tokens count; None for all.
     tokens: Kept | None = None
+    # By layer.
+    given: dict[int, Given] = field(default_factory=dict)
 
     def of(self, index: int) -> Arguments | None:
         """Return the other arguments of layer `index`, None if it is not called."""
@@ -48,12 +62,18 @@ class Call:
         return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
 
 
+def first_output(output: Any) -> Tensor | None:
+    """Return the result of a layer, or the first part of it; None where that is no tensor."""
+    found = output
+    if isinstance(output, tuple | list | Mapping) and len(output):
+        found = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return found if isinstance(found, Tensor) else None
+
+
 def hidden_state(output: Any, name: str) -> Tensor:
     """Return the hidden state for the next layer: the result, or the first part of it."""
-    found = output if isinstance(output, Tensor) else None
-    if found is None and isinstance(output, tuple | list | Mapping) and len(output):
-        found = next(iter(output.values() if isinstance(output, Mapping) else output))
-    if not isinstance(found, Tensor):
+    found = first_output(output)
+    if found is None:
         raise CalibrationError(
             f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
             f"cannot be calibrated one after the other. Leave out {as_option('sequential', True)}."

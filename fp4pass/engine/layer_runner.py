@@ -53,6 +53,7 @@ class Runner:
         self.layer, self.name = stack.layers[index], f"{stack.name}.{index}"
         # The inputs of the linears in the float model, of each batch, on the CPU.
         self.reference: list[_Inputs] = []
+        stack.begin(index)
 
     def pair(self, layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
         """Run the float layer, keep the inputs of its linears, and group these by their order."""
@@ -60,7 +61,9 @@ class Runner:
         for call in tuple(self.stack.calls):
             watch = _Watch()
             if call.of(self.index) is not None:
-                call.reference = self._waiting(self._run(call, call.reference, layers, watch))
+                output = self._run(call, call.reference, layers, watch)
+                if self.stack.passes_on(call, self.index):
+                    call.reference = self._waiting(hidden_state(output, self.name))
             self.reference.append(_moved(watch.inputs, _CPU))
         # The order of the first process is that of all.
         order = [[layer.name for layer in group] for group in _in_order(layers, self.reference)]
@@ -111,8 +114,9 @@ class Runner:
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
-            if call.of(self.index) is not None:
-                call.hidden = self._waiting(self._run(call, call.hidden, (), _Watch()))
+            if call.of(self.index) is not None and self.stack.passes_on(call, self.index):
+                output = self._run(call, call.hidden, (), _Watch())
+                call.hidden = self._waiting(hidden_state(output, self.name))
             if not paired:
                 call.reference = call.hidden
 
@@ -133,10 +137,8 @@ class Runner:
             self._run(call, call.hidden, layers, watch)
         return watch.inputs
 
-    def _run(
-        self, call: Call, hidden: Tensor, layers: Sequence[LayerPlan], watch: _Watch
-    ) -> Tensor:
-        """Run the layer, watch its linears, and return its hidden state."""
+    def _run(self, call: Call, hidden: Tensor, layers: Sequence[LayerPlan], watch: _Watch) -> Any:
+        """Run the layer, watch its linears, and return its result."""
         hooks: list[tuple[nn.Module, Any]] = []
         for each in layers:
             if isinstance(each.module, ExpertStack):
@@ -152,7 +154,7 @@ class Runner:
         try:
             args, kwargs = self.stack.arguments(call, self.index, hidden, self.device)
             with nullcontext() if call.tokens is None else call.tokens.again(args, kwargs):
-                return hidden_state(self.layer(*args, **kwargs), self.name)
+                return self.layer(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CalibrationError, as_option, as_rules
+from ..errors import CalibrationError, as_option
 from ..observers.visible_tokens import Kept
 from .layer_calls import (
     Call,
+    Given,
     alike,
+    first_output,
     first_tensor,
-    hidden_state,
     is_filled,
     is_same,
     map_tensors,
@@ -31,8 +34,20 @@ THREADS = (
 )
 
 
+# Origins of an input that is not just what the layer before it returned: something was added to
+# that, or no layer of the stack has to do with it, or what was returned is changed in another way.
+ADDED, APART, CHANGED = "added", "apart", "changed"
+
+# The input of a layer, and what the layer before it returned, None where that is no tensor.
+_Pair = tuple[Tensor, Tensor | None]
+
+
 class Stack:
-    """Layers, each of which is called with the result of the one before it."""
+    """Layers, each of which is called with the result of the one before it, or not with just that.
+
+    Additions of a model between layers are recorded, and made again once the layers before are
+    quantized. Any other input that a layer has is recorded as it is.
+    """
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
         # The pattern matches the names of all modules below the layers.
@@ -48,20 +63,26 @@ class Stack:
         self.context: object = None
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._open: Call | None = None
+        # The known origins of inputs, and the inputs of the present forward with unknown ones.
+        self.origins: dict[int, str] = {}
+        self.unknown: dict[int, tuple[Call, _Pair]] = {}
         # The first layer of the call that runs, whether one runs that need not be seen, and whether
         # a layer runs.
         self._start = 0
         self._passing = self._inside = False
         # The thread that it is of.
         self._thread = 0
+        # The result of the last layer, and a copy of it.
         self._output: Tensor | None = None
+        self._returned: Tensor | None = None
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Record the call of a layer; return whether no layer behind it need be seen."""
         thread = this_thread()
         if thread and self._open is not None and self._thread not in (0, thread):
             raise CalibrationError(THREADS)
-        begins = index <= self._start or (self._open is None and not self._passing)
+        is_back = self._open is not None and self._start < index < len(self._open.arguments)
+        begins = index <= self._start or is_back or (self._open is None and not self._passing)
         if begins:
             # A loop of the caller's own does not tell where a forward ends.
             self.finish_open()
@@ -72,32 +93,32 @@ class Stack:
             self._copies.clear()
         elif self._open is None:
             return False
-        elif (
-            index < len(self._open.arguments)
-            or self._output is None
-            or pick(args, kwargs, self._slot) is not self._output
-        ):
-            before = f"{self.name}.{len(self._open.arguments) - 1}"
+        hidden = pick(args, kwargs, self._slot)
+        if not isinstance(hidden, Tensor):
             raise CalibrationError(
-                f"{self.name}.{index} is not called with just what {before} returned, so its "
-                "layers cannot be calibrated one after the other. Leave out "
-                f"{as_option('sequential', True)}, or skip these layers with "
-                f"{as_rules(self.pattern)}."
+                f"{self.name}.{index}: expected a tensor as argument {self._slot!r}, as in the "
+                f"first call of a layer of {self.name}, got {type(hidden).__name__}. Leave out "
+                f"{as_option('sequential', True)}."
             )
+        is_chained = not is_back if begins else self._is_output(hidden)
         self._inside = True
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
             named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
-            if not begins:
+            if begins:
+                # A layer may change its input in place.
+                state = offload_hidden_state(hidden, copy=True)
+                call = Call(state, state, [None] * index, Kept.of(args, kwargs))
+            else:
                 assert self._open is not None
-                passed = index - len(self._open.arguments)
-                self._open.arguments += [*[None] * passed, (positional, named)]
+                call = self._open
+                call.arguments += [None] * (index - len(call.arguments))
+            call.arguments.append((positional, named))
+            if not is_chained:
+                self._keep_given(call, index, hidden)
+            if not begins:
                 return False
-            # A layer may change its input in place.
-            hidden = offload_hidden_state(pick(args, kwargs, self._slot), copy=True)
-            tokens = Kept.of(args, kwargs)
-        call = Call(hidden, hidden, [*[None] * index, (positional, named)], tokens)
         if self._signature(call) in self._uniform:
             self._passing = True
             self.calls.append(call)
@@ -109,9 +130,90 @@ class Stack:
         """Record the result of a layer; behind the last one the call is complete."""
         self._inside = False
         if self._open is not None:
-            self._output = hidden_state(output, f"{self.name}.{index}")
+            self._output = first_output(output)
+            if self._output is not None and not torch.compiler.is_compiling():
+                self._returned = self._output.detach().clone()
         if index + 1 == len(self.layers):
             self.finish_open()
+
+    def _is_output(self, hidden: Tensor) -> bool:
+        """Return whether the input of a layer is what the layer before it returned."""
+        # Something may have been written to it since.
+        return hidden is self._output and (self._returned is None or hidden.equal(self._returned))
+
+    def _keep_given(self, call: Call, index: int, hidden: Tensor) -> None:
+        """Record the input of a layer that is not just what the layer before it returned."""
+        origin = self.origins.get(index)
+        if origin == ADDED and self._returned is not None:
+            call.given[index] = Given(offload_hidden_state(hidden - self._returned), adds=True)
+            return
+        call.given[index] = Given(offload_hidden_state(hidden, copy=True), adds=False)
+        if origin is None:
+            self.unknown.setdefault(index, (call, (hidden.detach().clone(), self._returned)))
+
+    def learn_origins(self, run: Callable[[], object]) -> None:
+        """Find out where unknown inputs come from: `run` makes the last forward again.
+
+        Layers return other numbers then. Additions to their results stay the same.
+        """
+        unknown, self.unknown = self.unknown, {}
+        again: dict[int, _Pair] = {}
+        returned: Tensor | None = None
+
+        def enter(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = pick(args, kwargs, self._slot)
+            if index in unknown and isinstance(hidden, Tensor):
+                again.setdefault(index, (hidden.clone(), returned))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal returned
+            state = first_output(output)
+            # The last dimension alone is that of features in every model.
+            rolled = None if state is None else state.roll(1, -1)
+            returned = None if rolled is None else rolled.clone()
+            return _with_first(output, rolled)
+
+        handles = []
+        try:
+            for index, layer in enumerate(self.layers):
+                hook = functools.partial(enter, index)
+                handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(layer.register_forward_hook(leave))
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        for index, (call, pair) in unknown.items():
+            if not any(call is each for each in self.calls):
+                # Of a forward that was cut off.
+                continue
+            self.origins[index] = _origin(pair, again.get(index))
+            hidden, before = pair
+            if self.origins[index] == ADDED and before is not None:
+                call.given[index] = Given(offload_hidden_state(hidden - before), adds=True)
+
+    @property
+    def unfollowed(self) -> list[int]:
+        """The layers whose inputs are made by the float layers before them."""
+        indices = {i for call in self.calls for i, given in call.given.items() if not given.adds}
+        return sorted(i for i in indices if self.origins.get(i) != APART)
+
+    def begin(self, index: int) -> None:
+        """Give layer `index` what it is called with, once the one before it has run again."""
+        # A tuple: a hook that records would add to the list for ever.
+        for call in tuple(self.calls):
+            given = call.given.get(index)
+            if given is not None:
+                same = call.reference is call.hidden
+                call.hidden = given.after(call.hidden)
+                call.reference = call.hidden if same else given.after(call.reference)
+
+    def passes_on(self, call: Call, index: int) -> bool:
+        """Return whether a later layer of a call reads what layer `index` returns."""
+        for later in range(index + 1, len(self.layers)):
+            if call.of(later) is not None:
+                return later not in call.given or call.given[later].adds
+        return False
 
     def finish_open(self) -> None:
         """Keep the call whose forward is at its end; layers behind the last one are passed by."""
@@ -127,7 +229,7 @@ class Stack:
         first = call.arguments[0]
         if all(alike(first, other, is_same) for other in call.arguments):
             call.arguments = [first]
-            if self.context is not None:
+            if self.context is not None and not call.given:
                 self._uniform.add(self._signature(call))
         self.calls.append(call)
 
@@ -176,7 +278,7 @@ class Stack:
 
     def drop_open(self) -> None:
         """Forget a call that was cut off."""
-        self._open = self._output = None
+        self._open = self._output = self._returned = None
         self._passing = self._inside = False
         self._copies.clear()
 
@@ -223,3 +325,28 @@ class Stack:
 def this_thread() -> int:
     """Return the identity of this thread, 0 in compiled code, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _with_first(output: Any, state: Tensor | None) -> Any:
+    """Return the result of a layer with another hidden state; None where that cannot be."""
+    if isinstance(output, Tensor) or state is None:
+        return state
+    if isinstance(output, Mapping):
+        changed: Any = copy.copy(output)
+        changed[next(iter(changed))] = state
+        return changed
+    return type(output)([state, *output[1:]]) if type(output) in (tuple, list) else None
+
+
+def _origin(first: _Pair, again: _Pair | None) -> str:
+    """Return where an input comes from, by two runs in which layers returned other numbers."""
+    (hidden, before), (other, after) = first, again or (first[0], None)
+    if before is None or after is None or before.shape != after.shape or before.equal(after):
+        return CHANGED
+    if hidden.equal(other):
+        return APART
+    if not hidden.shape == other.shape == before.shape or not hidden.is_floating_point():
+        return CHANGED
+    a, b, c, d = (x.float() for x in (hidden, before, other, after))
+    room = 8 * torch.finfo(hidden.dtype).eps * (a.abs() + b.abs() + c.abs() + d.abs())
+    return ADDED if bool((((a - b) - (c - d)).abs() <= room).all()) else CHANGED

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._compat.torch import is_compiled
 from ..distributed import ranks, share_of_threads
-from ..errors import CalibrationError, as_rules
-from ..observers.reached import observes
+from ..errors import CalibrationError
+from ..observers.reached import observes, unobserved
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
 from ..state import ModelState, PreparedState, Recorder
@@ -44,11 +47,12 @@ class Recorded(Exception):
 class Recording(Recorder):
     """Record the calls of the stacks of a model, by hooks before and behind layers."""
 
-    def __init__(self, stacks: Sequence[Stack], whole: bool) -> None:
+    def __init__(self, root: nn.Module, stacks: Sequence[Stack], whole: bool) -> None:
         """Attach the hooks; `whole`: every forward must run to its end, for more is observed."""
-        self.stacks = list(stacks)
+        self.root, self.stacks = root, list(stacks)
         self._whole = whole
         self._waiting: list[Stack] | None = None
+        self._skims = False
         self._thread = 0
         self._places = {
             layer: (stack, index) for stack in stacks for index, layer in enumerate(stack.layers)
@@ -62,6 +66,8 @@ class Recording(Recorder):
         for layer in self._places:
             self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._leave))
+        hook = self.root.register_forward_hook(self._end, with_kwargs=True)
+        self._handles.append(hook)
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a batch through a model, as far as there is something to record."""
@@ -100,6 +106,7 @@ class Recording(Recorder):
             return False
         stack = self.stacks[0]
         before, found = len(stack.calls), []
+        self._skims = True
         try:
             for count in (2, 1):
                 # A layer may change its input in place.
@@ -113,9 +120,12 @@ class Recording(Recorder):
                 stack.forget_signature(call)
         except FAULTS:
             found = []
+        finally:
+            self._skims = False
+            stack.unknown.clear()
         del stack.calls[before:]
         stack.drop_open()
-        if len(found) < 2:
+        if len(found) < 2 or any(call.given for call in found):
             return False
         # Once, or for each layer.
         count = max(len(call.arguments) for call in found)
@@ -134,8 +144,24 @@ class Recording(Recorder):
         if not any(stack.calls for stack in self.stacks):
             stack = self.stacks[0]
             raise CalibrationError(
-                f"{stack.name}: calibration never reached these layers. Run batches before "
-                f"convert, or skip these layers with {as_rules(stack.pattern)}."
+                f"{stack.name}: calibration never reached these layers. Run batches that use them "
+                "before convert."
+            )
+
+    def warn_of_unfollowed(self, stacklevel: int) -> None:
+        """Warn of layers that cannot be calibrated on what the quantized layers before them give.
+
+        Those of all processes are named.
+        """
+        own = [s.layer_name(i) for s in self.stacks for i in s.unfollowed]
+        names = list(dict.fromkeys(itertools.chain(*ranks().gather(own))))
+        if names:
+            more = f" and {len(names) - 3} more layers" if len(names) > 3 else ""
+            warnings.warn(
+                f"{', '.join(names[:3])}{more}: the model changes the results of the layers before "
+                "them by more than an addition, so they are calibrated on their inputs in the "
+                "float model.",
+                stacklevel=stacklevel + 1,
             )
 
     @property
@@ -201,6 +227,26 @@ class Recording(Recorder):
                 raise Recorded
 
     @observes
+    def _end(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Complete the calls, and run again where it is not known what comes between layers."""
+        if torch.compiler.is_compiling():
+            return
+        for stack in self.stacks:
+            stack.finish_open()
+        if self._skims or is_compiled(root):
+            return
+
+        def again() -> None:
+            with unobserved(root), torch.no_grad(), suppress(*FAULTS):
+                root(*args, **kwargs)
+
+        for stack in self.stacks:
+            if stack.unknown:
+                stack.learn_origins(again)
+
+    @observes
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
@@ -216,4 +262,4 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     """Record the calls of the stacks of a model; return the plan of the rest, too."""
     stacks = find_stacks(root, plan.layers)
     rest = outside(plan, stacks)
-    return Recording(stacks, whole=bool(rest.layers)), rest
+    return Recording(root, stacks, whole=bool(rest.layers)), rest

@@ -74,6 +74,8 @@ class Learning:
     def run(self, device: LayerDevice) -> RefinedLayer:
         """Refine the layer on a device, and pass its output to the next layer."""
         stack, twin = self.pair.stack, self.pair.twin
+        for each in (stack, twin):
+            each.begin(self.index)
         with device.placed(twin.layers[self.index], self.name) as place:
             states_on = place_of_states(stack, place, paired=True)
             targets = [
@@ -89,7 +91,7 @@ class Learning:
                 before, after = self._learn(work)
                 learned = values_of([self.layer], self.small)
                 for call in stack.calls:
-                    if call.of(self.index) is not None:
+                    if call.of(self.index) is not None and stack.passes_on(call, self.index):
                         call.hidden = _waiting(self._output(stack, call, place), states_on)
         finally:
             # Parameters that were elsewhere are there again as they were.

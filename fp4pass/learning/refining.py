@@ -222,7 +222,10 @@ def _record(
     judging: Sequence[Any],
 ) -> list[Pair]:
     """Record the calls of the stacks of both models."""
-    recordings = [Recording(side, whole=False) for side in zip(*stacks, strict=True)]
+    recordings = [
+        Recording(model, side, whole=False)
+        for model, side in zip(models, zip(*stacks, strict=True), strict=True)
+    ]
     counts: list[int] = []
     with ExitStack() as ends:
         for model, recording in zip(models, recordings, strict=True):

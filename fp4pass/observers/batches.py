@@ -208,7 +208,10 @@ def _vocabulary(model: nn.Module) -> int | None:
 def call_arguments(
     batch: Any, device: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a calibration batch as the arguments of a call, its tensors moved to `device`."""
+    """Return a calibration batch as the arguments of a call, its tensors moved to `device`.
+
+    Token ids without a batch dimension are a batch of one row.
+    """
 
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) and device is not None else value
@@ -220,7 +223,8 @@ def call_arguments(
                 raise CalibrationError(expected("A batch", wanted, f"the key {key!r}"))
         return (), {key: move(value) for key, value in batch.items()}
     if isinstance(batch, Tensor):
-        return (move(batch),), {}
+        is_row = batch.ndim == 1 and not batch.is_floating_point()
+        return (move(batch[None] if is_row else batch),), {}
     if not isinstance(batch, tuple | list):
         kinds = "a mapping, a tuple, a list or a tensor"
         raise CalibrationError(expected("A batch", kinds, type(batch).__name__))

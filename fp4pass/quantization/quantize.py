@@ -27,7 +27,7 @@ from .kept import forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
-from .search import Found, gather_parts, joined_rows, search_parts, stored_amax
+from .search import Found, exact_scales, gather_parts, joined_rows, search_parts, survey
 from .search_costs import SearchStore, layer_places, search_cost, search_kind
 from .tensor_scales import shared_tensor_scales
 
@@ -42,14 +42,16 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
 
     The ranks that have the plan must all make the call.
     """
-    largest = _largest(plan.layers, group)
+    surveyed = _survey(plan.layers, group)
+    largest = {name: [amax for amax, _ in each] for name, each in surveyed.items()}
     found: dict[int, tuple[float, ...]] = {}
     for members in scale_groups(plan.layers):
         amax = (largest[layer.name] for layer in members)
-        shared = [max(each) for each in zip(*amax, strict=True)]
-        for layer in members:
-            fmt = layer.config.format
-            found[layer.weight_key] = tuple(map(fmt.global_scale_for, shared))
+        fmt = members[0].config.format
+        scales = [fmt.global_scale_for(max(each)) for each in zip(*amax, strict=True)]
+        if all(is_exact for layer in members for _, is_exact in surveyed[layer.name]):
+            scales = exact_scales(members, scales)
+        found |= {layer.weight_key: tuple(scales) for layer in members}
     tensors = shared_tensor_scales(plan.layers, largest, group)
     return plan.map(
         lambda layer: dataclasses.replace(
@@ -60,8 +62,8 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
     )
 
 
-def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]]:
-    """Return the largest magnitudes of each layer by its name, in all processes alike."""
+def _survey(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[tuple[float, bool]]]:
+    """Return what `survey` finds of each layer by its name, in all processes alike."""
     # Only the owner of its statistics knows the target of a weight.
     own = [
         layer
@@ -69,11 +71,11 @@ def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]
         if layer.owner == group.rank or resolve_method(layer.config.method)[0].target is None
     ]
     with group.together():
-        amax = {layer.name: stored_amax(layer) for layer in own}
-    everywhere = group.gather(amax)
+        surveyed = {layer.name: survey(layer) for layer in own}
+    everywhere = group.gather(surveyed)
     found = {name: each for known in everywhere for name, each in known.items()}
     same = all(found[name] == each for known in everywhere for name, each in known.items())
-    group.require_equal("The weights", same or amax)
+    group.require_equal("The weights", same or surveyed)
     return found
 
 

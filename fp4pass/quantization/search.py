@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..errors import NonFiniteError, StateError, as_rules
 from ..kernels.search.float_scales import in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
+from ..methods.search import exact_global_scale, may_be_exact
 from ..stacks import dense_stack
 from ..tensor import dequantize
 from .plan import LayerPlan
@@ -55,13 +56,21 @@ def _stored(target: Tensor, config: LinearConfig) -> Tensor:
 
 def stored_amax(layer: LayerPlan) -> list[float]:
     """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
+    return [amax for amax, _ in survey(layer)]
+
+
+def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
+    """Return the largest magnitude of each stored matrix, and whether `may_be_exact` says yes.
+
+    Raises for NaN, in the bias too.
+    """
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
                 f"{layer.label}: its weight is on the meta device, without values. Load the "
                 "weights before convert."
             )
-        found = []
+        found: list[tuple[float, bool]] = []
         for i, matrix in enumerate(weight):
             target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
             searched, largest = _stored(target, layer.config), weight_amax(target)
@@ -71,7 +80,10 @@ def stored_amax(layer: LayerPlan) -> list[float]:
                     f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
                     f"the layer with {as_rules(layer.name)}."
                 )
-            found.append(largest if searched is target else weight_amax(searched))
+            # One matrix that is not tells of all.
+            is_exact = searched is matrix and all(each for _, each in found[-1:])
+            is_exact = is_exact and may_be_exact(matrix, layer.config.format)
+            found.append((largest if searched is target else weight_amax(searched), is_exact))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
             raise NonFiniteError(
@@ -79,6 +91,20 @@ def stored_amax(layer: LayerPlan) -> list[float]:
                 f"{as_rules(layer.name)}."
             )
         return found
+
+
+def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[float]:
+    """Return the global scale of each matrix that some layers have, as `exact_global_scale` does.
+
+    scales: those for their largest magnitudes.
+    """
+    with ExitStack() as stack:
+        weights = [stack.enter_context(dense_weight(layer)) for layer in members]
+        fmt = members[0].config.format
+        return [
+            exact_global_scale([weight[i] for weight in weights], fmt, scale)
+            for i, scale in enumerate(scales)
+        ]
 
 
 def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:

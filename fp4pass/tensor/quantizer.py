@@ -17,6 +17,7 @@ from ..core.quant_state import OtherRecord, QuantState, TensorRecord, other_reco
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Method, Stats, resolve_method
+from ..methods.search import exact_global_scale, may_be_exact
 from ..schemes import weight_format
 from .blocks import read_global_scale, require_float
 
@@ -44,7 +45,8 @@ def quantize(
         block_size: elements that share a scale; None for the scheme's own block size.
         method: how block scales of a format are chosen, "naive" or "sse".
         global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
-            for the smallest power of two with which the largest magnitude is within reach.
+            for the smallest power of two with which the largest magnitude is within reach; of
+            numbers that were quantized before, the next if "sse" keeps them only with that.
 
     Tiles of several rows, as of "fp8_block", are of the last two dimensions.
 
@@ -87,6 +89,8 @@ def quantize(
     height = x.shape[-2] if fmt.rows != 1 and x.ndim > 1 else x.numel() // columns
     padding = 0 if fmt.fits(columns) else -columns % fmt.block
     matrices = F.pad(x.reshape(-1, height, columns), (0, padding))
+    if global_scale == "auto" and all(may_be_exact(each, fmt) for each in matrices):
+        factor = exact_global_scale(list(matrices), fmt, factor)
     states = [chosen.quantize(each, Stats(), fmt, factor, options).state for each in matrices]
     scale_rows: tuple[int, ...] = leading
     if fmt.rows != 1 and leading:

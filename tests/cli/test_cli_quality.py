@@ -112,6 +112,25 @@ def test_without_text_the_model_writes_its_own(
     assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
 
 
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("more", [(), ("--stream",)], ids=["memory", "stream"])
+def test_numbers_of_windows_hold_for_text_that_the_model_writes(
+    tmp_path: Path, rules: Path, more: tuple[str, ...]
+) -> None:
+    numbers = ("--samples", 3, "--seq-len", 20, "--seed", 5)
+    run("quantize", TINY, "-o", tmp_path / "q", "--rules", rules, *numbers, *more)
+    found = fp4pass.load(tmp_path / "q")
+    assert {row.tokens for row in fp4pass.report(found).converted} == {60}
+    transformers = pytest.importorskip("transformers")
+    reader = transformers.AutoTokenizer.from_pretrained(TINY)
+    model = language_model()
+    text = fp4pass.calibration.batches(None, reader, model=model, samples=3, seq_len=20, seed=5)
+    assert [each.shape for each in text] == [(3, 20)]
+    stream = {"stream": tmp_path / "layers"} if more else {}
+    fp4pass.convert(model, data=text, rules=list(RULES.items()), progress=False, **stream)
+    assert_same_bits(found, model)
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "match"),
     [

@@ -1,4 +1,4 @@
-"""Batches that a model cannot run, because they are rows of a dataset."""
+"""Batches that are rows: of token ids, which are taken, and of a dataset, which no model runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import language_model
+from small_models import assert_same_bits, language_model, tokens
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -64,3 +64,25 @@ def test_tokens_that_a_model_does_not_have(as_batches: Any) -> None:
                 fp4pass.calibrate(prepared, as_batches([ids, batch]), progress=False)
     with pytest.raises(CalibrationError, match=rf"text: window 1: .*got {size}\. Give tokens"):
         fp4pass.evaluate(model, None, torch.cat([ids[:1], ids[:1] + size]), window=8)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_token_ids_without_a_batch_dimension_are_one_row(sequential: bool) -> None:
+    rows = [*tokens(2, 48), *tokens(1, 20)]
+    models = [
+        fp4pass.calibrate(
+            fp4pass.prepare(language_model(), sequential=sequential), data, progress=False
+        )
+        for data in (rows, [row[None] for row in rows])
+    ]
+    first, second = map(fp4pass.convert, models)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.quick(4)
+def test_all_that_takes_batches_takes_rows() -> None:
+    rows = list(tokens(6, 24))
+    model = fp4pass.convert(language_model(), method="sse")
+    fp4pass.distill(model, language_model(), rows, steps=1, progress=False)
+    found = fp4pass.allocate(language_model(), bits=6, data=rows, seq_len=24, progress=False)
+    assert found.bits <= 6

@@ -1,0 +1,233 @@
+"""Layer by layer, where a model adds something between layers, or has modules side by side."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_models import assert_same_bits
+from torch import Tensor, nn
+
+import fp4pass
+
+WIDTH = 32
+CROSS = fp4pass.Gptq(target="cross")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).relu())
+
+
+class Model(nn.Module):
+    """Changes what layers return before the next one reads it: `between` says how."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.between = between
+
+    def change(self, x: Tensor, extra: Tensor) -> Tensor:
+        if self.between == "adds":
+            return x + extra
+        if self.between == "adds in place":
+            x[:, 1::2] += extra[:, 1::2]
+            return x
+        return nn.functional.layer_norm(x, [WIDTH])
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.change(layer(x), extra)
+        return x
+
+
+class Heads(nn.Module):
+    """Layers, and modules side by side that read what they return."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return [self.heads[i](x * (i + 1)) for i in self.order]
+
+
+def batches(count: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (2, 20, WIDTH)
+    return [
+        {name: torch.randn(sizes, generator=generator) for name in ("x", "extra")}
+        for _ in range(count)
+    ]
+
+
+def made(kind: Any, *arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(*arguments).eval()
+
+
+def calibrated(model: Any, method: Any, data: Any, loop: bool = False, **options: Any) -> Any:
+    fp4pass.prepare(model, method, **options)
+    if not loop:
+        return fp4pass.calibrate(model, data, progress=False)
+    with torch.inference_mode():
+        for batch in data:
+            model(**batch)
+    return model
+
+
+def alone(source: nn.Module, method: str, inputs: list[Tensor]) -> nn.Module:
+    """A layer that is quantized by itself on its inputs."""
+    layer = fp4pass.prepare(copy.deepcopy(source), method)
+    with torch.no_grad():
+        for x in inputs:
+            layer(x)
+    return fp4pass.convert(layer, "nvfp4a16")
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("between", ["adds", "adds in place"])
+def test_what_is_added_is_added_to_the_results_of_quantized_layers(
+    between: str, loop: bool
+) -> None:
+    float_model, data = made(Model, between), batches()
+    model = calibrated(copy.deepcopy(float_model), "hessian", data, loop, sequential=True)
+    fp4pass.convert(model, "nvfp4a16")
+    with torch.no_grad():
+        hidden = [batch["x"] for batch in data]
+        for i, layer in enumerate(model.layers):
+            expected = alone(float_model.layers[i], "hessian", [x.clone() for x in hidden])
+            for end in ("a", "b"):
+                packed, other = layer.get_submodule(end), expected.get_submodule(end)
+                # The same inputs but for the order of sums.
+                errors = (packed.weight - other.weight).abs().max()
+                assert errors <= 1e-6 or (packed.weight != other.weight).float().mean() < 0.002
+            hidden = [model.change(layer(x), b["extra"]) for x, b in zip(hidden, data, strict=True)]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_other_changes_are_said_and_layers_have_their_inputs_in_the_float_model(loop: bool) -> None:
+    float_model, data = made(Model, "norm"), batches()
+    whole = calibrated(copy.deepcopy(float_model), "hessian", data)
+    fp4pass.convert(whole, "nvfp4a16")
+    model = calibrated(copy.deepcopy(float_model), "hessian", data, loop, sequential=True)
+    with pytest.warns(UserWarning, match=r"layers\.1, layers\.2: .*more than an addition") as seen:
+        fp4pass.convert(model, "nvfp4a16")
+    assert "skip" not in str(seen[0].message) and seen[0].filename == __file__
+    # Their own layers are not chained, and so all is as at once.
+    assert_same_bits(model, whole)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (0, 2)])
+def test_modules_side_by_side_are_calibrated_as_those_outside_of_stacks(
+    order: tuple[int, ...], loop: bool
+) -> None:
+    float_model, data = made(Heads, order), [{"x": batch["x"]} for batch in batches()]
+    options: dict[str, Any] = {"unreached": "skip"}
+    models = [
+        calibrated(copy.deepcopy(float_model), "hessian", data, loop, sequential=way, **options)
+        for way in (False, True)
+    ]
+    whole, model = (fp4pass.convert(each, "nvfp4a16") for each in models)
+    assert_same_bits(model.heads, whole.heads)
+    fp4pass.convert(
+        copy.deepcopy(float_model), "nvfp4a16", quality="best", data=data, progress=False, **options
+    )
+
+
+def test_what_is_added_stays_when_a_layer_is_refined() -> None:
+    data = batches(4)
+    float_model = made(Model, "adds")
+    model = calibrated(copy.deepcopy(float_model), CROSS, data, sequential=True)
+    fp4pass.convert(model, "nvfp4a16")
+    fp4pass.refine(model, float_model, data, fp4pass.Refine(steps=2), progress=False)
+    assert len(fp4pass.report(model).refined.layers) == 3
+
+
+def vision_language_model() -> Any:
+    """A small Qwen3-VL: image features are added between its first layers."""
+    text = dict(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_scaling={
+            "rope_type": "default",
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    )
+    vision = dict(
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=2,
+        out_hidden_size=64,
+        patch_size=4,
+        temporal_patch_size=2,
+        spatial_merge_size=2,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
+    )
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=150, vision_start_token_id=152
+    )
+    torch.manual_seed(0)
+    cls = transformers.Qwen3VLForConditionalGeneration
+    return cls._from_config(config, dtype=torch.float32).eval()
+
+
+def image_batch(seed: int, height: int = 4, width: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count = height * width
+    words = torch.randint(4, 140, (24,), generator=generator)
+    image = torch.tensor([152, *[150] * (count // 4), 153])
+    row = torch.cat([words[:4], image, words[4:]])[None]
+    return {
+        "input_ids": row,
+        "pixel_values": torch.randn(count, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+        "mm_token_type_ids": (row == 150).long(),
+    }
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("images", [True, False])
+def test_a_model_that_adds_image_features_between_layers(images: bool) -> None:
+    float_model = vision_language_model()
+    text = {"input_ids": torch.randint(4, 140, (2, 24), generator=torch.Generator().manual_seed(5))}
+    data = [image_batch(1), image_batch(2, 4, 8), text] if images else [text]
+    best = copy.deepcopy(float_model)
+    fp4pass.convert(best, "nvfp4a16", quality="best", data=data, progress=False)
+    rules = () if images else [("model.visual.*", None)]
+    ways = [
+        calibrated(copy.deepcopy(float_model), "hessian", data, sequential=way, rules=rules)
+        for way in (False, True)
+    ]
+    whole, model = (fp4pass.convert(each, "nvfp4a16") for each in ways)
+    names = {row.name for row in fp4pass.report(model).converted}
+    assert names == {row.name for row in fp4pass.report(whole).converted}
+    assert names == {row.name for row in fp4pass.report(best).converted}
+    assert any(name.startswith("model.visual.deepstack_merger_list.1") for name in names) == images
+    if images:
+        merged = "model.visual.deepstack_merger_list"
+        assert_same_bits(model.get_submodule(merged), whole.get_submodule(merged))
+    with torch.no_grad():
+        expected = float_model(**data[0]).logits
+        for each in (whole, model, best):
+            assert (each(**data[0]).logits - expected).norm() < 0.2 * expected.norm()
