@@ -44,9 +44,6 @@ _POSITIONS = 8192
 # Bytes of a body: so many, and so many for each position.
 _BODY_BYTES, _BYTES_PER_POSITION = 2**20, 8
 
-# The exit code of the command line that is interrupted.
-_INTERRUPTED = 130
-
 # Below this temperature logits overflow; vLLM is greedy there, too.
 _COLDEST = 1e-5
 
@@ -102,6 +99,10 @@ class _Fields(BaseModel):
                 message = f"{param}: not supported by this server, got {value!r:.60}. Leave it out."
                 raise _Refused(400, message, param)
 
+    def known(self) -> dict[str, Any]:
+        """Return the fields that are supported and given."""
+        return self.model_dump(include=set(type(self).model_fields), exclude_none=True)
+
 
 class _Message(_Fields):
     role: Literal["system", "user", "assistant"]
@@ -109,9 +110,7 @@ class _Message(_Fields):
     name: str | None = None
 
 
-class _TemplateOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _TemplateOptions(_Fields):
     enable_thinking: bool | None = None
     thinking: bool | None = None
     reasoning_effort: str | None = None
@@ -167,10 +166,12 @@ class _Chat(_Asked):
     chat_template_kwargs: _TemplateOptions | None = None
 
     def require_supported(self, where: str = "") -> None:
-        """Raise for a field, here or of a message, that would change the text."""
+        """Raise for a field, here or further in, that would change the text."""
         super().require_supported()
         for index, message in enumerate(self.messages):
             message.require_supported(f"messages.{index}.")
+        if self.chat_template_kwargs is not None:
+            self.chat_template_kwargs.require_supported("chat_template_kwargs.")
 
     def choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
         """Return text of an answer in OpenAI's form."""
@@ -259,11 +260,14 @@ class Service:
         self.model, self.tokenizer, self.names = model, tokenizer, names
         facts = {"object": "model", "created": created, "owned_by": "fp4pass"}
         self.entry = {"id": names[0], **facts}
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        text = model.config.get_text_config(decoder=True)
+        limit = getattr(text, "max_position_embeddings", None)
         self.positions: int = limit or _POSITIONS
         self.most_bytes = _BODY_BYTES + _BYTES_PER_POSITION * self.positions
         # A thread each: a request is read while another is answered, and all stay in order.
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        # Encoding sets options of the tokenizer the first time, which decoding must not meet.
+        tokenizer("Hello")
         # Chat templates of some models with images show no content but lists of parts.
         self._has_parts = False
         with suppress(_Refused):
@@ -359,11 +363,8 @@ class Service:
         """Return the answer that a request begins."""
         if isinstance(asked, _Chat):
             param, most = "messages", asked.max_completion_tokens or asked.max_tokens
-            names = {"role", "content", "name"}
-            messages = [e.model_dump(include=names, exclude_none=True) for e in asked.messages]
-            given = asked.chat_template_kwargs
-            options = {} if given is None else given.model_dump(exclude_none=True)
-            text = self._render(messages, **options)
+            options = asked.chat_template_kwargs or _TemplateOptions()
+            text = self._render([each.known() for each in asked.messages], **options.known())
             tokens = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             assert isinstance(asked, _Completion)
@@ -394,7 +395,7 @@ class Service:
                 messages, tokenize=False, add_generation_prompt=True, **options
             )
         except (TemplateError, TypeError, ValueError) as error:
-            message = f"messages: the chat template refuses them: {error}."
+            message = f"messages: the chat template refuses them: {error!s:.200}."
             raise _Refused(400, message, "messages") from error
 
     def _write(self, answer: _Answer) -> None:
@@ -518,9 +519,10 @@ def serve(
             each.listen()
         shown = f"[{host}]" if ":" in host else host
         ready(name, f"http://{shown}:{sockets[0].getsockname()[1]}")
-        # uvicorn raises it again once connections are closed, and Python would then wait for the
+        # uvicorn raises a signal again once connections are closed. Python would then wait for the
         # thread that generates.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
+            signal.signal(number, lambda *_, code=code: os._exit(code))
         uvicorn.Server(config).run(sockets=sockets)
     finally:
         for each in sockets:
