@@ -52,7 +52,7 @@ def test_a_folder_as_of_a_model_in_memory(tmp_path: Path) -> None:
 def test_options_are_those_of_convert(tmp_path: Path) -> None:
     names = inspect.signature(fp4pass.quantize_checkpoint).parameters
     assert {each.name for each in OPTIONS} <= set(names)
-    options: dict[str, Any] = {"weight_only": True, "rules": [("*.down_proj", {"fmt": "mxfp4"})]}
+    options: dict[str, Any] = {"weight_only": True, "rules": [("*.down_proj", {"fmt": "mxfp4a16"})]}
     layers = tmp_path / "layers"
     quantized(
         tmp_path / "q", "sse", data=None, stream=layers, layout="compressed-tensors", **options

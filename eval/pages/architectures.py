@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 # By the case of the results: what a user asks for.
 SCHEMES = {"nvfp4": "nvfp4a16", "mxfp4": "mxfp4a16", "nvfp4, experts mxfp4": "nvfp4a16"}
 RULED = "nvfp4, experts mxfp4"
-RULE = 'rules=[("*.experts.*", {"fmt": "mxfp4"})]'
+RULE = 'rules=[("*.experts.*", {"fmt": "mxfp4a16"})]'
 ENGINES = ("vLLM", "SGLang")
 
 # These sections are alike on hundreds of pages: a search finds the page by its head.

@@ -51,7 +51,7 @@ write_report(
 # --8<-- [start:mend]
 mended = fp4pass.prepare(original())
 fp4pass.calibrate(mended, batches, progress=False)
-rules = [(worst, {"fmt": "mxfp8"})]
+rules = [(worst, {"fmt": "mxfp8a16"})]
 fp4pass.convert(mended, "nvfp4a16", rules=rules)
 after = output_errors(mended, reference, batches, progress=False)
 print(f"{worst}: {errors[worst]:.1%} -> {after[worst]:.1%}")

@@ -230,7 +230,7 @@ def _unknown(
             "before assumes the same tensors with dense linear layers."
         )
     if not evaluations:
-        lines.append("No text was read. --text FILE measures perplexity.")
+        lines.append("No text was read. --data FILE measures perplexity.")
     elif any(row.get("kl") is None for row in evaluations):
         lines.append("The original was not evaluated. --reference ORIGINAL adds KL and top-1.")
     return lines

@@ -25,7 +25,7 @@ from ..core.source_files import (
     tensor_files,
     tensor_shapes,
 )
-from ..errors import OptionError, expected, some
+from ..errors import OptionError, as_option, expected, some
 from ..experts import QUANTIZED, weight_name
 from ..rows import Row
 from ..state import known_tokenizer
@@ -58,7 +58,7 @@ def copy_beside(
         new.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, new)
     if left:
-        _log.info("%s: not copied: %s (copy_files takes globs)", source, some(left, 5))
+        _log.info("%s: not copied: %s (%s takes globs)", source, some(left, 5), as_option("copy_files"))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ MOST_PARAMETERS = 3_000_000
 
 FORMATS = ("nvfp4", "mxfp4")
 # For what has experts that transformers cannot read.
-RULE = ("*.experts.*", {"fmt": "mxfp4"})
+RULE = ("*.experts.*", {"fmt": "mxfp4a16"})
 RULED, DROPPED = "nvfp4, experts mxfp4", "said: it drops the global scales of experts"
 CANNOT = "transformers cannot load this folder by itself"
 PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
@@ -72,7 +72,7 @@ WHY = (
     '`save_pretrained` declare `"dequantize": true` for them, if all inputs are float and all '
     "layers have one scheme. vLLM and SGLang ignore this entry.",
     "**Experts in nvfp4.** `CompressedTensorsDequantize` of transformers reads no global scale of "
-    'experts. mxfp4 has none: `rules=[("*.experts.*", {"fmt": "mxfp4"})]` makes a folder that '
+    'experts. mxfp4 has none: `rules=[("*.experts.*", {"fmt": "mxfp4a16"})]` makes a folder that '
     f"stock transformers reads ({RULED!r} in the table).",
     "**Llama 4.** transformers replaces its experts by one linear layer each. It reads packed "
     "experts; dense ones, which folders keep stacked, would be random, and `save` warns.",

@@ -35,7 +35,7 @@ SETTINGS = [
     {"fmt": "nvfp4", "weight_only": False},
     {"fmt": "mxfp4", "weight_only": True},
     {"fmt": "mxfp4", "weight_only": False},
-    {"fmt": "nvfp4", "weight_only": True, "rules": [("*.down_proj", {"fmt": "mxfp4"})]},
+    {"fmt": "nvfp4", "weight_only": True, "rules": [("*.down_proj", {"fmt": "mxfp4a16"})]},
 ]
 
 

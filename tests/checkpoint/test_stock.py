@@ -116,7 +116,7 @@ def test_other_classes_are_loaded_packed(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"fmt": "mxfp4", "weight_only": False}, "it does, and leaves inputs in floating point"),
-        ({"rules": [("*.dense_*", {"fmt": "mxfp4"})]}, "dequantizes them all by the scheme of one"),
+        ({"rules": [("*.dense_*", {"fmt": "mxfp4a16"})]}, "dequantizes them all by the scheme of one"),
     ],
 )
 def test_layers_that_would_be_dequantized_to_something_else(
@@ -156,11 +156,11 @@ def test_experts_in_nvfp4_lose_their_global_scales(tmp_path: Path) -> None:
     assert torch.equal(theirs / ours.weight_global_scale[:, None, None], ours.weight.float())
 
 
-@pytest.mark.parametrize("others", [[], [("*.layers.1.self_attn.*", {"fmt": "mxfp4"})]], ids=str)
+@pytest.mark.parametrize("others", [[], [("*.layers.1.self_attn.*", {"fmt": "mxfp4a16"})]], ids=str)
 def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as caught:
         packed(mixtral(), tmp_path / "a")
-    rule = ("*.experts.*", {"fmt": "mxfp4"})
+    rule = ("*.experts.*", {"fmt": "mxfp4a16"})
     assert f'rules=[("{rule[0]}", {json.dumps(rule[1])})]' in str(caught[0].message)
     declared, names = packed(mixtral(), tmp_path / "q", [*others, rule])
     assert len(declared["config_groups"]) == 2 and differing(tmp_path / "q") == []
@@ -175,7 +175,7 @@ def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path:
 
 
 def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path: Path) -> None:
-    model, rule = mixtral(), ("*.experts.*", {"fmt": "mxfp4"})
+    model, rule = mixtral(), ("*.experts.*", {"fmt": "mxfp4a16"})
     declared, _ = packed(model, tmp_path / "q", [rule])
     state = get_state(model)
     assert state is not None
@@ -195,7 +195,7 @@ def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path:
 
 
 def test_layers_of_several_schemes_are_named_as_in_the_model_and_as_on_disk(tmp_path: Path) -> None:
-    rule = ("*.experts.*", {"fmt": "mxfp4"})
+    rule = ("*.experts.*", {"fmt": "mxfp4a16"})
     declared, names = packed(deepseek(), tmp_path / "q", [rule])
     assert differing(tmp_path / "q") == []
     own = "model.layers.0.mlp.shared_experts.up_proj"

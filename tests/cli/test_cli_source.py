@@ -71,7 +71,7 @@ def test_globs_of_more_files_are_an_option_of_what_writes_folders(tmp_path: Path
     for name, options in {"q": (), "r": ("--stream",)}.items():
         run("quantize", folder, "-o", tmp_path / name, *PLAIN, *options, *more)
         assert (tmp_path / name / "onnx" / "model.onnx").read_text() == "other weights"
-    run("convert", tmp_path / "q", "-o", tmp_path / "s", "--to", "bf16", *more)
+    run("transcode", tmp_path / "q", "-o", tmp_path / "s", "--to", "bf16", *more)
     assert (tmp_path / "s" / "onnx" / "model.onnx").read_text() == "other weights"
     wrong = ("-o", tmp_path / "t", *PLAIN, "--copy-files", "*.png")
     result = run("quantize", folder, *wrong, code=2)

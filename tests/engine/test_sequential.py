@@ -577,7 +577,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         model,
         fp4(CROSS, id),
         OptionError,
-        r"layers\.0\.up: .*Give sequential=True to prepare",
+        r"layers\.0\.up: .*Give sequential=True, and",
     ),
     (
         model,

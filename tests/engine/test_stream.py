@@ -130,7 +130,7 @@ def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path)
 @pytest.mark.core
 def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4"})],
+        "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4a16"})],
     }
     expected = fp4pass.convert(load(), method="sse", weight_only=True, **options)
     for _ in range(2):

@@ -178,7 +178,7 @@ def test_packing_while_loading_is_load_then_convert(
 ) -> None:
     model, _ = make("wan")
     model.save_pretrained(tmp_path, max_shard_size=shards)
-    rules = [("blocks.0.ffn.*", {"fmt": "mxfp4"}), ("proj_out", None)]
+    rules = [("blocks.0.ffn.*", {"fmt": "mxfp4a16"}), ("proj_out", None)]
     config = Fp4PassConfig("nvfp4a16", rules=rules)
     loaded = type(model).from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
     other = packed("wan", folder=tmp_path, rules=rules, dtype=dtype)

@@ -178,11 +178,11 @@ def test_every_weight_is_packed_on_its_way(
 
 RULES: list[tuple[str, list[Any]]] = [
     ("llama", [("*.down_proj", None)]),
-    ("llama", [("*.k_proj", {"fmt": "mxfp4"}), ("*.up_proj", {"method": "naive"})]),
+    ("llama", [("*.k_proj", {"fmt": "mxfp4a16"}), ("*.up_proj", {"method": "naive"})]),
     ("llama", [("lm_head", {})]),
     # Taken after loading, with the embedding that it was tied to.
     ("llama_tied", [("lm_head", {"weight_only": False})]),
-    ("qwen3_moe", [("*.mlp.gate.weight", None), ("*.layers.0.*", {"fmt": "mxfp4"})]),
+    ("qwen3_moe", [("*.mlp.gate.weight", None), ("*.layers.0.*", {"fmt": "mxfp4a16"})]),
     ("bert", [("cls.predictions.decoder", {}), ("*.query", {"block": 32})]),
 ]
 
@@ -346,7 +346,7 @@ def test_every_option_is_taken_and_comes_back(name: str) -> None:
 
 
 def test_the_config_is_plain_values_and_back(folder_of: Callable[[str], Path]) -> None:
-    rules = [("*.o_proj", {"fmt": "nvfp4"}), ("*.down_proj", None)]
+    rules = [("*.o_proj", {"fmt": "nvfp4a16"}), ("*.down_proj", None)]
     config = Fp4PassConfig(fmt="mxfp4", method=fp4pass.Naive(), rules=rules)
     data = json.loads(config.to_json_string())
     assert data["quant_method"] == "fp4pass"
