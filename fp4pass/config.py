@@ -288,6 +288,8 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     """Raise OptionError for a key that is no option of a linear layer."""
     names = [each.name for each in OPTIONS]
     for key in options:
+        if key == "scheme":
+            raise OptionError(f"{where}scheme: a scheme is given as fmt={options[key]!r}.")
         if key not in names:
             raise unknown_name(f"{where}option" if where else "Option", key, names)
 
