@@ -168,10 +168,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of the known names, empty if none is near.
-
-    Names that begin otherwise are other things, as int4 beside nvint4.
-    """
-    lowered = {each.lower(): each for each in known if each[:1].lower() == str(name)[:1].lower()}
+    """Return a question that names the nearest of the known names, empty if none is near."""
+    lowered = {known_name.lower(): known_name for known_name in known}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
     return f" Did you mean {lowered[near[0]]!r}?" if near else ""

@@ -127,7 +127,7 @@ def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> 
     # Smoothing reads the first alone, and calibration all.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fp4pass.one_call.INPUT_TOKENS", 1)
-        with pytest.raises(IndexError):
+        with pytest.raises(CalibrationError, match="batch 3: expected tokens"):
             in_one(quality="good", model=model, data=wrong)
     assert "smoothed the inputs of 4 groups" in caplog.text
     after = model.state_dict()

@@ -238,7 +238,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The way out for a user of the folder."""
         return KINDS[self.kind].remedy
 
     def __str__(self) -> str:

@@ -58,7 +58,9 @@ def copy_beside(
         new.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, new)
     if left:
-        _log.info("%s: not copied: %s (%s takes globs)", source, some(left, 5), as_option("copy_files"))
+        _log.info(
+            "%s: not copied: %s (%s takes globs)", source, some(left, 5), as_option("copy_files")
+        )
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def test_a_model_that_was_not_filled_is_an_error() -> None:
     model = language_model()
     transformers_quantizers.require_filled(model)
     filled: list[int] = []
-    transformers_quantizers.when_loaded(model, lambda: filled.append(1), lambda name: False)
+    transformers_quantizers.when_loaded(model, lambda: filled.append(1), lambda name: False, ())
     with pytest.raises(VersionError, match="does not call _adjust_missing_and_unexpected_keys"):
         transformers_quantizers.require_filled(model)
 

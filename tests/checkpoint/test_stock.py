@@ -116,7 +116,10 @@ def test_other_classes_are_loaded_packed(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"fmt": "mxfp4", "weight_only": False}, "it does, and leaves inputs in floating point"),
-        ({"rules": [("*.dense_*", {"fmt": "mxfp4a16"})]}, "dequantizes them all by the scheme of one"),
+        (
+            {"rules": [("*.dense_*", {"fmt": "mxfp4a16"})]},
+            "dequantizes them all by the scheme of one",
+        ),
     ],
 )
 def test_layers_that_would_be_dequantized_to_something_else(

@@ -145,7 +145,7 @@ BAD = [
     ("weight_only: 1", "weight_only: expected True or False, got 1"),
     ("fmt: mxfp4\nblock: 64", r"block: Format 'mxfp4' has no block of 64"),
     ("block: many", r"block: Format 'nvfp4' has no block of 'many'"),
-    ("rules: all", "rules: it: expected a list of rules, got 'all'"),
+    ("rules: all", "rules: expected a list of rules, got 'all'"),
     ("rules:\n - a: {}\n - b", r"rules\[1\]: a rule: expected .*, got 'b'"),
     ("rules:\n - {a: null, b: null}", r"rules\[0\]: a rule: expected"),
     ("rules:\n - 3: null", r"rules\[0\]: a rule: expected .* got \(3, None\)"),

@@ -103,6 +103,7 @@ def test_maps_of_layers_have_depth_to_the_right() -> None:
 def test_whiskers_have_the_intervals_of_their_values() -> None:
     row = {
         "text": "eval.txt",
+        "units": 10,
         "perplexity": 11.0,
         "intervals": {"perplexity": [10.5, 12.0], "kl": [0.25, 0.75], "top1": [0.5, 0.75]},
         "reference_perplexity": 10.0,
