@@ -1,6 +1,7 @@
 """Tell why engines do not load a folder that is in a layout and formats that they read.
 
-Of vLLM 0.33 and SGLang 0.5.23 on one GPU: eval/engines/ loads such folders by their own code.
+Of vLLM 0.33 and SGLang 0.5.23 on one GPU: eval/engines/ loads such folders by their own code. Of
+transformers (5.17 to 5.24) without a GPU: tests/checkpoint/test_stock.py does.
 """
 
 from __future__ import annotations
@@ -53,10 +54,22 @@ def _cut_rows(facts: Folder) -> str:
     return ""
 
 
-def _cut_columns(facts: Folder) -> str:
-    """Return a layer whose columns end within a block of rows and columns, or ""."""
-    found = (n for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block)
-    return next(found, "")
+def _cut_columns(facts: Folder, inputs: bool = False) -> str:
+    """Return a layer whose columns end within a block of rows and columns, or "".
+
+    inputs: of those whose inputs are quantized alone.
+    """
+    layers = {n: each for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block}
+    return next((n for n, each in layers.items() if not (inputs and each.config.weight_only)), "")
+
+
+def _cut_blocks(facts: Folder) -> str:
+    """Return a layer whose last rows or columns are less than a block, and not the first, or ""."""
+    for name, each in _in_blocks(facts).items():
+        sides = zip(each.shape[-2:], (each.fmt.rows, each.fmt.block), strict=True)
+        if any(size > block and size % block for size, block in sides):
+            return name
+    return ""
 
 
 def _in_blocks(facts: Folder) -> dict[str, PackedLayer]:
@@ -81,6 +94,16 @@ _BOTH = (
 
 # The first that is so counts.
 _REFUSED = {
+    "transformers": (
+        Because(
+            lambda facts: _is_stock(facts) and _cut_columns(facts, inputs=True),
+            "it fails at the inputs of {found}, whose columns do not fill blocks of 128",
+        ),
+        Because(
+            lambda facts: not _is_stock(facts) and _cut_blocks(facts),
+            "it takes the blocks of {found} for equal ones, and they do not fill 128",
+        ),
+    ),
     "vLLM": (
         *_BOTH,
         Because(
@@ -112,7 +135,7 @@ _SILENT = (
         lambda facts: LAYOUTS["finegrained-fp8"].detect(facts.declared) and _cut_rows(facts),
         "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
         "may read wrong scales without an error. Choose the compressed-tensors layout, which it "
-        "refuses, or another format; transformers and fp4pass read this folder",
+        "refuses, or another format",
     ),
 )
 

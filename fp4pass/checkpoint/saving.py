@@ -57,7 +57,7 @@ from .model_layers import (
 )
 from .readers import CACHE_IN_FLOAT, Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
-from .split_stacks import split_layers
+from .split_stacks import SplitStack, split_layers
 from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)
@@ -163,9 +163,10 @@ def _save(
     require_static_scales(root, layers)
     of_transformers = is_transformers(root)
     modules = dict(root.named_modules(remove_duplicate=False))
-    written, split = split_layers(root, layers) if asked.engines else (layers, {})
+    written, split, left_whole = layers, dict[str, SplitStack](), dict[str, str]()
+    if asked.engines:
+        written, split, left_whole = split_layers(root, layers)
     chosen = asked.for_layers(written)
-    left_whole = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
     if not chosen.engines:
         written, split = layers, {}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
@@ -210,7 +211,8 @@ def _save(
             why, entries = of_stock(Facts(root, layers, declared, [*split], merged))
             problems["transformers"], declared = why, declared | entries
         if chosen.engines:
-            problems |= of_engines(Folder(written, declared))
+            for engine, why in of_engines(Folder(written, declared)).items():
+                problems[engine] = problems.get(engine) or why
     if unread := problems.get("transformers"):
         warnings.warn(
             f"transformers cannot load this folder by itself: {unread}. fp4pass.load reads it.",
@@ -218,10 +220,9 @@ def _save(
         )
     if left_whole and not chosen.engines and of_transformers:
         warnings.warn(
-            f"{asked.name} has no place for stacks of experts ({some(left_whole)}): folders of "
-            f"{model_class(root).__name__} have them under names of their own, or another stack of "
-            "their layer is not packed alike. This folder is in a layout that only fp4pass.load "
-            "reads.",
+            f"{asked.name} has no place for stacks of experts ({some([*left_whole])}): "
+            f"{next(iter(left_whole.values()))}. This folder is in a layout that only "
+            "fp4pass.load reads.",
             stacklevel=3,
         )
     if cache and isinstance(chosen, CompressedTensors):

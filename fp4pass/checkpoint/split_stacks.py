@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .._compat.torch import model_class
 from .._compat.transformers_experts import adapter_of, parts_of
 from .._compat.transformers_loading import tensors_on_disk
 from ..experts import QuantizedExperts, packed_stacks, stacks_of
@@ -102,18 +103,28 @@ def _conventional(model: nn.Module, stack: str, disk: str, experts: int, rows: i
 
 def split_layers(
     model: nn.Module, layers: Mapping[str, PackedLayer]
-) -> tuple[dict[str, PackedLayer], dict[str, SplitStack]]:
-    """Return the layers as they are on disk, and the stacks that are taken apart.
+) -> tuple[dict[str, PackedLayer], dict[str, SplitStack], dict[str, str]]:
+    """Return the layers as they are on disk, the stacks that are taken apart, and why others not.
 
     A stack whose owner has another one that is dense or quantized otherwise stays in one piece:
     engines want one scheme for all products of an expert.
     """
     written: dict[str, PackedLayer] = {}
     split: dict[str, SplitStack] = {}
+    whole: dict[str, str] = {}
     known = split_stacks(model, layers)
     for name, layer in layers.items():
-        is_split = name in known and has_whole_tiles(known[name].pieces, layer.fmt)
-        if not is_split or not _is_uniform(name, layers, model):
+        if not layer.is_stacked:
+            written[name] = layer
+            continue
+        if name not in known:
+            whole[name] = f"folders of {model_class(model).__name__} have them under other names"
+        elif not has_whole_tiles(known[name].pieces, layer.fmt):
+            size = known[name].pieces[0].stop - known[name].pieces[0].start
+            whole[name] = f"gate and up of {size} rows share blocks of {layer.fmt.rows} rows"
+        elif not _is_uniform(name, layers, model):
+            whole[name] = "another stack of their layer is not packed alike"
+        if name in whole:
             written[name] = layer
             continue
         split[name] = known[name]
@@ -122,7 +133,7 @@ def split_layers(
             written[piece.name] = dataclasses.replace(
                 layer, shape=shape, transposed=False, stored_shape=()
             )
-    return written, split
+    return written, split, whole
 
 
 def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:
@@ -141,9 +152,7 @@ def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, 
 
 
 def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) -> bool:
-    """Return whether a layer is a stack, packed as the other stack of its owner."""
-    if not layers[name].is_stacked:
-        return False
+    """Return whether a stack is packed as the other stack of its owner."""
     path = name.rpartition(".")[0]
     adapter = adapter_of(model.get_submodule(path))
     others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path:
     state = get_state(model)
     assert state is not None
     layers = describe_layers(model, state)
-    written, stacks = split_layers(model, layers)
+    written, stacks, _ = split_layers(model, layers)
     assert of_stock(Facts(model, layers, declared, stacks, stacks)) == ("", {})
     # As if experts had other names: stock transformers takes the first group for them.
     declared["config_groups"]["group_1"]["targets"] = [n for n in written if n not in layers]
@@ -217,3 +218,71 @@ def test_save_says_when_transformers_replaces_experts(tmp_path: Path) -> None:
     assert fp4pass.load(tmp_path / "q") is not None
     _, found = type(model).from_pretrained(tmp_path / "q", output_loading_info=True)
     assert "model.layers.0.feed_forward.experts.0.gate_proj.weight" in found["missing_keys"]
+
+
+STOCK = ("nvfp4a16", "mxfp4", "mxfp4a16", "fp8", "fp8_tensor", "mxfp8", "fp8_block", "fp8_blocka16")
+# Hidden and intermediate size, and the schemes that transformers does not read by layout.
+WIDTHS = {
+    (256, 384): {},
+    (64, 96): {"compressed-tensors": ["fp8_block"]},
+    (192, 320): {"compressed-tensors": ["fp8_block"], "finegrained-fp8": ["fp8_block"]},
+    # A part that has the width of kv_a_proj_with_mqa, of 4.5 blocks.
+    (256, 576): {"compressed-tensors": ["fp8_block"], "finegrained-fp8": ["fp8_block"]},
+}
+
+
+@pytest.mark.quick(8)
+@pytest.mark.filterwarnings("ignore:vLLM joins", "ignore:The folder has no tokenizer")
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])
+def test_save_says_that_transformers_reads_what_it_reads(
+    widths: tuple[int, int], layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": widths[0], "intermediate_size": widths[1], "vocab_size": 64}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    read = ("fp8_block", "fp8_tensor") if layout != "compressed-tensors" else STOCK
+    caplog.set_level("INFO", "fp4pass")
+    for scheme in read:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        fp4pass.convert(model, scheme, "naive", progress=False)
+        is_read = scheme not in WIDTHS[widths].get(layout, ())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fp4pass.save(model, tmp_path / scheme, layout=layout)
+        said = next(line for line in caplog.messages if f"{tmp_path / scheme}: read by" in line)
+        assert ("transformers" in said.partition("; not by")[0]) == is_read, scheme
+        assert any("cannot load this folder" in str(each.message) for each in caught) != is_read
+        assert _is_read(model, tmp_path / scheme, layout) == is_read, scheme
+
+
+@torch.no_grad()
+def _is_read(model: Any, folder: Path, layout: str) -> bool:
+    """Return whether stock transformers gets our weights, and our logits where it can."""
+    ids = torch.arange(4, 36).reshape(2, 16)
+    try:
+        stock = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+        theirs, ours = stock(ids).logits, model(ids).logits
+    except RuntimeError:
+        return False
+    names = [row.name for row in fp4pass.report(model).converted]
+    pairs = [(stock.get_submodule(n).weight, model.get_submodule(n).weight) for n in names]
+    # In the second layout it leaves inputs in float, and rounds their scales in the first.
+    is_near = layout != "compressed-tensors" or _distance(theirs, ours) < 0.1
+    return is_near and all(_distance(*pair) < 0.01 for pair in pairs)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def test_experts_that_share_blocks_are_named_with_the_reason(tmp_path: Path) -> None:
+    mixture = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
+    heads = {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, **mixture)
+    model = transformers.MixtralForCausalLM(config)
+    fp4pass.convert(model, "fp8_blocka16", "naive")
+    with pytest.warns(UserWarning, match="gate and up of 192 rows share blocks of 128 rows"):
+        fp4pass.save(model, tmp_path / "q")
