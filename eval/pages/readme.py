@@ -82,14 +82,14 @@ def text() -> str:
     return (
         f"{table(header, rows, left=3)}\n"
         f"KL to the original: SmolLM2-135M-Instruct, weights only, {windows} windows of "
-        f"{quality['window']} tokens of each text. All rows\nthat calibrate read the same "
-        f"{quality['calibration']['tokens']:,} tokens, which the model wrote. auto-round tuned "
+        f"{quality['window']} tokens of each text. All methods\nthat calibrate read the same "
+        f"{quality['calibration']['tokens']:,} tokens, written by the model. auto-round tuned "
         f"with float inputs, in batches of 2 windows.\n[JSON](eval/results/{QUALITY}); "
         f"[more of each](docs/peers.md);\n"
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
         f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
-        f"([JSON](eval/results/{SPEED})); those of torchao and bitsandbytes on another one, where\n"
-        f"bf16 had {' and '.join(fast('bf16', of_others))} ([JSON](eval/results/{OTHERS})). A dash "
+        f"([JSON](eval/results/{SPEED})); torchao and bitsandbytes on another one, where bf16\n"
+        f"reached {' and '.join(fast('bf16', of_others))} ([JSON](eval/results/{OTHERS})). A dash "
         "means not measured.\n"
     )
 

@@ -32,7 +32,7 @@ _READERS = (
     "audio_tokenizer_config.json",
 )
 
-# What goes with a model, in whatever case; further tokenizers of a processor are in folders.
+# Files that go with a model, in whatever case; further tokenizers of a processor are in folders.
 LISTED = (
     *_READERS,
     *(f"*{reader}/{name}" for reader in ("tokenizer", "processor") for name in _READERS),
@@ -42,7 +42,7 @@ LISTED = (
     *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*", "README.md"),
 )
 
-# What goes with it from the folders of a pipeline, and of a module behind the model.
+# Files that go with it from the folders of a pipeline, and of a module behind the model.
 _OF_PARTS = ("*config.json", *_READERS)
 _OF_MODULES = (*_OF_PARTS, "*.safetensors", "pytorch_model*.bin")
 
