@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._compat.transformers_heads import is_pretrained
+from .plain_files import parse_json
 
 # The files that from_pretrained looks for, in its order.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -70,7 +70,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 return dict.fromkeys(_names(folder / weights), folder / weights)
             index = folder / f"{weights}.index.json"
             if index.is_file():
-                listed = json.loads(index.read_text("utf-8"))["weight_map"]
+                listed = parse_json(index.read_text("utf-8"))["weight_map"]
                 # Indices can list what is not there, and not what is.
                 files = {folder / file for file in listed.values()}
                 return {name: path for path in sorted(files) for name in _names(path)}
@@ -154,7 +154,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def pipeline_folders(source: Path) -> set[str]:
     """Return the folders that sentence-transformers reads as parts behind the model."""
     try:
-        modules = json.loads((source / _PIPELINE).read_text("utf-8"))
+        modules = parse_json((source / _PIPELINE).read_text("utf-8"))
         return {Path(each["path"]).parts[0] for each in modules if each["path"]}
     except (OSError, ValueError, LookupError, TypeError):
         return set()
