@@ -23,6 +23,10 @@ ONE = r".*layers\.1\..*(mlp|experts\.1)\.(up_proj|experts\.gate_up_proj)\.?"
 DOWN = r".*layers\.\d\.mlp\.down_proj\."
 
 
+# Deeper than any reader goes.
+NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+
 class Damage(NamedTuple):
     """What is done to a folder.
 
@@ -266,6 +270,12 @@ def cut(folder: Path) -> bool:
     return True
 
 
+def nested_header(folder: Path) -> bool:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(len(NESTED).to_bytes(8, "little") + NESTED.encode())
+    return True
+
+
 def pointer(folder: Path) -> bool:
     path = sorted(folder.glob("*.safetensors"))[0]
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -349,6 +359,7 @@ DAMAGES: dict[str, Damage] = {
     "scales of fewer rows": Damage("shape", tensors(f"{ONE}{SCALE}", lambda t: t[:-1])),
     "scales in another dtype": Damage("dtype", tensors(f"{ONE}{SCALE}", floats)),
     "a cut file": Damage("file-damaged", cut),
+    "a header of nested objects": Damage("file-damaged", nested_header),
     "a pointer in place of a file": Damage("file-damaged", pointer),
     "a file that is gone": Damage(
         "file-missing", in_parts(lambda f: (f / "model-00002-of-00002.safetensors").unlink())
@@ -378,6 +389,9 @@ DAMAGES: dict[str, Damage] = {
     "a dense NaN": Damage("dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))),
     "the names of a wrapper": Damage("names", rename),
     "an expert that is gone": Damage("expert-missing", expert_gone),
+    "nested JSON": Damage(
+        "json-damaged", lambda folder: bool((folder / "config.json").write_text(NESTED))
+    ),
     "broken JSON": Damage(
         "json-damaged", lambda folder: bool((folder / "config.json").write_text("{"))
     ),

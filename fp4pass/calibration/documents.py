@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..core.plain_files import parse_json
 from ..errors import CalibrationError
 
 Row = Mapping[str, Any]
@@ -213,9 +213,9 @@ def _decoded(value: object) -> object:
     """Return a value, or a list of values, parsed where a value is JSON."""
     try:
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-            return json.loads(value)
+            return parse_json(value)
         if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
-            return [json.loads(each) for each in value]
+            return [parse_json(each) for each in value]
     except ValueError:
         pass
     return value

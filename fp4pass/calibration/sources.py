@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..core.plain_files import parse_json
 from ..errors import CalibrationError, OptionError, expected, some
 from ..float_models import reading, require_hub
 from .documents import is_chat, is_document, require_columns
@@ -168,7 +168,7 @@ def _json_lines(spec: str) -> Rows:
         if not line.strip():
             continue
         try:
-            rows[number] = json.loads(line)
+            rows[number] = parse_json(line)
             if not isinstance(rows[number], dict):
                 raise ValueError
         except ValueError as error:

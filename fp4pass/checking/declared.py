@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..checkpoint.layouts import matches
+from ..core.plain_files import parse_json
 from ..errors import Fp4PassError
 from ..linear import PACKED
 from ..sources.beside import TOKENIZER_FILES
@@ -158,7 +158,7 @@ def _is_of_chats(found: Survey) -> str:
 
 def _json(path: Any) -> Mapping[str, Any]:
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, Mapping) else {}

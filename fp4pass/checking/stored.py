@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ..core.plain_files import parse_json
 
 # By the names of safetensors; codes of other dtypes are read as bytes.
 DTYPES = {
@@ -88,7 +89,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise ValueError(f"expected a file of safetensors, got {size} bytes of something else")
         stream.seek(8)
         try:
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
             found = {
                 name: Stored(

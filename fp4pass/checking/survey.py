@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from ..checkpoint.layouts import LAYOUTS, WEIGHTS, Layout, PackedLayer, join, side_files
 from ..core.formats import Format
+from ..core.plain_files import parse_json
 from ..errors import CheckpointError, Fp4PassError, some
 from ..linear import PACKED, SCALE
 from ..sources.files import MANIFEST, VERSION, checksum_of
@@ -95,9 +95,9 @@ def _read(path: Path, findings: list[Finding]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        data: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        data: dict[str, Any] = parse_json(path.read_text("utf-8"))
         data.keys()
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         what = f"expected JSON of an object, got {error!r:.100}"
         findings.append(Finding("json-damaged", path.name, path.name, what))
         return None

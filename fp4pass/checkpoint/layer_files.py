@@ -20,6 +20,7 @@ from .._compat.accelerate import offload_from
 from .._version import __version__
 from ..core.devices import copy_async
 from ..core.fingerprint import digest_of, fingerprint
+from ..core.plain_files import parse_json
 from ..distributed import ranks
 from ..errors import OptionError, as_option
 from ..experts import QUANTIZED
@@ -278,7 +279,7 @@ def _host(tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
 def _identity_of(path: Path, key: str) -> str | None:
     """Return the identity of the layer in a file; None if that is of another key, or not whole."""
     try:
-        facts = json.loads(_facts_of(path).read_text())
+        facts = parse_json(_facts_of(path).read_text())
         if facts["key"] != key or facts.pop("sha256") != digest_of(facts):
             return None
         with safe_open(path, framework="pt") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typer import Argument, Option
 
 from .. import float_models
 from ..checkpoint.opening import is_packed, open_checkpoint
+from ..core.plain_files import parse_json
 from ..errors import OptionError, expected
 from ..reporting.data import gather, require_rows
 from ..reporting.text import size
@@ -85,7 +85,7 @@ def report(
 def _read_evaluation(path: Path) -> list[dict[str, Any]]:
     """Read the texts of what `fp4pass eval --json` printed."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}.") from error
     texts = data.get("texts") if isinstance(data, Mapping) else None

@@ -1,4 +1,4 @@
-"""Read a YAML or JSON file as plain values."""
+"""Read YAML and JSON as plain values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+
+# Levels of objects and lists in each other; no file of a model has ten.
+_DEEPEST = 200
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the values of a JSON text. Raises ValueError, also where it is nested too deeply."""
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    level: list[Any] = [[data]]
+    for _ in range(_DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return data
 
 
 def parse_file(path: Path) -> Any:
@@ -18,7 +36,7 @@ def parse_file(path: Path) -> Any:
         raise OptionError(f"{path} cannot be read as a recipe: {problem}.") from error
     if path.suffix == ".json":
         try:
-            return json.loads(text)
+            return parse_json(text)
         except ValueError as error:
             raise OptionError(f"{path} is not JSON: {error}.") from error
     try:

@@ -23,6 +23,7 @@ from .fingerprint import fingerprint
 from .formats import FORMATS, WHOLE, Format, get_format
 from .packing import PACKINGS
 from .paths import path_of
+from .plain_files import parse_json
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors, and in it the
 # fingerprint of each tensor and the checksum of the rest. safetensors writes several entries in any
@@ -36,7 +37,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     with open(path, "rb") as file:
         data = file.read()
     tensors = {name: tensor.clone() for name, tensor in load(data).items()}
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return tensors, header.get("__metadata__", {})
 
 
@@ -282,7 +283,7 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     source = path_of(path, "path")
     try:
         tensors, metadata = read_file(source)
-        facts = json.loads(metadata[_METADATA])
+        facts = parse_json(metadata[_METADATA])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"expected a floating-point dtype, got {facts['dtype']}")

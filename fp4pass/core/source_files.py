@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import glob
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import nn
 
 from .._compat.transformers_heads import is_pretrained
 from ..errors import OptionError, expected
+from .plain_files import parse_json
 
 # The files that from_pretrained looks for, in its order.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -89,7 +89,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 return dict.fromkeys(_names(folder / weights), folder / weights)
             index = folder / f"{weights}.index.json"
             if index.is_file():
-                listed = json.loads(index.read_text("utf-8"))["weight_map"]
+                listed = parse_json(index.read_text("utf-8"))["weight_map"]
                 # Indices can list what is not there, and not what is.
                 files = {folder / file for file in listed.values()}
                 return {name: path for path in sorted(files) for name in _names(path)}
@@ -265,6 +265,6 @@ def _imports(path: Path) -> Iterator[Path]:
 def _read(path: Path) -> Any:
     """Return what a JSON file holds, None for one that is missing or broken."""
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_json(path.read_text("utf-8"))
+    except (OSError, ValueError):
         return None

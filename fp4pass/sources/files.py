@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .._version import __version__
+from ..core.plain_files import parse_json
 from ..errors import CheckpointError, Fp4PassError, expected
 
 # The recipe, the report and the checksums, for which no layout has a place.
@@ -97,7 +98,7 @@ def checksum_of(data: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds. Raises CheckpointError for anything else."""
     with well_formed(path):
-        data: dict[str, Any] = json.loads(path.read_text())
+        data: dict[str, Any] = parse_json(path.read_text())
         data.keys()
     return data
 

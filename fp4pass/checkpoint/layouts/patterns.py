@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ...errors import OptionError, expected
 
@@ -35,17 +37,23 @@ def distance(name: str, targets: Sequence[str]) -> int:
 
 def _starts(pattern: str, name: str) -> bool:
     """Return whether a pattern matches the start of a name. Raises OptionError if it is slow."""
+    try:
+        return _compiled(pattern).match(name, timeout=_MOST_TIME) is not None
+    except TimeoutError as error:
+        wanted = f"one that matches {name!r} in {_MOST_TIME} s"
+        raise OptionError(expected("pattern", wanted, repr(pattern))) from error
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _compiled(pattern: str) -> Any:
     # Some patterns take exponential time, and Python's own `re` cannot be stopped. Imported here,
     # for that takes longer than any other import of fp4pass.
     import regex
 
     try:
-        return regex.match(pattern, name, timeout=_MOST_TIME) is not None
+        return regex.compile(pattern)
     except regex.error as error:
         raise OptionError(f"{pattern!r} is no pattern: {error}.") from error
-    except TimeoutError as error:
-        wanted = f"one that matches {name!r} in {_MOST_TIME} s"
-        raise OptionError(expected("pattern", wanted, repr(pattern))) from error
 
 
 def below(path: str) -> str:
