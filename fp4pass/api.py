@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import calibration
-from .config import Rule, check_rules
+from .config import Rules, check_rules
 from .core.progress import shown
 from .distributed import ranks
 from .engine.conversion import Conversion
@@ -41,7 +41,7 @@ def prepare(
     model: nn.Module,
     method: object = None,
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rules = (),
     sequential: bool = False,
     kv_cache: str | None = None,
     **options: Any,
@@ -151,7 +151,7 @@ def convert(
     quality: str | None = None,
     data: Any = None,
     tokenizer: Any = None,
-    rules: Sequence[Rule] = (),
+    rules: Rules = (),
     kv_cache: str | None = None,
     resume: str | os.PathLike[str] | None = None,
     stream: str | os.PathLike[str] | None = None,
@@ -177,7 +177,8 @@ def convert(
             where the method needs data, if `quality` or `tokenizer` is given.
         tokenizer: of the texts in `data`, or of those that the model writes.
         rules: (glob, None) skips layers, (glob, {option: value}) overrides options; the first
-            match wins, then those given to `prepare`, then the built-in ones.
+            match wins, then those given to `prepare`, then the built-in ones. Or what
+            `fp4pass.allocate` returned.
         kv_cache: how `generate` keeps keys and values: "fp8", E4M3 with a scale for each head;
             "fp8_tensor", with one for each layer, which more engines read; "nvfp4"; None as they
             are. `prepare` has to be told, too, for the scales come from calibration.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,17 @@ from .ops import rotate
 from .schemes import DEFAULT, expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
+
+
+class HasRules(Protocol):
+    """A record with rules, as the `Allocation` of `fp4pass.allocate`."""
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """The rules."""
+
+
+Rules = Sequence[Rule] | HasRules
 
 # The treatments of layers that calibration never reached.
 UNREACHED = ("error", "skip", "sse")
@@ -294,8 +305,9 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
             raise unknown_name(f"{where}option" if where else "Option", key, names)
 
 
-def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def check_rules(rules: Rules) -> tuple[Rule, ...]:
     """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError."""
+    rules = getattr(rules, "rules", rules)
     if isinstance(rules, str | Mapping) or not isinstance(rules, Sequence):
         raise RuleError(expected("rules", "a list of (glob, options)", type(rules).__name__))
     for rule in rules:

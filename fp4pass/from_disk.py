@@ -15,7 +15,7 @@ from .api import convert
 from .checkpoint.layouts import get_layout
 from .checkpoint.saving import save
 from .checkpoint.writer import bytes_of
-from .config import Rule, check_rules
+from .config import Rules, check_rules
 from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
@@ -40,7 +40,7 @@ def quantize_checkpoint(
     *,
     quality: str | None = None,
     data: Any = None,
-    rules: Sequence[Rule] = (),
+    rules: Rules = (),
     device: torch.device | str | None = None,
     stream: str | os.PathLike[str] | None = None,
     layout: str = "compressed-tensors",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..config import Rule, check_rules
+from ..config import Rule, Rules, check_rules
 from ..errors import OptionError, expected
 from ..packed_linear import swap_class
 from ..state import unwrap
@@ -157,9 +157,10 @@ def convert_mha_projections(function: Any) -> Any:
     """Run a function of a model and `rules` with attention as its rules take it."""
 
     @functools.wraps(function)
-    def wrapped(model: nn.Module, *args: Any, rules: Sequence[Rule] = (), **options: Any) -> Any:
-        with calling_projections(unwrap(model, *args), check_rules(rules)):
-            return function(model, *args, rules=rules, **options)
+    def wrapped(model: nn.Module, *args: Any, rules: Rules = (), **options: Any) -> Any:
+        known = check_rules(rules)
+        with calling_projections(unwrap(model, *args), known):
+            return function(model, *args, rules=known, **options)
 
     return wrapped
 

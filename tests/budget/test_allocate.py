@@ -95,6 +95,7 @@ def test_the_held_out_kl_is_that_of_the_converted_model() -> None:
         p, q = (each(apart).logits.log_softmax(-1).double() for each in (model, packed))
     assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     assert found.text == {"measured": 4 * 16, "held_out": 6 * 16, "calibration": 6 * 16}
+    assert_same_bits(fp4pass.convert(model, method="sse", rules=found, progress=False), packed)
 
 
 def test_what_engines_fuse_is_one_group() -> None:

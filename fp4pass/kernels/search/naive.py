@@ -13,7 +13,6 @@ from torch import Tensor
 from ...core.elements import element_table, scale_table
 from ...core.formats import Format
 from ..common.rounding import round_to_codes_
-from .gptq_reference import damp
 
 
 def search_naive(
@@ -46,7 +45,11 @@ def gptq_naive(
     # hessian: [K, K], of all inputs. With P the inverse of the part that is left, an error r of its
     # first block costs r^T P_bb^-1 r at best, when the rest moves by r P_bb^-1 P_b.
     x, n = weight.double().clone(), fmt.block
-    inverse = torch.linalg.inv(damp(hessian, damping, shrinkage, n))
+    # Blocks correlate less by the shrinkage, and damping is relative to the mean of the diagonal.
+    full = hessian.double() / hessian.double().diagonal().mean()
+    apart = torch.block_diag(*(full[i : i + n, i : i + n] for i in range(0, len(full), n)))
+    full = (1 - shrinkage) * full + shrinkage * apart
+    inverse = torch.linalg.inv(full + damping * torch.eye(len(full), dtype=full.dtype))
     found = []
     for start in range(0, x.shape[1], n):
         metric = torch.linalg.inv(inverse[:n, :n])
