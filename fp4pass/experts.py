@@ -329,7 +329,7 @@ def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
     for _, holder, last in _places(owner):
         stack, parameters = holder._modules.pop(last), holder._parameters
         if isinstance(stack, QuantizedExpertStack):
-            weight = stack.weight.to(dtype or stack.weight_dtype).contiguous()
+            weight = stack.weight_as(dtype or stack.weight_dtype).contiguous()
             parameters[last] = nn.Parameter(weight)
         # A stack is in front of its biases.
         for key in (last, f"{last}_bias"):

@@ -165,11 +165,15 @@ class PackedBlocks(PackedLinear, ABC):
 
         Each access makes a new tensor: writing to it, as torch.nn.init does, changes no layer.
         """
+        return self.weight_as(self.weight_dtype)
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the dense weight in a dtype, rounded once."""
         if not self.config.is_rotated:
-            return self.as_parameter(self.stored_weight(self.weight_dtype))
+            return self.as_parameter(self.stored_weight(dtype))
         stored = self.unstacked(self.stored_weight(torch.float32))
         restored = self.stacked(list(map(self.config.restored, stored)))
-        return self.as_parameter(restored.to(self.weight_dtype))
+        return self.as_parameter(restored.to(dtype))
 
     @abstractmethod
     def stored_weight(self, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ def _by_tensor_of_one(weight: Tensor) -> Fp8:
     return codes, scale.reshape(1), dense
 
 
-def by_block(weight: Tensor) -> Fp8:
+def by_block(weight: Tensor, tall: int = 128, wide: int = 128) -> Fp8:
     rows, columns = weight.shape
-    scale = torch.zeros(-(-rows // 128), -(-columns // 128))
+    scale = torch.zeros(-(-rows // tall), -(-columns // wide))
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            tile = weight[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+            tile = weight[i * tall : (i + 1) * tall, j * wide : (j + 1) * wide]
             scale[i, j] = tile.float().abs().amax() / 448
-    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    whole = scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)[:rows, :columns]
     codes, dense = _codes(weight, whole)
     return codes, scale, dense
 
@@ -108,7 +109,7 @@ def make(
     tensors = load_file(folder / "model.safetensors")
     names = [name.removesuffix(".weight") for name in tensors if name.endswith("proj.weight")]
     attention = [name for name in names if "self_attn" in name]
-    quantize, suffix, static, declare, side = KINDS[kind]
+    quantize, suffix, static, declare, side = {**KINDS, **OTHER_BLOCKS}[kind]
     mixed = "mixed" in kind
     dense: dict[str, Tensor] = {}
     if mixed:
@@ -214,9 +215,12 @@ def _side(declared: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **more, "exclude_modules": declared["ignore"]}
 
 
-def _finegrained(names: Any, attention: Any, ignore: tuple[str, ...]) -> dict[str, Any]:
-    whole = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return {**whole, "weight_block_size": [128, 128], "modules_to_not_convert": [*ignore]}
+def _finegrained(tall: int = 128, wide: int = 128) -> Callable[..., dict[str, Any]]:
+    def declare(names: Any, attention: Any, ignore: tuple[str, ...]) -> dict[str, Any]:
+        whole = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {**whole, "weight_block_size": [tall, wide], "modules_to_not_convert": [*ignore]}
+
+    return declare
 
 
 _TOKEN = {"strategy": "token", "dynamic": True}
@@ -246,7 +250,23 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
         _modelopt("fp8_pb_wo"), _side),
     "mo-mxfp8": (by_group, "weight_scale", False, _modelopt("MXFP8"), _side),
     "mo-mixed": (by_tensor, "weight_scale", True, _modelopt_mixed, _side),
-    "finegrained": (by_block, "weight_scale_inv", False, _finegrained, None),
+    "finegrained": (by_block, "weight_scale_inv", False, _finegrained(), None),
+}  # fmt: skip
+
+# In blocks that are only made dense.
+OTHER_BLOCKS = {
+    **{f"finegrained-{tall}x{wide}": (
+        partial(by_block, tall=tall, wide=wide), "weight_scale_inv", False,
+        _finegrained(tall, wide), None)
+        for tall, wide in ((64, 64), (32, 128), (1, 128), (128, 256))},
+    "ct-64x32": (partial(by_block, tall=64, wide=32), "weight_scale", False, _compressed_tensors(
+        "float-quantized", {"strategy": "block", "block_structure": [64, 32]},
+        {"strategy": "group", "group_size": 32, "dynamic": True}), None),
+    "ct-64x32-a16": (partial(by_block, tall=64, wide=32), "weight_scale", False,
+        _compressed_tensors("float-quantized",
+            {"strategy": "block", "block_structure": [64, 32]}, None), None),
+    "ct-group": (partial(by_block, tall=1, wide=64), "weight_scale", False, _compressed_tensors(
+        "float-quantized", {"strategy": "group", "group_size": 64}, None), None),
 }  # fmt: skip
 
 

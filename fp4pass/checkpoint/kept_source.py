@@ -30,6 +30,8 @@ def keep_weights(model: Any, source: FloatSource) -> None:
         model: of transformers, loaded from the folder.
         source: the folder.
     """
+    if any(layer.tile for layer in source.reader.layers.values()):
+        return
     weights, modules = source.weights(), dict(model.named_modules())
     for disk, name in names_in_model(model, weights).items():
         module = modules.get(name.removesuffix(".weight"))

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..core.atomic import interrupted
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
-from ..errors import CheckpointError, UnreadError
+from ..errors import CheckpointError, UnreadError, some
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..sources.files import (
     MANIFEST,
@@ -44,7 +44,7 @@ def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, any_version: bool = False
+    directory: str | os.PathLike[str], *, any_version: bool = False, any_blocks: bool = False
 ) -> CheckpointReader:
     """Open a folder with packed weights in any layout.
 
@@ -53,6 +53,7 @@ def open_checkpoint(
     Args:
         directory: the folder.
         any_version: read one with the fp4pass.json of another version as if it had none.
+        any_blocks: read FP8 in other blocks than 128 x 128, which is only made dense.
 
     Raises:
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
@@ -71,6 +72,13 @@ def open_checkpoint(
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         check_facts(reader)
+    odd = [name for name, layer in reader.layers.items() if layer.tile and not any_blocks]
+    if odd:
+        raise UnreadError(
+            f"{folder}: {some(odd)}: expected fp8_block in blocks of 128 x 128, got "
+            f"{reader.layers[odd[0]].scheme}. fp4pass convert --to bf16 makes it dense, and "
+            "fp4pass quantize takes it for a float model."
+        )
     stamps |= reader.stamps
     return _with_cache_names(_with_directions(dataclasses.replace(reader, stamps=stamps)))
 

@@ -202,6 +202,12 @@ class CheckpointReader:
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
         bits, config = scale.view(record.fmt.scale.dtype), record.config
+        if record.tile:
+            native = record.fmt.element.native
+            for side, size in enumerate(record.tile):
+                bits = bits.repeat_interleave(size, side).narrow(side, 0, record.shape[side])
+            codes = packed if native is None else packed.view(native)
+            return (codes.float() * bits).to(dtype)
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
         weight = StoredWeight(packed, bits, parts[GLOBAL], None)

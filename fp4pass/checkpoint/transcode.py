@@ -90,7 +90,7 @@ def transcode(
         raise unknown_name("to: Layout", to, transcode_targets())
     require_flags(progress=progress)
     limit = bytes_of(max_shard_size)
-    reader = open_checkpoint(source)
+    reader = open_checkpoint(source, any_blocks=to == DENSE)
     require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:

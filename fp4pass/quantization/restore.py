@@ -154,7 +154,7 @@ def _become_dense(
 ) -> None:
     """Make converted layers that share codes dense, in place, with one weight."""
     first = layers[0]
-    dense = nn.Parameter(first.weight.to(dtype or first.weight_dtype).contiguous(), trains)
+    dense = nn.Parameter(first.weight_as(dtype or first.weight_dtype).contiguous(), trains)
     for layer in layers:
         swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
 

@@ -79,6 +79,23 @@ def test_a_converted_model_casts_and_moves_as_before() -> None:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("scheme", ["fp8a16", "fp8_blocka16", "fp8_tensora16", "nvfp4a16"])
+def test_weights_have_the_dtype_in_which_the_model_runs(scheme: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
+    fp4pass.convert(model, scheme, "naive", progress=False).float()
+    x = torch.randn(4, 64)
+    expected = model(x)
+    fp4pass.dequantize(model)
+    assert model[0].weight.dtype == torch.float32
+    assert torch.equal(model(x), expected)
+    mixture = mixtures.build("qwen3_moe", torch.bfloat16)
+    fp4pass.convert(mixture, scheme, "naive", progress=False).float()
+    expected = mixtures.logits(mixture)
+    fp4pass.dequantize(mixture)
+    torch.testing.assert_close(mixtures.logits(mixture), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_any_module_is_made_dense() -> None:
     model = sequential()
     x = torch.randn(3, 32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...errors import expected
-from .layer import Scheme
+from .layer import Scheme, is_tile
 
 # The values of arguments that a config does not give.
 _UNSAID = {"symmetric": True, "dynamic": False}
@@ -90,6 +90,8 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
     label = str(named or whole)
     label = _ALIASES.get(label, label)
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    if label == SCHEMES["fp8_block"].format and (tile := _other_tile(weights)):
+        return Scheme("fp8_block", inputs is None, tile=tile)
     labelled = {key: each for key, each in SCHEMES.items() if each.format == label}
     if not named and not labelled:
         # Old folders of several groups do not name that of each.
@@ -111,6 +113,18 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
         return Scheme(found[0], False, block, static_inputs=True)
     known = "inputs in the format of the weights or in floating point"
     raise ValueError(expected("a group", known, dict(inputs)))
+
+
+def _other_tile(weights: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the rows and columns of the blocks of FP8 weights, () for the usual ones or none."""
+    usual, tile = SCHEMES["fp8_block"].weights, weights.get("block_structure")
+    if weights.get("strategy") == "group":
+        tile = 1, weights.get("group_size")
+    elif weights.get("strategy") != usual["strategy"] or _plain(tile) == usual["block_structure"]:
+        return ()
+    own = {"strategy", "block_structure", "group_size"}
+    rest = {key: value for key, value in weights.items() if key not in own}
+    return tuple(tile or ()) if is_tile(tile) and _says(rest, usual) else ()
 
 
 def _says(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from ...core.formats import WHOLE
 from ...errors import CheckpointError, UnreadError, as_option, as_rules, expected
 from ...linear import INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
-from .layer import PackedLayer, Scheme
+from .layer import PackedLayer, Scheme, is_tile
 from .patterns import as_globs
 
 # The rows and columns of a block.
@@ -54,14 +54,15 @@ class FineGrainedFp8(Layout):
         """Return the scheme of all layers."""
         block = declared.get("weight_block_size", _BLOCK)
         inputs = declared.get("activation_scheme", "dynamic")
-        if (block is not None and list(block) != _BLOCK) or inputs not in ("dynamic", "static"):
-            known = f"weight_block_size {_BLOCK} or none, and dynamic or static inputs"
+        if (block is not None and not is_tile(block)) or inputs not in ("dynamic", "static"):
+            known = "weight_block_size of two sizes or none, and dynamic or static inputs"
             raise UnreadError(
                 f"{name}: {expected('quantization_config', known, f'{block} and {inputs!r}')} "
                 "Load the folder with the library that wrote it."
             )
         fmt, is_static = self.formats[block is None], inputs == "static"
-        return Scheme(fmt, weight_only=False, static_inputs=is_static)
+        tile = tuple(block) if block is not None and list(block) != _BLOCK else ()
+        return Scheme(fmt, weight_only=False, static_inputs=is_static, tile=tile)
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense."""

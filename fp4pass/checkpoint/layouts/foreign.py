@@ -106,7 +106,9 @@ def _read_layer(
     except OptionError as error:
         raise CheckpointError(f"{layer}: {error}") from error
     is_turned, is_static = layout.stacks, found.static_inputs
-    return PackedLayer(config, dtype, is_turned, (*rows, columns), static_inputs=is_static)
+    return PackedLayer(
+        config, dtype, is_turned, (*rows, columns), static_inputs=is_static, tile=found.tile
+    )
 
 
 def _require_blocks(name: str, found: Scheme, columns: int, blocks: int) -> None:

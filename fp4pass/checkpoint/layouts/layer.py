@@ -33,6 +33,8 @@ class PackedLayer:
         stored_shape: of the parameter that has stacked experts, where it is another one than
             `shape` or, transposed, [E, K, N].
         static_inputs: inputs in FP8 have the one scale that is stored, and not one for each token.
+        tile: the rows and columns that share a scale on disk, where they are others than those of
+            the format; such a weight is only made dense.
 
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
@@ -47,6 +49,7 @@ class PackedLayer:
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...] = ()
     static_inputs: bool = False
+    tile: tuple[int, ...] = ()
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -86,6 +89,8 @@ class PackedLayer:
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of the scales, as a QuantizedLinear has them."""
         *experts, rows, columns = self.shape
+        if self.tile:
+            return tuple(-(-size // own) for size, own in zip(self.shape, self.tile, strict=True))
         return (*experts, *self.fmt.scale_shape(rows, columns))
 
     @property
@@ -96,7 +101,9 @@ class PackedLayer:
     @property
     def scheme(self) -> str:
         """The name of the scheme, and whether inputs in FP8 have one scale."""
-        return f"{self.config.scheme}{' with one scale of inputs' if self.static_inputs else ''}"
+        blocks = f" in blocks of {' x '.join(map(str, self.tile))}" if self.tile else ""
+        static = " with one scale of inputs" if self.static_inputs else ""
+        return f"{self.config.scheme}{blocks}{static}"
 
     @property
     def is_stacked(self) -> bool:
@@ -106,7 +113,8 @@ class PackedLayer:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
         shapes = {"shape": list(self.shape), "stored_shape": list(self.stored_shape)}
-        return {**vars(self), "config": self.config.to_dict(), **shapes}
+        facts = {key: value for key, value in vars(self).items() if key != "tile"}
+        return {**facts, "config": self.config.to_dict(), **shapes}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PackedLayer:
@@ -141,6 +149,13 @@ def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     return whole if len(stored) == 2 else sorted(stored[1:]) == sorted(shape[1:])
 
 
+def is_tile(value: object) -> bool:
+    """Return whether a value of a config is the rows and columns of a block."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(type(size) is int and size > 0 for size in value)
+
+
 class Scheme(NamedTuple):
     """The scheme that a quantization_config declares for one layer.
 
@@ -150,6 +165,7 @@ class Scheme(NamedTuple):
         block: weights that share a scale, None if that is not declared.
         rotation: columns of the input that are rotated together at each call.
         static_inputs: as `PackedLayer` has it.
+        tile: as `PackedLayer` has it.
 
     Example:
         >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True).fmt
@@ -161,6 +177,7 @@ class Scheme(NamedTuple):
     block: int | None = None
     rotation: int = 0
     static_inputs: bool = False
+    tile: tuple[int, ...] = ()
 
 
 # The names that engines give to some of them.
