@@ -76,7 +76,7 @@ def open_checkpoint(
     if odd:
         raise UnreadError(
             f"{folder}: {some(odd)}: expected fp8_block in blocks of 128 x 128, got "
-            f"{reader.layers[odd[0]].scheme}. fp4pass convert --to bf16 makes it dense, and "
+            f"{reader.layers[odd[0]].scheme}. fp4pass transcode --to bf16 makes it dense, and "
             "fp4pass quantize takes it for a float model."
         )
     stamps |= reader.stamps
