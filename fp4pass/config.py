@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -22,6 +22,24 @@ from .ops import rotate
 from .schemes import expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
+
+
+class LinearOptions(TypedDict, total=False):
+    """The options of a linear layer as keywords, beside the scheme and the method."""
+
+    weight_only: bool | None
+    block: int | None
+    activation_scales: str
+    rotation: int
+    unreached: str
+    expert_prior: float | None
+    compute: str
+
+
+class SchemeOptions(LinearOptions, total=False):
+    """The same with the scheme."""
+
+    fmt: str | None
 
 
 class HasRules(Protocol):

@@ -109,7 +109,9 @@ def top_level_imports(path: Path) -> set[str]:
 @pytest.mark.core
 def test_the_order_of_imports_names_every_module() -> None:
     text = (ROOT.parent / "pyproject.toml").read_text("utf-8")
-    named = set(re.findall(r"\bfp4pass\.(\w+)", text.partition("\nlayers = [")[2].partition("\n]")[0]))
+    named = set(
+        re.findall(r"\bfp4pass\.(\w+)", text.partition("\nlayers = [")[2].partition("\n]")[0])
+    )
     there = {name_of(path).partition("/")[0] for path in FILES} - {"__init__"}
     assert named == there
 
