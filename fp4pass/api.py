@@ -6,13 +6,13 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import calibration
-from .config import Rules, check_rules
+from .config import LinearOptions, Rules, SchemeOptions, check_rules
 from .core.progress import shown
 from .distributed import ranks
 from .engine.conversion import Conversion
@@ -23,6 +23,7 @@ from .errors import require_flags
 from .kv_cache import KV_CACHE
 from .observers.attention import convert_mha_projections
 from .observers.batches import run_batches
+from .observers.computing import fast_dtype
 from .observers.kv_cache import observe_cache
 from .one_call import OneCall
 from .quantization import checks
@@ -34,6 +35,9 @@ from .rows import Report
 from .signatures import with_options
 from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @with_options
 @convert_mha_projections
@@ -44,7 +48,7 @@ def prepare(
     rules: Rules = (),
     sequential: bool = False,
     kv_cache: str | None = None,
-    **options: Any,
+    **options: Unpack[SchemeOptions],
 ) -> nn.Module:
     """Put observers in front of the linear layers of `model`, in place, and return it.
 
@@ -73,11 +77,11 @@ def prepare(
     """
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
-    root = unwrap(model)
+    root, rules = unwrap(model), check_rules(rules)
     require_flags(sequential=sequential)
     before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
-    plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
+    plan = plan_layers(root, config, rules or (before.rules if before else ()))
     checks.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
@@ -90,7 +94,7 @@ def prepare(
     if kv_cache is not None:
         observe_cache(root, kv_cache)
     attach_observers(root, observed.layers, needs)
-    facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
+    facts = (config, rules, tuple(sorted(needs)), recording)
     report = Report(tuple(map(planned_row, plan.entries)))
     recipe = {} if kv_cache is None else {KV_CACHE: kv_cache}
     set_state(root, PreparedState(recipe, report, *facts))
@@ -157,7 +161,7 @@ def convert(
     stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[LinearOptions],
 ) -> nn.Module:
     """Quantize the linear layers of `model`, in place, and return it.
 
@@ -207,6 +211,7 @@ def convert(
         ('QuantizedLinear', 'Linear')
     """
     require_flags(progress=progress)
+    rules = check_rules(rules)
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
@@ -233,14 +238,19 @@ def _convert_whole(
         bar = stack.enter_context(shown("", progress))
         bar.foresee(later_costs(call.plan))
         remember_tokenizer(model, tokenizer)
-        batches = call.batches(data, tokenizer)
+        # One layer after the other is calibrated in the dtype that it is converted in.
+        runs = call.needs_data or not (data is None and tokenizer is None)
+        whole = [call.root] if call.tokens and runs and not call.sequential else []
+        with fast_dtype(*whole):
+            batches = call.batches(data, tokenizer)
         arguments = call.arguments
         if batches is not None:
             stack.enter_context(call.smoothed(batches))
         stack.enter_context(unprepared_on_error(call.root))
         if batches is not None:
-            prepare(model, sequential=call.sequential, **arguments)
-            calibrate(model, batches)
+            with fast_dtype(*whole):
+                prepare(model, sequential=call.sequential, **arguments)
+                calibrate(model, batches)
             # Those given to prepare hold.
             arguments = {"rules": call.rules_beside_text()}
         convert(model, **arguments, **places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -30,6 +30,24 @@ from .ops import rotate
 from .schemes import DEFAULT, expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
+
+
+class LinearOptions(TypedDict, total=False):
+    """The options of a linear layer as keywords, beside the scheme and the method."""
+
+    weight_only: bool | None
+    block: int | None
+    activation_scales: str
+    rotation: int
+    unreached: str
+    expert_prior: float | None
+    compute: str
+
+
+class SchemeOptions(LinearOptions, total=False):
+    """The same with the scheme."""
+
+    fmt: str | None
 
 
 class HasRules(Protocol):

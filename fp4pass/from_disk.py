@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from .api import convert
 from .checkpoint.layouts import get_layout
 from .checkpoint.saving import save
 from .checkpoint.writer import bytes_of
-from .config import Rules, check_rules
+from .config import LinearOptions, Rules, check_rules
 from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
@@ -29,6 +29,9 @@ from .rows import Report
 from .signatures import with_options
 from .sources.files import MANIFEST
 from .state import config_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @with_options
@@ -53,7 +56,7 @@ def quantize_checkpoint(
     push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[LinearOptions],
 ) -> Report:
     """Quantize a transformers model that is larger than memory, and return its report.
 
@@ -105,7 +108,7 @@ def quantize_checkpoint(
             "fp4pass.convert(model)."
         )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
-    arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
+    arguments: dict[str, Any] = {"fmt": fmt, "method": method, "rules": rules, **options}
     if quality is None and data is None and tokenizer is None:
         _require_no_data(arguments)
     # Before hours of work.

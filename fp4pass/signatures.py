@@ -6,16 +6,19 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import ParamSpec, TypeVar
 
 from .config import OPTIONS, check_options
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The line of a docstring that stands for all options, and its indentation.
 _OPTIONS_LINE = re.compile(r"^( +)\*\*options: .*(?:\n\1 +.*)*$", re.MULTILINE)
 
 
-def with_options(function: Any) -> Any:
+def with_options(function: Callable[P, R]) -> Callable[P, R]:
     """Show the options of a linear layer where a function takes `**options`.
 
     They stand in its signature, and in its docstring with what they do. An unknown option raises
@@ -32,7 +35,7 @@ def with_options(function: Any) -> Any:
     ]
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         check_options({key: kwargs[key] for key in kwargs if key not in own}, "")
         return function(*args, **kwargs)
 

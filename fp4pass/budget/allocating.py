@@ -7,16 +7,16 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..config import LinearConfig, Rule, check_rules
+from ..config import LinearConfig, LinearOptions, Rules, check_rules
 from ..core.progress import shown
 from ..engine.schedule import planned_stacks
 from ..errors import OptionError, StateError, some
-from ..evaluation.computing import fast_dtype
+from ..observers.computing import fast_dtype
 from ..quantization.checks import require_layers
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import with_quality
@@ -41,6 +41,9 @@ from .result import Allocation, Candidate, GroupScheme, Point
 from .sensitivity import add_float, measure, total
 from .text import read_texts
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _log = logging.getLogger(__name__)
 
 # The schemes to choose from, where none are given.
@@ -61,12 +64,12 @@ def allocate(
     tokenizer: Any = None,
     method: object = None,
     quality: str | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Rules = (),
     windows: int = 8,
     held_out: int = 16,
     seq_len: int = 512,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[LinearOptions],
 ) -> Allocation:
     """Choose a scheme for each group of layers under a budget, and leave the model as it is.
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..engine.layer_calls import map_tensors, offload_hidden_state
 from ..engine.recording import FAULTS
 from ..errors import NonFiniteError, StateError
-from ..evaluation.computing import fast_dtype, halves, in_float32
 from ..evaluation.metrics import token_kl
 from ..observers.batches import call_arguments, device_of
+from ..observers.computing import fast_dtype, halves, in_float32
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ..core.progress import current
-from ..evaluation.computing import fast_dtype
 from ..evaluation.intervals import SUMS, Bootstrap, intervals
+from ..observers.computing import fast_dtype
 from ..quantization.recipe import Recipe
 from .choosing import Schemes, extremes, smallest_within
 from .forwards import Forwards, mean_kl

@@ -71,8 +71,8 @@ class Converter:
             each.needs or (not each.weight_only and each.format.has_global_scale)
             for each in recipe.configs()
         )
-        data = {"data": list(self.data)} if needs else {}
-        return convert(model, **recipe.arguments(), **data, resume=self.searches)
+        data = list(self.data) if needs else None
+        return convert(model, **recipe.arguments(), data=data, resume=self.searches)
 
     def _completed(self, rule: Rule, config: LinearConfig) -> Rule:
         pattern, options = rule

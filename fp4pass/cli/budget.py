@@ -142,6 +142,5 @@ class Asked:
         given = recipe.arguments()
         for name in ("fmt", "weight_only", "block", "kv_cache"):
             given.pop(name, None)
-        return allocate(
-            model, **self.limit, schemes=self.schemes, data=data, tokenizer=tokenizer, **given
-        )
+        given |= self.limit
+        return allocate(model, schemes=self.schemes, data=data, tokenizer=tokenizer, **given)

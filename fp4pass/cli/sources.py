@@ -14,8 +14,8 @@ from ..checkpoint.opening import is_packed
 from ..core.devices import require_device
 from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
-from ..evaluation.computing import IN_FLOAT32, is_slow
 from ..float_models import load_float, reading
+from ..observers.computing import IN_FLOAT32, is_slow
 from .screen import note
 
 

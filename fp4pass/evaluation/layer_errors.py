@@ -24,10 +24,10 @@ from ..experts import (
 )
 from ..linear import QuantizedLinear
 from ..observers.batches import call_arguments, require_batches
+from ..observers.computing import fast_dtype
 from ..observers.expert_calls import rows_of_experts
 from ..observers.visible_tokens import visible_rows, watching_tokens
 from ..state import unwrap
-from .computing import fast_dtype
 
 
 @torch.no_grad()

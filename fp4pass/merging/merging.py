@@ -21,10 +21,10 @@ from ..config import LinearConfig
 from ..core.progress import current, shown
 from ..distributed import is_sharded, ranks, require_initialized
 from ..errors import CalibrationError, OptionError, StateError, require_flags
-from ..evaluation.computing import fast_dtype
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..methods import Stats
 from ..observers.batches import call_arguments, device_of, require_loaded
+from ..observers.computing import fast_dtype
 from ..observers.inputs import quantizes_input, share_inputs
 from ..observers.observer import collect, observers_of
 from ..observers.visible_tokens import count_tokens

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from ..config import Rule, Rules, check_rules
 from ..errors import OptionError, expected
 from ..packed_linear import swap_class
 from ..state import unwrap
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -153,16 +156,17 @@ def calling_projections(root: nn.Module, rules: Sequence[Rule]) -> Iterator[None
         raise
 
 
-def convert_mha_projections(function: Any) -> Any:
+def convert_mha_projections(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function of a model and `rules` with attention as its rules take it."""
+    call: Any = function
 
-    @functools.wraps(function)
+    @functools.wraps(call)
     def wrapped(model: nn.Module, *args: Any, rules: Rules = (), **options: Any) -> Any:
         known = check_rules(rules)
         with calling_projections(unwrap(model, *args), known):
-            return function(model, *args, rules=known, **options)
+            return call(model, *args, rules=known, **options)
 
-    return wrapped
+    return cast(Callable[P, R], wrapped)
 
 
 def _takes(rules: Sequence[Rule], path: str) -> bool:

@@ -115,16 +115,20 @@ def test_without_text_the_model_writes_its_own(
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("more", [(), ("--stream",)], ids=["memory", "stream"])
 def test_numbers_of_windows_hold_for_text_that_the_model_writes(
-    tmp_path: Path, rules: Path, more: tuple[str, ...]
+    tmp_path: Path, rules: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = ("--samples", 3, "--seq-len", 20, "--seed", 5)
-    run("quantize", TINY, "-o", tmp_path / "q", "--rules", rules, *numbers, *more)
+    """They are the same codes as in Python, also where a CPU runs a model in float32."""
+    monkeypatch.setattr("fp4pass.observers.computing.cpu_has_bfloat16", lambda: False)
+    given = ("--samples", 3, "--seq-len", 20, "--seed", 5, *more)
+    run("quantize", TINY, "-o", tmp_path / "q", "--rules", rules, *given)
     found = fp4pass.load(tmp_path / "q")
     assert {row.tokens for row in fp4pass.report(found).converted} == {60}
     transformers = pytest.importorskip("transformers")
     reader = transformers.AutoTokenizer.from_pretrained(TINY)
     model = language_model()
-    text = fp4pass.calibration.batches(None, reader, model=model, samples=3, seq_len=20, seed=5)
+    numbers = {"samples": 3, "seq_len": 20, "seed": 5}
+    with fp4pass.evaluation.fast_dtype(*([] if more else [model])):
+        text = fp4pass.calibration.batches(None, reader, model=model, **numbers)
     assert [each.shape for each in text] == [(3, 20)]
     stream = {"stream": tmp_path / "layers"} if more else {}
     fp4pass.convert(model, data=text, rules=list(RULES.items()), progress=False, **stream)

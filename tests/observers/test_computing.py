@@ -13,7 +13,8 @@ from torch import nn
 
 import fp4pass
 from fp4pass._compat import torch as compat
-from fp4pass.evaluation import computing, fast_dtype, output_errors
+from fp4pass.evaluation import fast_dtype, output_errors
+from fp4pass.observers import computing
 
 
 @pytest.fixture(params=[False, True], ids=["slow", "quick"])
