@@ -20,7 +20,7 @@ from .._compat.transformers import untie
 from .._compat.transformers_loading import names_in_model
 from .._compat.transformers_quantizers import mark_initialized
 from ..errors import CheckpointError, some
-from ..experts import QUANTIZED, QuantizedExperts, weight_name
+from ..experts import QuantizedExperts, weight_name
 from ..linear import GLOBAL, INPUT_GLOBAL
 from ..quantization.replace import store_packed
 from .beyond import carried_names, without_ignored
@@ -106,8 +106,6 @@ class PlacedLayers:
             parts = {part: tensors.get(join(name, part)) for part in BUFFERS}
             meta = {part: None if t is None else t.to("meta") for part, t in parts.items()}
             store_packed(module, meta, layer.config, transposed=layer.transposed)
-            if isinstance(module, QUANTIZED):
-                module.weight_dtype = getattr(torch, layer.weight_dtype)
             module._non_persistent_buffers_set.update(p for p, t in meta.items() if t is not None)
             mark_initialized(module)
         for owner in self._model.modules():
