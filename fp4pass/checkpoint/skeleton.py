@@ -185,7 +185,8 @@ def fit_tensors(
     if rounded:
         warnings.warn(
             f"{len(rounded)} dense tensors are rounded to the dtype of the model "
-            f"({some(rounded)}). To keep them, load into a model in their dtype: fp4pass.load(dir, model=model).",
+            f"({some(rounded)}). To keep them, load into a model in their dtype: "
+            "fp4pass.load(dir, model=model).",
             stacklevel=3,
         )
     if dropped:
