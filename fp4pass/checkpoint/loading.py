@@ -22,7 +22,7 @@ from ..observers.attention import calling_projections
 from ..observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..rows import Report, Row
-from ..sources.beside import copied_rows
+from ..sources.beside import COPIED, NOT_COPIED, copied_rows
 from ..state import forget_state, unwrap
 from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
@@ -108,12 +108,7 @@ def load(
     remove_observers(skeleton)
     unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
-    files = {disk: reader.files[name] for name, disk in carried.items()}
-    recipe, rows = origin(reader, skeleton, cache, [each.row for each in loose])
-    if reader.own is None:
-        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files)), *ignored]
-    refined = None if reader.own is None else Report.from_dict(reader.own["report"]).refined
-    finish(skeleton, recipe, rows, carried=files, refined=refined)
+    finish_loaded(skeleton, reader, cache, [each.row for each in loose], carried, ignored)
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
@@ -233,31 +228,53 @@ def join_stacks(
     return dataclasses.replace(reader, layers=layers)
 
 
-def origin(
-    reader: CheckpointReader, model: nn.Module, cache: str | None, loose: Sequence[Row]
-) -> tuple[Mapping[str, Any], Sequence[Row]]:
-    """Return the recipe and the rows of a checkpoint; of another library what its configs say.
+def finish_loaded(
+    model: nn.Module,
+    reader: CheckpointReader,
+    cache: str | None,
+    loose: Sequence[Row],
+    carried: Mapping[str, str],
+    ignored: Sequence[Row],
+) -> None:
+    """Complete a loaded model in place, with what the folder says of it.
 
-    loose: the rows of packed layers that are dense in the model.
+    Args:
+        model: with all its tensors.
+        reader: of the folder, with the layers that the model has.
+        cache: the format of its key-value cache.
+        loose: the rows of packed layers that are dense in the model.
+        carried: the tensors beyond the model, with their names on disk.
+        ignored: the rows of packed layers that its class ignores.
     """
-    rows, known = list(loose), {row.name for row in loose}
+    files = {disk: reader.files[name] for name, disk in carried.items()}
+    names = {row.name for row in loose}
     if reader.own is not None:
-        own = Report.from_dict(reader.own["report"]).rows
-        return reader.own["recipe"], [*rows, *(row for row in own if row.name not in known)]
+        own = Report.from_dict(reader.own["report"])
+        # A class of another head has other layers.
+        known = {*model.state_dict(), *(name for name, _ in model.named_modules())}
+        rows = [
+            row
+            for row in own.rows
+            if row.name not in names
+            and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
+        ]
+        finish(model, reader.own["recipe"], [*loose, *rows], carried=files, refined=own.refined)
+        return
+    rows = list(loose)
     for name, module in model.named_modules():
-        if name in known:
-            continue
         if isinstance(module, QUANTIZED):
             layer = reader.layers[name]
             bits = layer.fmt.bits_per_weight(layer.shape)
             rows.append(Row(name, layer.shape, layer.config, bits))
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and name not in names:
             shape = tuple(module.weight.shape)
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
+    rows += [*copied_rows(model, tensor_shapes(files)), *ignored]
     declared = reader.config.get("quantization_config") or {}
     producer = declared.get("producer") or declared.get("version")
     held = {} if cache is None else {KV_CACHE: cache}
-    return {"loaded": reader.layout.name, "producer": producer, **held}, rows
+    recipe = {"loaded": reader.layout.name, "producer": producer, **held}
+    finish(model, recipe, rows, carried=files)
 
 
 def _fill(

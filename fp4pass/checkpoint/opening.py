@@ -32,6 +32,9 @@ from .checks import cache_format_in, check_facts, check_shapes
 from .layouts import LAYOUTS, PackedLayer, layout_of, read_layers
 from .reader import CheckpointReader, declared_config
 
+# Dtypes of dense weights, by the names of safetensors.
+_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
     """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
@@ -146,6 +149,12 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     layout.ignored(declared)
     reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
     read = reader.packed_names()
+    # Configs name the dtype that others compute in; these would be rounded to it.
+    kinds = {_DENSE[kind] for n, (_, kind) in shapes.items() if n not in read and kind in _DENSE}
+    if len(kinds) == 1:
+        own = kinds.pop()
+        layers = {n: dataclasses.replace(each, weight_dtype=own) for n, each in layers.items()}
+        reader = dataclasses.replace(reader, layers=layers)
     require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
     if not layers:
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")

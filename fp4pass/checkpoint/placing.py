@@ -19,17 +19,14 @@ from .._compat.torch import model_class
 from .._compat.transformers import untie
 from .._compat.transformers_loading import names_in_model
 from .._compat.transformers_quantizers import mark_initialized
-from ..core.source_files import tensor_shapes
 from ..errors import CheckpointError, some
-from ..experts import QUANTIZED, QuantizedExperts, weight_name
+from ..experts import QuantizedExperts, weight_name
 from ..linear import GLOBAL, INPUT_GLOBAL
 from ..quantization.replace import store_packed
-from ..sources.beside import copied_rows
 from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
-from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
-from .loading import hold_cache, join_stacks, origin
+from .loading import finish_loaded, hold_cache, join_stacks
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
 from .skeleton import dense_here, model_names, module_for
@@ -109,8 +106,6 @@ class PlacedLayers:
             parts = {part: tensors.get(join(name, part)) for part in BUFFERS}
             meta = {part: None if t is None else t.to("meta") for part, t in parts.items()}
             store_packed(module, meta, layer.config, transposed=layer.transposed)
-            if isinstance(module, QUANTIZED):
-                module.weight_dtype = getattr(torch, layer.weight_dtype)
             module._non_persistent_buffers_set.update(p for p, t in meta.items() if t is not None)
             mark_initialized(module)
         for owner in self._model.modules():
@@ -186,11 +181,8 @@ class PlacedLayers:
     def finish(self) -> None:
         """Complete the model as `load` does."""
         reader, model = self._reader, self._model
-        loose = [each.row for each in self._loose]
-        recipe, rows = origin(dataclasses.replace(reader, own=None), model, self._cache, loose)
-        files = {disk: reader.files[name] for name, disk in self._carried.items()}
-        rows = [*rows, *copied_rows(model, tensor_shapes(files)), *self._ignored]
-        finish(model, recipe, rows, carried=files)
+        rows = [each.row for each in self._loose]
+        finish_loaded(model, reader, self._cache, rows, self._carried, self._ignored)
 
 
 def _in_model(model: nn.Module, reader: CheckpointReader, pieces: set[str]) -> CheckpointReader:

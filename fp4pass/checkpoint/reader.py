@@ -179,11 +179,14 @@ class CheckpointReader:
         return self.layout.from_stored({name: tensor}, {layer: record})[join(layer, part)]
 
     def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
-        """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
+        """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them.
+
+        Raises CheckpointError as `checked` and `decoded` do.
+        """
         parts = {name: part for part, name in self.names(layer).items() if part in chosen}
         found = {
             parts[name]: self.decoded(name, tensor, (layer, parts[name], self.layers[layer]))
-            for name, tensor in self.tensors(parts)
+            for name, tensor in self.checked(parts)
         }
         return {part: found.get(part) for part in BUFFERS}
 

@@ -302,8 +302,15 @@ def _write_configs(
     data = json.loads((writer.folder / "config.json").read_text())
     data["architectures"] = [model_class(root).__name__]
     if writer.layout.dtype:
-        # The dtype that other libraries give to the weights, whatever the rest has.
-        data["dtype"] = writer.layout.dtype
+        # Stock transformers dequantizes to it whatever the rest has, and cannot multiply by both.
+        data["dtype"], own = writer.layout.dtype, dtype_name(model.dtype)
+        if data["dtype"] != own:
+            _log.info(
+                "config.json says %s, in which others compute; dense weights are %s, and "
+                "fp4pass.load keeps them so",
+                data["dtype"],
+                own,
+            )
     writer.declare(data, ignored, declared)
     if getattr(root, "generation_config", None) is not None:
         model.generation_config.save_pretrained(writer.folder)

@@ -169,17 +169,26 @@ def fit_tensors(
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
     is_kept = stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
-    dropped = []
+    dropped, rounded = [], []
     for name in [name for name in tensors if name not in buffers]:
         if name in known:
             # As from_pretrained does.
             dtype = torch.float32 if is_kept(name) else known[name].dtype
-            tensors[name] = tensors[name].to(dtype)
+            before, tensors[name] = tensors[name], tensors[name].to(dtype)
+            if before.dtype != dtype and not torch.equal(before, tensors[name].to(before.dtype)):
+                rounded.append(name)
         elif any(re.search(pattern, name) for pattern in patterns):
             del tensors[name]
         elif name.endswith(CACHE_SCALES):
             dropped.append(name)
             del tensors[name]
+    if rounded:
+        warnings.warn(
+            f"{len(rounded)} dense tensors are rounded to the dtype of the model "
+            f"({some(rounded)}). To keep them, load into a model in their dtype: "
+            "fp4pass.load(dir, model=model).",
+            stacklevel=3,
+        )
     if dropped:
         warnings.warn(
             f"{len(dropped)} scales of a quantized key-value cache ({dropped[0]}, ...) are not "
