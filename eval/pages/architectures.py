@@ -31,9 +31,9 @@ UNSEARCHED = "{ data-search-exclude }"
 
 # What the outcome of a test says of stock transformers.
 EQUAL = {
-    "equal": "yes: every tensor came back to the bit",
-    "equal: dequantized": "yes, as a float model: every weight came back to the bit",
-    "own layout": "no: the folder has a layout of fp4pass",
+    "equal": "yes: every tensor is equal, bit for bit",
+    "equal: dequantized": "yes, as a float model: every weight is equal, bit for bit",
+    "own layout": "no: the folder has fp4pass's own layout",
 }
 
 
@@ -76,13 +76,13 @@ def index(rows: list[Row], others: list[Row], found: Mapping[str, Any]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"{len(rows)} types of models of {versions(found)} were made small, with random weights, "
-        "converted, saved, and read by stock transformers. Each has a page: the command, the "
-        "layers that are packed or skipped and why, and who reads the folder. In nvfp4a16 stock "
-        f"transformers reads {stock} of them.",
+        f"{len(rows)} model types of {versions(found)}, each built small with random weights, "
+        f"converted, saved, and read by stock transformers, which reads {stock} of them in "
+        "nvfp4a16. The page of a type has the command, the layers that are packed or skipped and "
+        "why, and who reads the folder.",
         "",
         "The type is the `model_type` in the model's `config.json`. *skipped* counts matrices of "
-        "the small model that stay in floating point, output embeddings aside.",
+        "the small model that stay in floating point, without output embeddings.",
         "",
         '<p class="filter"><input type="search" placeholder="model_type or class" '
         'aria-label="Filter the table" data-filters="architectures"></p>',
@@ -214,8 +214,8 @@ def skipped(row: Row) -> list[str]:
         "|---|---:|---|",
         *(f"| `{name}` | {n} | {escaped(why)} |" for name, n, why in row["skipped"]),
         "",
-        "Embeddings, norms and convolutions also stay dense. Where the reason says so, a rule "
-        "packs the layer: [mixed precision](../recipes/mixed_precision.md).",
+        "Embeddings, norms and convolutions also stay dense. If the reason says so, "
+        "[add a rule](../recipes/mixed_precision.md) to pack the layer.",
         "",
     ]
 
@@ -230,7 +230,7 @@ def other_layers(row: Row) -> Iterator[str]:
         reasons = "; ".join(f"`{name}` ({escaped(why)})" for name, why in more)
         rule = f" with `{RULE}`" if case == RULED else ""
         if more:
-            yield from (f"In {SCHEMES[case]}{rule} these are skipped, too: {reasons}.", "")
+            yield from (f"In {SCHEMES[case]}{rule} these are also skipped: {reasons}.", "")
 
 
 def readers(row: Row) -> Iterator[str]:
@@ -256,9 +256,9 @@ def readers(row: Row) -> Iterator[str]:
 def engine(name: str, readers: Sequence[str], why: Mapping[str, str]) -> str:
     """Return what is known of an engine."""
     if name in readers:
-        return "its loader takes the layout"
+        return "its loader reads the layout"
     if name not in why:
-        return "no: the folder has a layout of fp4pass"
+        return "no: the folder has fp4pass's own layout"
     return f"{'not known' if 'may not have' in why[name] else 'no'}: {why[name]}"
 
 

@@ -241,7 +241,7 @@ def recovery(found: Found) -> Iterator[str]:
         lines.append([f"`{by}`", f"`{scheme}`", *cells, percent(changed)])
     yield f"## {found['model']}: tasks of lm-eval\n"
     yield (
-        "The original has lm-eval's standard error. A recipe has the mean of three seeds of the "
+        "The original has lm-eval's standard error. Recipes have the mean over three seeds of the "
         "calibration text, ± the largest distance of a\nseed from it. Other answers: the share of "
         "BLiMP's pairs whose answer differs from the original's.\n"
     )

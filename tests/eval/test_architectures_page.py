@@ -61,7 +61,7 @@ def test_a_page_has_all_that_was_found(rows: dict[str, Any], made: dict[str, str
             assert ("yes: every" in line or "yes, as a float" in line) == reads["transformers"], (
                 kind
             )
-            assert line.count("its loader takes") == reads["vLLM"] + reads["SGLang"], kind
+            assert line.count("its loader reads") == reads["vLLM"] + reads["SGLang"], kind
 
 
 def test_reasons_are_cells_of_a_table(made: dict[str, str]) -> None:
