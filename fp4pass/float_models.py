@@ -200,7 +200,13 @@ def files_beside(source: str, globs: Sequence[str] = ()) -> Path:
             names = [*LISTED, *map(str.lower, LISTED), "*.py", "*config.json", *globs]
             folder = Path(snapshot_download(source, allow_patterns=names))
             if parts := part_folders(folder):
-                snapshot_download(source, allow_patterns=[f"{part}/*" for part in parts])
+                names = [
+                    f"{part}{at}{name}"
+                    for part, own in parts.items()
+                    for name in own
+                    for at in ("/", "/*/")
+                ]
+                snapshot_download(source, allow_patterns=names)
     files_to_copy(folder, globs)
     return folder
 

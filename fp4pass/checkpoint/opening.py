@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -149,10 +151,13 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     layout.ignored(declared)
     reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
     read = reader.packed_names()
-    # Configs name the dtype that others compute in; these would be rounded to it.
-    kinds = {_DENSE[kind] for n, (_, kind) in shapes.items() if n not in read and kind in _DENSE}
-    if len(kinds) == 1:
-        own = kinds.pop()
+    # Configs may name another dtype, which others compute in: most weights would be rounded to it.
+    sizes: Counter[str] = Counter()
+    for name, (shape, kind) in shapes.items():
+        if name not in read and kind in _DENSE:
+            sizes[_DENSE[kind]] += math.prod(shape)
+    if sizes:
+        ((own, _),) = sizes.most_common(1)
         layers = {n: dataclasses.replace(each, weight_dtype=own) for n, each in layers.items()}
         reader = dataclasses.replace(reader, layers=layers)
     require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))

@@ -137,8 +137,8 @@ def files_to_copy(
     Raises:
         OptionError: a glob leads out of the folder, or matches no file there.
     """
-    if isinstance(globs, str):
-        raise OptionError(expected("copy_files", "a list of globs", globs))
+    if not isinstance(globs, list | tuple) or not all(isinstance(each, str) for each in globs):
+        raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
     root = source.resolve()
     # The files of a snapshot in the cache of the hub are links.
     places = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]

@@ -43,11 +43,12 @@ def test_nothing_is_rounded_in_silence(
         assert a.dtype == b.dtype and torch.equal(a, b), name
     weight = "model.layers.0.mlp.up_proj"
     assert torch.equal(loaded.get_submodule(weight).weight, model.get_submodule(weight).weight)
-    # Of several dtypes the config's is taken, and that is said.
+    # Of several dtypes that of most is taken, and that is said.
     file = tmp_path / "q" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"] = torch.rand(128).float()
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name] = tensors[name].bfloat16()
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match="rounded to the dtype of the model .*model.norm.weight"):
         loaded = fp4pass.load(tmp_path / "q")

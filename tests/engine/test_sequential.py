@@ -89,7 +89,7 @@ def prepared(source: Any, method: Any, sequentially: bool = True, **options: Any
 def converted(source: Any, method: Any = "gptq", sequentially: bool = True, **options: Any) -> Any:
     rules, data = options.pop("rules", ()), options.pop("data", None)
     prepared(source, method, sequentially, rules=rules, data=data)
-    return fp4pass.convert(source, method=method, **options)
+    return fp4pass.convert(source, **{"fmt": "nvfp4", "method": method, **options})
 
 
 def layer_bits(module: nn.Module, name: str) -> dict[str, Tensor]:
