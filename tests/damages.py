@@ -79,6 +79,31 @@ def bits_of(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: change(tensor.view(torch.uint8)).contiguous().view(tensor.dtype)
 
 
+def flip(bit: int) -> Any:
+    """Flip a bit of one scale that is a power of two."""
+
+    def act(folder: Path) -> bool:
+        powers = (torch.uint8, torch.float8_e8m0fnu)
+        names = [
+            re.escape(name)
+            for held in _read(folder).values()
+            for name, tensor in held.items()
+            # A row of few blocks has no usual scale.
+            if re.fullmatch(f"{ONE}{SCALE}", name)
+            and tensor.dtype in powers
+            and tensor.shape[-1] >= 8
+        ]
+
+        def edit(tensor: Tensor) -> Tensor:
+            bits = tensor.view(torch.uint8).clone()
+            bits[..., 3, 1] ^= 1 << bit
+            return bits.view(tensor.dtype)
+
+        return bool(names) and bool(tensors("|".join(names), edit)(folder))
+
+    return act
+
+
 def swap_nibbles(tensor: Tensor) -> Tensor:
     return tensor << 4 | tensor >> 4
 
@@ -312,12 +337,19 @@ def wider(data: dict[str, Any]) -> None:
             data[key] *= 2
 
 
+def thousandth(tensor: Tensor) -> Tensor:
+    """A divisor, which is above 1, or a multiplier that makes weights a thousandth."""
+    return tensor * 1000 if tensor > 1 else tensor / 1000
+
+
 def floats(tensor: Tensor) -> Tensor:
     return tensor.int() if tensor.dtype == torch.uint8 else tensor.float()
 
 
 DAMAGES: dict[str, Damage] = {
     "NaN scale": Damage("scale-nan", put(f"{ONE}{SCALE}", (3, 1), 255)),
+    "the highest bit of a scale": Damage("scale-size", flip(7)),
+    "a lower bit of a scale": Damage("scale-zero", flip(5)),
     "zero scale": Damage("scale-zero", put(f"{ONE}{SCALE}", (3, 1), 0)),
     "scales as initialized": Damage(
         "scale-uncalibrated", tensors(f".*{SCALE}", bits_of(lambda t: t.clone().fill_(120)))
@@ -335,6 +367,10 @@ DAMAGES: dict[str, Damage] = {
         "global-direction", tensors(f"{ONE}{GLOBAL}", lambda t: 1 / t)
     ),
     "global scales as initialized": Damage("weights-size", tensors(f".*{GLOBAL}", torch.ones_like)),
+    "weights that are 1000 times too small": Damage(
+        "weights-size",
+        tensors(f"{ONE}weight_global_scale|{ONE}weight_scale_2", thousandth),
+    ),
     "two global scales in one product": Damage(
         "fused-scales", tensors(f"{ONE}{GLOBAL}", lambda t: t * 2)
     ),
@@ -383,9 +419,13 @@ DAMAGES: dict[str, Damage] = {
         "mtp-absent", config(lambda data: data.update(num_nextn_predict_layers=1))
     ),
     "no tokenizer": Damage("tokenizer-missing", no_tokenizer),
+    "no vocabulary": Damage(
+        "tokenizer-missing", lambda folder: (folder / "tokenizer.json").unlink() is None
+    ),
     "no chat template": Damage("chat-template-missing", no_template),
     "a tied head that is packed": Damage("tied-head", tie),
     "packed and dense": Damage("twice", dense_twin),
+    "a norm of zeros": Damage("dead", tensors(r"model\.norm\.weight", torch.zeros_like)),
     "a dense NaN": Damage("dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))),
     "the names of a wrapper": Damage("names", rename),
     "an expert that is gone": Damage("expert-missing", expert_gone),

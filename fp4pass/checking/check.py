@@ -154,6 +154,12 @@ def _numbers(found: Survey, layers: Layers) -> Iterator[Finding]:
         size = sum(each.nbytes for each in layers.parts[layer].values())
         current().step(("tensors",), size, {"bytes": size})
     yield from _dense(found, layers, norms)
+    # Where zero stands for one, all are zeros.
+    vectors = {name: bool(each.any()) for name, each in norms.items() if name.endswith("weight")}
+    if 2 * sum(vectors.values()) > len(vectors):
+        for name in [name for name, used in vectors.items() if not used]:
+            what = "expected weights, as in most other vectors, got zeros alone"
+            yield Finding("dead", name, found.file(name), what)
     yield from check_sizes(found, layers, kept, wrong)
     yield from check_order(found, layers, kept, norms)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .._compat.transformers import vocabulary_files
 from ..checkpoint.layouts import matches
 from ..core.plain_files import parse_json
 from ..errors import Fp4PassError
@@ -131,14 +132,20 @@ def _beside(found: Survey) -> Iterator[Finding]:
         what = f"expected tokenizer.json or another of its files, got none beside {names[0]}"
         yield Finding("tokenizer-missing", "tokenizer.json", "", what)
         return
+    kind = _json(found.folder / "tokenizer_config.json").get("tokenizer_class")
+    files = vocabulary_files(str(kind))
+    if files and not any((found.folder / name).is_file() for name in files):
+        what = f"expected {' or '.join(sorted(files))} for its {kind}, got none"
+        yield Finding("tokenizer-missing", "tokenizer_config.json", "tokenizer_config.json", what)
+        return
     if said := _is_of_chats(found):
         held = found.folder / "tokenizer_config.json"
-        files = ("chat_template.jinja", "chat_template.json")
-        has = any((found.folder / name).is_file() for name in files)
+        wanted = ("chat_template.jinja", "chat_template.json")
+        has = any((found.folder / name).is_file() for name in wanted)
         has = has or (found.folder / "additional_chat_templates").is_dir()
         if not has and not _json(held).get("chat_template"):
             what = f"expected one, for {said}, got none there and none in {held.name}"
-            yield Finding("chat-template-missing", files[0], "", what)
+            yield Finding("chat-template-missing", wanted[0], "", what)
 
 
 def _is_of_chats(found: Survey) -> str:

@@ -87,6 +87,7 @@ _TABLE = (
     Kind("scale-nan", "Every product with this layer is NaN, or has the wrong sign.", QUANTIZE),
     Kind("codes-nan", "Every product with this layer is NaN.", QUANTIZE),
     Kind("scale-zero", "Weights of these blocks are read as zeros.", QUANTIZE),
+    Kind("scale-size", "Products with these blocks are infinite, or noise.", f"{COPY}; {QUANTIZE}"),
     Kind("scale-uncalibrated", "All blocks are read at one size; outputs are noise.", QUANTIZE),
     Kind("global-bad", "The whole layer is read as NaN, infinity or zeros.", QUANTIZE),
     Kind(

@@ -28,6 +28,12 @@ _FEWEST_ROWS = 8
 # Blocks of one scale alone, from which on no weights have it.
 _FEWEST_BLOCKS = 256
 
+# Octaves between a block scale and the others of its row and of its column, in no trained model.
+_FAR = 12
+
+# As many make a median.
+_SEVERAL = 8
+
 # Rows of a matrix, and matrices of a stack, that norms of columns are taken of.
 _ROWS, _MATRICES = 512, 8
 
@@ -64,8 +70,9 @@ class LayerNumbers:
         # [E * N, K / block], of formats that have a scale in each row.
         scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
         scale = scale.reshape(-1, scale.shape[-1] if scale.ndim else 1)
-        sound = self._scales(scale)
-        used = self._codes(scale)
+        lowest = torch.zeros_like(scale, dtype=torch.bool)
+        sound = self._scales(scale) and self._sizes(scale, lowest)
+        used = self._codes(scale, lowest)
         if sound and used:
             self._measure(scale, weight_scale)
 
@@ -114,18 +121,43 @@ class LayerNumbers:
             return False
         return True
 
+    def _sizes(self, scale: Tensor, lowest: Tensor) -> bool:
+        """Check block scales against those around them; note the far lower ones in `lowest`."""
+        matrices = math.prod(self.record.shape[:-2])
+        if len(scale) % matrices:
+            return True
+        larger = 0
+        for part, low in zip(scale.chunk(matrices), lowest.chunk(matrices), strict=True):
+            sizes = self._values(part).log2().clamp_min(-150.0)
+            usual = sizes.flatten()[:: max(sizes.numel() >> 12, 1)].median()
+            across = [d for d in (0, 1) if sizes.shape[d] >= _SEVERAL]
+            if not across or ((sizes - usual).abs() < _FAR).all():
+                continue
+            apart = torch.stack([sizes - sizes.median(d, keepdim=True).values for d in across])
+            larger += int((apart > _FAR).all(0).sum())
+            # Rows or columns of weights that are none have such scales, too.
+            if len(across) == 2:
+                low |= (apart < -_FAR).all(0)
+        if larger:
+            what = f"expected scales like those around them, got {larger} of {scale.numel()} that"
+            self._say("scale-size", SCALE, f"{what} are more than 2^{_FAR} times larger")
+        return not larger
+
     def _values(self, scale: Tensor) -> Tensor:
         if scale.dtype != torch.uint8:
             return scale.float()
         return scale_values(scale, self._fmt)
 
-    def _codes(self, scale: Tensor) -> bool:
-        """Check codes against the scales, and return whether there are any but zeros."""
+    def _codes(self, scale: Tensor, lowest: Tensor) -> bool:
+        """Check codes against the scales, and return whether there are any but zeros.
+
+        lowest: the scales that are far lower than those around them.
+        """
         *_, rows, columns = self.record.shape
         mask = _MAGNITUDES.get(self._fmt.element.bits, 0xFF)
         width = self._fmt.packed_columns(columns)
         matches = len(scale) == math.prod(self.record.shape[:-1])
-        zeros = (scale == 0) if matches else None
+        zeros = (scale == 0) | lowest if matches else None
         any_zero = zeros is not None and bool(zeros.any())
         parts, lost, unused = [], 0, 0
         none = element_table(self._fmt.element, torch.device("cpu")).isnan()
@@ -145,8 +177,8 @@ class LayerNumbers:
                 lost += int((blocks & zeros[first : first + len(some)]).sum())
         used = torch.cat(parts)
         if lost:
-            what = f"expected scales above 0 for blocks of codes, got 0 for {lost}"
-            self._say("scale-zero", SCALE, f"{what} of {scale.numel()}")
+            what = "expected scales like those around them for blocks of codes, got 0 or nearly 0"
+            self._say("scale-zero", SCALE, f"{what} for {lost} of {scale.numel()}")
         if unused:
             self._say("codes-nan", PACKED, f"expected numbers, got NaN for {unused} codes")
         if not bool(used.any()):

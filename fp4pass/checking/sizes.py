@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..checkpoint.checks import CROSS_ATTENTION
 from ..checkpoint.layouts import fused_problems
 from ..checkpoint.readers import SERVED
-from ..linear import GLOBAL, INPUT_GLOBAL
+from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
 from .kinds import Finding
 from .numbers import Statistics
 from .structure import EXPERT, Layers, dense_names
@@ -21,6 +21,9 @@ _RMS = (2.0**-24, 2.0**6)
 
 # Between layers of one role, such as all mlp.up_proj, sizes differ by less than ten.
 _APART = 2.0**7
+
+# As many layers have a usual size.
+_FEWEST = 4
 
 # The largest input of a layer: of less nothing comes, of more no 16-bit model.
 _INPUTS = (2.0**-12, 2.0**17)
@@ -40,8 +43,7 @@ def check_sizes(
     found: Survey, layers: Layers, kept: Mapping[str, Statistics], wrong: Collection[str]
 ) -> Iterator[Finding]:
     """Yield global scales that no trained model has, and those that differ where engines fuse."""
-    weights = {n: (each.rms, each.scalars[GLOBAL]) for n, each in kept.items()
-               if each.rms and GLOBAL in each.scalars}  # fmt: skip
+    weights = {n: (each.rms, each.scalars.get(GLOBAL, 1.0)) for n, each in kept.items() if each.rms}
     inputs = {}
     for name, each in kept.items():
         if INPUT_GLOBAL in each.scalars:
@@ -77,6 +79,8 @@ def check_sizes(
 
 def _tensor(found: Survey, layers: Layers, name: str, part: str) -> tuple[str, str]:
     held = layers.parts[name].get(part)
+    if held is None and part == GLOBAL:
+        held = layers.parts[name][SCALE]
     return (names_of(found.layout, name)[part], "") if held is None else (held.name, held.path.name)
 
 
@@ -116,19 +120,22 @@ def _apart(
     sizes: Mapping[str, tuple[float, float]],
     known: Mapping[str, Finding],
 ) -> Iterator[Finding]:
-    """Yield layers that are far larger than the others of their role."""
+    """Yield layers that are far larger or smaller than the others of their role."""
     roles: dict[str, list[str]] = {}
     for name in sizes:
         if name not in known:
             roles.setdefault(_role(name), []).append(name)
+    every = [name for names in roles.values() for name in names]
     for role, names in roles.items():
-        if len(names) < 4:
-            continue
-        usual = statistics.median(sizes[name][0] for name in names)
-        for name in names:
-            if sizes[name][0] > _APART * usual:
+        # Few say little of each other.
+        others, apart, of = (names, _APART, role)
+        if len(names) < _FEWEST:
+            others, apart, of = every, 4 * _APART, "layers"
+        usual = statistics.median(sizes[name][0] for name in others)
+        for name in names if len(others) >= _FEWEST else ():
+            if not usual / apart <= sizes[name][0] <= apart * usual:
                 place = _tensor(found, layers, name, GLOBAL)
-                what = f"expected weights of the size of the other {role}, {usual:.3g}"
+                what = f"expected weights of the size of the other {of}, {usual:.3g}"
                 yield Finding("weights-size", *place, f"{what}, got {sizes[name][0]:.3g}")
 
 

@@ -105,6 +105,12 @@ def verify(
     screen.print_mismatches(folder, wrong)
 
 
+# What only checksums or the float model show.
+_UNSEEN = (
+    "Without checksums of fp4pass, layers, rows or scales that are exchanged for others of their "
+    "size are not seen, nor are numbers that changed a little."
+)
+
 # Findings of one kind that are printed; --json has all.
 _MOST_OF_A_KIND = 20
 
@@ -126,6 +132,8 @@ def _verify_alone(folder: Path, as_json: bool) -> None:
             print(f"not checked: {each}")
         if not found.findings:
             print(f"{folder}: no faults found; --reference MODEL compares it with its float model")
+            if not found.sums:
+                print(_UNSEEN)
     _print_findings(found)
     if found.findings:
         screen.note(f"fp4pass: {folder}: {len(found.findings)} mismatches")

@@ -180,6 +180,10 @@ def test_folders_in_fp8_of_others(kind: str, tmp_path: Path) -> None:
 def test_the_command_line(good: Good, tmp_path: Path) -> None:
     result = run("verify", good("ours_modelopt"))
     assert "28 packed layers in modelopt" in result.stdout and "no faults found" in result.stdout
+    *_, last = run("verify", good("compressed_tensors")).stdout.splitlines()
+    assert last.startswith(
+        "Without checksums of fp4pass, layers, rows or scales that are exchanged"
+    )
     folder = damaged(good, tmp_path, "a packed layer that is ignored", "ours_modelopt")
     result = run("verify", folder, code=1)
     lines = result.stderr.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from small_models import Saved, change_json, mlp, packed_model
 import fp4pass
 from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, transcode
 from fp4pass.checkpoint.checks import problems
+from fp4pass.checkpoint.layouts import matches
 from fp4pass.checkpoint.skeleton import build_skeleton
 from fp4pass.errors import CheckpointError
 from fp4pass.sources.files import checksum_of
@@ -176,7 +178,8 @@ FOREIGN_CONFIGS = {
         r"got \(1000000000000, 256\)",
     ),
     "a head": (lambda config: config.update(head_dim=10**11), "expected at most 268435456 numbers"),
-    "deep": (lambda config: config.update(deep=nested(900)), "num_hidden_layers: expected at most"),
+    "deep": (lambda config: config.update(deep=nested(150)), "num_hidden_layers: expected at most"),
+    "deeper": (lambda config: config.update(deep=nested(900)), "it is nested too deeply"),
     "heads": (lambda config: config.update(num_attention_heads=0), "ZeroDivisionError|Error"),
     "a size is a word": (lambda config: config.update(hidden_size="x"), "Error"),
     "a size below 0": (lambda config: config.update(hidden_size=-64), "Error"),
@@ -201,6 +204,14 @@ def test_a_damaged_generation_config_is_named(foreign_copy: Saved, text: str) ->
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config.json"):
         fp4pass.load(path.parent)
+
+
+def test_many_patterns_take_no_minutes() -> None:
+    """Each is compiled once, and not for each layer."""
+    patterns = [f"re:.*layers[.]{i}[.](gate|router)$" for i in range(1000)]
+    began = time.perf_counter()
+    assert not any(matches(f"model.layers.{i}.up", patterns) for i in range(60))
+    assert time.perf_counter() - began < 6
 
 
 def test_an_endless_pattern_of_dense_layers_is_named(foreign_copy: Saved) -> None:
