@@ -38,8 +38,8 @@ def text() -> str:
     return (
         f"{table([*header, 'H100, s', 'CPU, s'], rows, left=2)}\n"
         f"SmolLM2-135M-Instruct, KL in nats per token of the model that the GPU converted. `good` "
-        f"and `best` calibrate on 32,768\ntokens that the model wrote before; the seconds "
-        f"exclude it. CPU: one thread of {cpu['machine'].partition(' of ')[2]}.\n"
+        f"and `best` calibrate on 32,768\ntokens written by the model; the seconds exclude "
+        f"the writing. CPU: one thread of {cpu['machine'].partition(' of ')[2]}.\n"
         f"[All recipes](real-model.md); JSON: [GPU](../eval/results/real-model/smollm2.json), "
         f"[CPU](../eval/results/real-model/smollm2-cpu.json).\n"
     )

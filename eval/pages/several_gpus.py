@@ -222,8 +222,8 @@ def measured() -> str:
     )
     what = "Sums over both GPUs in a CUDA graph, bfloat16:"
     layers = " and ".join(str(each["layers"]) for each in read(DECODE)["rows"][::2][:2])
-    reckoned = f"Steps and prefills are reckoned from {layers} layers. Prefills keep no cache.\n"
-    return "\n".join([*origin(read(TWO)), compared, reckoned, what, "", sums, sharded()])
+    how = f"Steps and prefills are extrapolated from {layers} layers. Prefills keep no cache.\n"
+    return "\n".join([*origin(read(TWO)), compared, how, what, "", sums, sharded()])
 
 
 def sharded() -> str:
@@ -254,11 +254,11 @@ def larger() -> str:
     header = ["model", "method", "source, GB", "packed, GB", "statistics of a layer, GB"]
     header += [f"{size}" if size <= HOST else f"{size // HOST} x {HOST}" for size in SIZES]
     return (
-        f"Computed: minutes on so many GPUs, layer by layer, {TOKENS:,} tokens, at the rates above "
-        f"({rate.forward / 1e12:.0f} TFLOP/s forward,\n{rate.hessian / 1e12:.0f} for whole "
-        f"Hessians, {rate.link / 1e9:.0f} GB/s between GPUs). Assumed: disks of "
-        f"{DISK / 1e9:.0f} GB/s a host, which each host reads a\npart from, and "
-        f"{NETWORK / 1e9:.0f} GB/s a GPU between hosts.\n\n{table(header, lines, left=2)}"
+        f"Computed: minutes by number of GPUs, layer by layer, {TOKENS:,} tokens, at the rates "
+        f"above ({rate.forward / 1e12:.0f} TFLOP/s forward,\n{rate.hessian / 1e12:.0f} for whole "
+        f"Hessians, {rate.link / 1e9:.0f} GB/s between GPUs). Assumed: each host reads a part at "
+        f"{DISK / 1e9:.0f} GB/s, and\nGPUs of different hosts exchange "
+        f"{NETWORK / 1e9:.0f} GB/s.\n\n{table(header, lines, left=2)}"
     )
 
 

@@ -138,7 +138,7 @@ def page(found: Mapping[str, Any]) -> str:
     without, naive = first["kl_without"], first["kl_naive"]
     lines = [
         [
-            "not merged, beside the weights",
+            "not merged",
             "0",
             percent(1),
             percent(1),
@@ -151,7 +151,7 @@ def page(found: Mapping[str, Any]) -> str:
         name, kept = f'`"{row["method"]}"`', percent(row["kept"])
         lines.append([name, _kl(row["kl_after"]), part, kept, _loss(row["loss"])])
     lines.append(["no adapter", _kl(without), percent(0), percent(0), _loss(first["loss_base"])])
-    header = ["merged by", "KL to base + adapter", "of the KL of no adapter gone", "`kept`", "loss"]
+    header = ["merged by", "KL to base + adapter", "of the base's KL removed", "`kept`", "loss"]
     statistics = max(row["tokens"] for row in rows)
     return (
         f"{table(header, lines, left=1)}\n"

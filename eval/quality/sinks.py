@@ -100,7 +100,7 @@ def page(found: Mapping[str, Any]) -> str:
         f"{table(header, lines, left=1)}\n"
         f"{found['model']}, {found['tokens']:,} tokens that it wrote: the share of "
         r"$\lvert x \rvert^2$, a mean "
-        f"over the layers (and the most).\n{first} of the tokens are the first of a window, "
+        f"over the layers (and the maximum).\n{first} of the tokens are the first of a window, "
         f"{special} are special.\n"
     )
 

@@ -197,7 +197,7 @@ def table_of_refusals() -> str:
     count = sum(row["outcome"] == "equal" for row in found["rows"])
     lines = [
         f"vLLM {found['versions']['vllm']} holds the tensors of {count} of {len(found['rows'])} "
-        "folders, equal to the bit. The others, by the small model that was saved:",
+        "folders, bit for bit. The others, by the small model that was saved:",
         "",
         "| layout | scheme (model) | error of vLLM |",
         "|---|---|---|",
