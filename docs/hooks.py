@@ -40,6 +40,9 @@ WORD = re.compile(r"<code>([^<\s]{1,24})</code>")
 CODE = re.compile(r'<div class="highlight"><pre>.*?</pre>', re.DOTALL)
 WIDEST = 110
 
+# The begin or end of a part of a page, in a comment of its own.
+MARK = re.compile(r"^<!-- --8<-- .* -->\n", re.MULTILINE)
+
 # What links call a page whose name is their text: its title in the navigation.
 TITLES: dict[str, str] = {}
 
@@ -66,7 +69,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the top, the numbers of the results page, and files that pages link to."""
     for source, page in TOP.items():
         if (ROOT / source).exists():
-            text = (ROOT / source).read_text("utf-8")
+            # Marks of a part that another page includes are no text.
+            text = MARK.sub("", (ROOT / source).read_text("utf-8"))
             files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "assets/results.js", content=results()))
     for name, text in local(".", "eval.pages.architectures").pages().items():
