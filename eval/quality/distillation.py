@@ -395,7 +395,7 @@ class Study:
         if key not in self.starts:
             began = time.perf_counter()
             packed = copy.deepcopy(self.original)
-            data = self.own[: max(1, self.args.calibrated // self.args.window)]
+            data = self.own[: max(1, self.args.calibrated // self.args.window)].cpu()
             fp4pass.convert(packed, key[0], quality=key[1], data=data, progress=False)
             seconds = time.perf_counter() - began
             self.starts[key] = (packed.eval(), seconds)
