@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,6 @@ from ..sources.unread import is_small_float, require_all_read, require_float
 from .checks import cache_format_in, check_facts, check_shapes
 from .layouts import LAYOUTS, PackedLayer, layout_of, read_layers
 from .reader import CheckpointReader, declared_config
-
-# Dtypes of dense weights, by the names of safetensors.
-_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
@@ -151,15 +146,6 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     layout.ignored(declared)
     reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
     read = reader.packed_names()
-    # Configs may name another dtype, which others compute in: most weights would be rounded to it.
-    sizes: Counter[str] = Counter()
-    for name, (shape, kind) in shapes.items():
-        if name not in read and kind in _DENSE:
-            sizes[_DENSE[kind]] += math.prod(shape)
-    if sizes:
-        ((own, _),) = sizes.most_common(1)
-        layers = {n: dataclasses.replace(each, weight_dtype=own) for n, each in layers.items()}
-        reader = dataclasses.replace(reader, layers=layers)
     require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
     if not layers:
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")

@@ -307,7 +307,7 @@ def _write_configs(
         if data["dtype"] != own:
             _log.info(
                 "config.json says %s, in which others compute; dense weights are %s, and "
-                "fp4pass.load keeps them so",
+                "fp4pass.load keeps them so by fp4pass.json",
                 data["dtype"],
                 own,
             )

@@ -184,9 +184,9 @@ def fit_tensors(
             del tensors[name]
     if rounded:
         warnings.warn(
-            f"{len(rounded)} dense tensors are rounded to the dtype of the model "
-            f"({some(rounded)}). To keep them, load into a model in their dtype: "
-            "fp4pass.load(dir, model=model).",
+            f"{len(rounded)} dense tensors are rounded to the dtype that config.json says "
+            f"({some(rounded)}), as in transformers. To keep them, load into a model in their "
+            "dtype: fp4pass.load(dir, model=model).",
             stacklevel=3,
         )
     if dropped:

@@ -171,6 +171,7 @@ def cut_rows() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
 
 
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

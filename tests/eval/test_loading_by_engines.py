@@ -101,6 +101,7 @@ def test_save_says_whether_vllm_loads_a_folder(
         assert ("SGLang" in read) is whole and ("SGLang (" in others) is not whole, words
 
 
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 def test_save_warns_of_scales_that_vllm_reads_wrong(
     vllm_loading: ModuleType, tmp_path: Path
 ) -> None:

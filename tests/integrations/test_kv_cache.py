@@ -221,6 +221,7 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
     assert not any("_scale" in key for key in load_file(tmp_path / "dense/model.safetensors"))
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("configs", ["both", "config.json", "hf_quant_config.json"])
 def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) -> None:
@@ -280,6 +281,7 @@ def test_only_scales_of_fp8_are_tensors_of_the_folder(name: str, tmp_path: Path)
     assert found == (set() if name == "nvfp4" else {"k_scale", "v_scale"})
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
 def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
     """As llm-compressor writes it: in the dtype of the model, and no power of two."""
@@ -388,6 +390,7 @@ def test_recipes_have_it(tmp_path: Path) -> None:
         fp4pass.Recipe.from_dict({"kv_cache": "fp9"})
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 def test_a_damaged_scale_is_an_error(tmp_path: Path) -> None:
     model = converted()
     fp4pass.save(model, tmp_path / "a")

@@ -81,6 +81,7 @@ def test_what_the_class_does_not_make_is_copied_and_what_it_computes_is_named(
     assert set(declared["ignore"]) == {"lm_head", "mtp.fc", "model.layers.2.eh_proj"}
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 def test_copied_tensors_go_through_load_save_and_transcode(tmp_path: Path) -> None:
     model = converted(source(tmp_path / "m", {**SPARE, **TABLES}))
     fp4pass.save(model, tmp_path / "q")
@@ -101,6 +102,7 @@ def test_copied_tensors_go_through_load_save_and_transcode(tmp_path: Path) -> No
     assert torch.equal(dense["mtp.fc.weight"], SPARE["mtp.fc.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 def test_ignored_tensors_of_another_library_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
