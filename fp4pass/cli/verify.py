@@ -105,7 +105,7 @@ def verify(
     screen.print_mismatches(folder, wrong)
 
 
-# What only checksums or the float model show.
+# Only checksums or the float model show these.
 _UNSEEN = (
     "Without checksums of fp4pass, layers, rows or scales that are exchanged for others of their "
     "size are not seen, nor are numbers that changed a little."

@@ -65,7 +65,7 @@ def may_be_exact(matrix: Tensor, fmt: Format) -> bool:
     if not fmt.has_global_scale:
         return False
     place = int(matrix.detach().abs().argmax())
-    block = matrix.detach().reshape(-1, fmt.block)[place // fmt.block].view(1, -1)
+    block = matrix.detach().reshape(-1, fmt.block)[place // fmt.block].clone().view(1, -1)
     return _is_exact(block, fmt, 2 * fmt.global_scale_for(float(block.abs().max())))
 
 

@@ -144,7 +144,7 @@ def test_a_kl_that_no_scheme_reaches() -> None:
 def test_rules_are_kept() -> None:
     rules = [
         ("*.0.self_attn.*", None),
-        ("*.down_proj", {"fmt": "mxfp4"}),
+        ("*.down_proj", {"fmt": "mxfp4a16"}),
         ("*.gate_proj", {"unreached": "skip"}),
         ("*.up_proj", {"unreached": "skip"}),
     ]

@@ -316,7 +316,7 @@ PROBLEMS = [
     ("compressed-tensors-hadamard", {"rotation": 64, "block": 32}, "nvfp4:32"),
     (
         "compressed-tensors-hadamard",
-        {"rotation": 64, "weight_only": False},
+        {"rotation": 64, "fmt": "nvfp4", "weight_only": False},
         "4-bit inputs in nvfp4",
     ),
     ("compressed-tensors-hadamard", {"rotation": 32, "folded": True}, "folded"),

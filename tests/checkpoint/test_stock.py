@@ -165,7 +165,7 @@ def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path:
     with pytest.warns(UserWarning) as caught:
         packed(mixtral(), tmp_path / "a")
     rule = ("*.experts.*", {"fmt": "mxfp4a16"})
-    assert f'rules=[("{rule[0]}", {json.dumps(rule[1])})]' in str(caught[0].message)
+    assert f"a rule that gives {rule[0]} {rule[1]['fmt']}" in str(caught[0].message)
     declared, names = packed(mixtral(), tmp_path / "q", [*others, rule])
     assert len(declared["config_groups"]) == 2 and differing(tmp_path / "q") == []
     # As other libraries read it, and for the names of engines, which are other ones.

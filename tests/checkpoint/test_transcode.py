@@ -179,12 +179,14 @@ def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
     model = fp4pass.convert(cut_rows(), "fp8_block", "naive", progress=False)
     with pytest.warns(UserWarning) as by_save:
         fp4pass.save(model, tmp_path / "saved", layout="finegrained-fp8", progress=False)
-    with pytest.warns(UserWarning, match="no tokenizer"):
+    with pytest.warns(UserWarning):
         fp4pass.save(model, tmp_path / "q", progress=False)
     caplog.clear()
-    with pytest.warns(UserWarning, match="vLLM joins") as by_transcode:
+    with pytest.warns(UserWarning) as by_transcode:
         transcode(tmp_path / "q", tmp_path / "t", "finegrained-fp8", progress=False)
-    assert str(by_transcode[0].message) in [str(each.message) for each in by_save]
+    saved, found = ([str(each.message) for each in by] for by in (by_save, by_transcode))
+    (joined,) = (each for each in found if "vLLM joins" in each)
+    assert joined in saved
     lines = [record.getMessage() for record in caplog.records]
     assert any("vLLM does not load this folder: it joins" in line for line in lines)
     caplog.clear()
@@ -193,7 +195,7 @@ def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
 
 
 def test_it_warns_of_fused_layers_with_several_schemes(tmp_path: Path) -> None:
-    rules: Any = [("*.k_proj", {"fmt": "fp8"})]
+    rules: Any = [("*.k_proj", {"fmt": "fp8a16"})]
     model = fp4pass.convert(language_model(), "nvfp4a16", "naive", rules=rules, progress=False)
     fp4pass.save(model, tmp_path / "own", layout="fp4pass", progress=False)
     with pytest.warns(UserWarning, match="self_attn: q_proj nvfp4a16, k_proj fp8a16, v_proj"):

@@ -219,7 +219,10 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
-    loaded, tried, card, saved = result.stderr.splitlines()
+    loaded, tried, left, card, saved = result.stderr.splitlines()
+    assert left.endswith(
+        "not copied: calib.txt, eval.txt, training.json (--copy-files takes globs)"
+    )
     assert tried.startswith('fp4pass: method "naive": a few seconds (4 layers, no data; estimated')
     assert loaded == f"{TINY}: Qwen3ForCausalLM, 3,672,832 parameters in bfloat16"
     assert card == f"fp4pass: README.md: the model card replaces that of {TINY}"

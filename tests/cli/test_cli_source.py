@@ -48,7 +48,7 @@ def test_all_of_a_source_is_in_the_output_or_named(
 ) -> None:
     folder, target = source(tmp_path / "m"), tmp_path / "q"
     result = run("quantize", folder, "-o", target, *PLAIN, *options)
-    assert f"{folder}: not copied: onnx/ (copy_files" in result.stderr
+    assert f"{folder}: not copied: onnx/ (--copy-files" in result.stderr
     assert "mtp.fc.weight, mtp.norm.weight: LlamaForSequenceClassification" in result.stdout
     assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):

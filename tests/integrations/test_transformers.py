@@ -219,7 +219,7 @@ def test_it_compiles_whole_and_copies(folder_of: Callable[[str], Path]) -> None:
     assert model.hf_quantizer._weights is None
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4a16", "mxfp4a16"])
 def test_saving_writes_what_a_converted_model_writes(
     folder_of: Callable[[str], Path], tmp_path: Path, fmt: str
 ) -> None:
