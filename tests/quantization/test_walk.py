@@ -60,7 +60,7 @@ def test_a_weight_passes_seven_files(method: str) -> None:
     model(torch.randn(128, 64))
     weight: Any = model[0].weight
     found = _entries(method, weight, model)
-    # Beside quantization/search.py, which holds it. Two are entered twice, for a look at a block and
+    # Beside quantization/search.py, which holds it. Two are entered twice: to look at a block, and
     # at the largest number.
     assert found == [
         ("kernels/statistics/naive.py", "weight_amax"),
