@@ -69,7 +69,7 @@ def commonmark(text: str) -> Counter[str]:
 def test_lists_and_tables_are_those_of_github(page: str, site_markdown: Any) -> None:
     """The site needs an empty line before a list, and four spaces for what is in an item."""
     text = (ROOT / page).read_text("utf-8")
-    html = site_markdown.reset().convert(text, "nvfp4")
+    html = site_markdown.reset().convert(text)
     # The bodies of tables are the same; the code of blocks is in none of the counts.
     found = Counts(re.sub(r'<table class="highlighttable">.*?</table>', "", html, flags=re.S)).found
     assert found == commonmark(text)

@@ -97,9 +97,9 @@ def share(batches: list[Tensor]) -> list[Tensor]:
 def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) -> Any:
     sequential = options.pop("sequential", False)
     model = model.to(DEVICE)
-    fp4pass.prepare(model, method, sequential=sequential, **options)
+    fp4pass.prepare(model, method, sequential=sequential, **{"fmt": "nvfp4", **options})
     fp4pass.calibrate(model, batches, progress=False)
-    return fp4pass.convert(model, "nvfp4")
+    return fp4pass.convert(model)
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def together(folder: Path) -> dict[str, Any]:
     model = fp4pass.prepare(Readers().to(DEVICE), "hessian")
     if RANK == 0:
         fp4pass.calibrate(model, integers(), progress=False)
-    found["one calibrates"] = facts(fp4pass.convert(model))
+    found["one calibrates"] = facts(fp4pass.convert(model, "nvfp4"))
 
     # The last, for the group is of no use behind it.
     sys.modules["fp4pass.distributed.ranks"].__dict__["_ARRIVAL"] = timedelta(seconds=2)

@@ -63,7 +63,7 @@ def converted(kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
             nn.init.normal_(parameter)
     if "method" in options:
         return quantized(model, texts(), **options)
-    return fp4pass.convert(model.to(DEVICE), method="sse", **options)
+    return fp4pass.convert(model.to(DEVICE), **{"fmt": "nvfp4", "method": "sse", **options})
 
 
 @contextmanager
@@ -209,7 +209,9 @@ def styles(folder: Path) -> dict[str, Any]:
     rows = slice(64 * RANK, 64 * RANK + 64)
     kinds = {"W4A16": W4A16, "rotated": {**W4A16, "rotation": 32}, "W4A4": {}}
     for name, options in kinds.items():
-        whole: Any = fp4pass.convert(Mlp().to(DEVICE), method="sse", **options)
+        whole: Any = fp4pass.convert(
+            Mlp().to(DEVICE), **{"fmt": "nvfp4", "method": "sse", **options}
+        )
         part = parallelize_module(copy.deepcopy(whole), mesh(), STYLES)
         found[name] = {"whole": gradients(whole, x), "split": gradients(part, x)}
         found[name]["whole"]["bias"] = found[name]["whole"]["bias"][rows]
