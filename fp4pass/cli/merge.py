@@ -103,6 +103,7 @@ def merge(
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     beside = float_models.files_beside(str(base), copy_files or ())
+    sources.quiet()
     # It imports PEFT, and refuses old versions.
     from ..integrations.peft import load_adapter
 

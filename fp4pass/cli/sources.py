@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 
 import torch
@@ -37,13 +38,14 @@ def choose_dtype(name: str) -> torch.dtype | str:
 
 
 def quiet() -> None:
-    """Keep what transformers and the hub print off the screen."""
+    """Keep what transformers, the hub and bitsandbytes, which PEFT imports, print off the screen."""
     import huggingface_hub
     import transformers
 
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def load_any(source: str, device: str, trust: bool = False) -> nn.Module:
