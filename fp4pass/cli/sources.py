@@ -38,7 +38,7 @@ def choose_dtype(name: str) -> torch.dtype | str:
 
 
 def quiet() -> None:
-    """Keep what transformers, the hub and bitsandbytes, which PEFT imports, print off the screen."""
+    """Keep what transformers, the hub and bitsandbytes (by PEFT) print off the screen."""
     import huggingface_hub
     import transformers
 
