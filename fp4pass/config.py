@@ -323,8 +323,11 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
             raise unknown_name(f"{where}option" if where else "Option", key, names)
 
 
-def check_rules(rules: Rules) -> tuple[Rule, ...]:
-    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError."""
+def check_rules(rules: Rules, weight_only: bool | None = None) -> tuple[Rule, ...]:
+    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError.
+
+    weight_only: as it is given beside the rules; True holds in rules that name a format.
+    """
     rules = getattr(rules, "rules", rules)
     if isinstance(rules, str | Mapping) or not isinstance(rules, Sequence):
         raise RuleError(expected("rules", "a list of (glob, options)", type(rules).__name__))
@@ -338,11 +341,16 @@ def check_rules(rules: Rules) -> tuple[Rule, ...]:
         if not isinstance(options, Mapping):
             raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", repr(options)))
         check_options(options, f"In the rule for {pattern!r}, ")
-    return tuple((pattern, options and _expanded(pattern, options)) for pattern, options in rules)
+    return tuple(
+        (pattern, options and _expanded(pattern, options, weight_only))
+        for pattern, options in rules
+    )
 
 
-def _expanded(pattern: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _expanded(pattern: str, options: Mapping[str, Any], weight_only: bool | None) -> dict[str, Any]:
     """Return the options of a rule with the fields of a scheme in place of its name."""
+    if weight_only and "fmt" in options:
+        options = {**options, "weight_only": options.get("weight_only", True)}
     try:
         return expand_scheme(options)
     except OptionError as error:

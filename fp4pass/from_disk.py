@@ -140,7 +140,7 @@ def quantize_checkpoint(
 def _require_no_data(arguments: Mapping[str, Any]) -> None:
     """Raise CalibrationError for options of `convert` by which any layer needs data."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    rules = check_rules(given.pop("rules"))
+    rules = check_rules(given.pop("rules"), given.get("weight_only"))
     for config in Recipe(config_of(given, None), rules).configs():
         if config.needs:
             raise CalibrationError(

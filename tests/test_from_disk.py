@@ -28,7 +28,7 @@ def in_memory(folder: Path, method: str = "hessian", layout: str = "compressed-t
     """The same by a model in memory."""
     model = fp4pass.prepare(language_model(), method, sequential=True)
     fp4pass.calibrate(model, BATCHES, progress=False)
-    fp4pass.save(fp4pass.convert(model, "nvfp4"), folder, layout=layout)
+    fp4pass.save(fp4pass.convert(model), folder, layout=layout)
     return folder
 
 

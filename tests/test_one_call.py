@@ -246,7 +246,7 @@ def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_model_without_data_writes_its_own(writes: list[dict[str, Any]]) -> None:
     model = in_one(data=None, tokenizer=Reader)
-    assert writes == [{"tokenizer": Reader, "tokens": 32768}]
+    assert writes == [{"tokenizer": Reader, "tokens": 32768, "seq_len": 512, "seed": 0}]
     assert get_state(model).recipe["calibration"]["tokens"] == tokens(3).numel()
     assert_same_bits(model, in_one(data=tokens(3)))
     # A tokenizer says it, too, without a quality.

@@ -95,6 +95,11 @@ def test_rules_take_a_scheme() -> None:
     assert made(fp4pass.convert(mlp(), "nvfp4", "sse", rules=rules)) == ["mxfp4a16", "mxfp4"]
     model = fp4pass.convert(mlp(), "nvfp4a16", "sse", rules=rules)
     assert made(model) == ["mxfp4a16", "mxfp4"]
+    # What the call says of inputs holds in its rules, too.
+    model = fp4pass.convert(mlp(), method="sse", weight_only=True, rules=rules)
+    assert made(model) == ["mxfp4a16", "mxfp4a16"]
+    recipe = Recipe.from_dict({"weight_only": True, "rules": [{"2": {"fmt": "mxfp4"}}]})
+    assert recipe.configs()[0].scheme == "mxfp4a16"
 
 
 def test_prepare_tells_convert_the_scheme() -> None:

@@ -110,7 +110,10 @@ def read_recipe(path: Path | None, quality: str | None, options: Mapping[str, An
         if decided:
             flags = " and ".join(map(flag, decided))
             raise OptionError(f"--quality {quality} decides {flags}. Leave out one of them.")
-    recipe = Recipe(quality=quality) if path is None else Recipe.read(path, quality)
+    if path is None:
+        recipe = Recipe(quality=quality)
+    else:
+        recipe = Recipe.read(path, quality, options.get("weight_only"))
     return recipe.override(options)
 
 

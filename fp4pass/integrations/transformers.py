@@ -74,7 +74,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method: Any = METHOD
         config = config_of({"fmt": fmt, "method": method, **options}, None)
-        self.recipe = Recipe(config, check_rules(rules))
+        self.recipe = Recipe(config, check_rules(rules, options.get("weight_only")))
         for each in self.recipe.configs():
             if each.needs:
                 raise OptionError(

@@ -162,7 +162,7 @@ def convert_mha_projections(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def wrapped(model: nn.Module, *args: Any, rules: Rules = (), **options: Any) -> Any:
-        known = check_rules(rules)
+        known = check_rules(rules, options.get("weight_only"))
         with calling_projections(unwrap(model, *args), known):
             return call(model, *args, rules=known, **options)
 

@@ -127,7 +127,11 @@ class Recipe:
         return {**self._quality, **plain(self.config.options()), "rules": rules, **self._cache}
 
     @staticmethod
-    def read(path: str | os.PathLike[str], quality: str | None = None) -> Recipe:
+    def read(
+        path: str | os.PathLike[str],
+        quality: str | None = None,
+        weight_only: bool | None = None,
+    ) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 
         A file may also hold a list of rules, or a recipe under the key "recipe", as fp4pass.json.
@@ -135,6 +139,7 @@ class Recipe:
         Args:
             path: of the file.
             quality: as if the file said so.
+            weight_only: the same, in rules that name a format.
 
         Raises:
             OptionError: with the file and the key that is wrong.
@@ -148,7 +153,7 @@ class Recipe:
         data = parse_file(path_of(path, "path"))
         # Errors name the keys of the file, in a command too.
         with named_as({}):
-            return _Reader(str(path), quality).recipe(data)
+            return _Reader(str(path), quality, weight_only).recipe(data)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
@@ -242,8 +247,9 @@ class _Reader:
     """Reads plain values as a recipe; an error says where in `file` it is."""
 
     file: str
-    # In place of one in the file.
+    # In place of those in the file.
     given: str | None = None
+    weight_only: bool | None = None
 
     def recipe(self, data: Any) -> Recipe:
         at = ""
@@ -263,7 +269,9 @@ class _Reader:
         config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
-        rules = self.rules(data.get("rules", ()), f"{at}rules", config)
+        weight_only = self.weight_only or data.get("weight_only")
+        reader = dataclasses.replace(self, weight_only=weight_only)
+        rules = reader.rules(data.get("rules", ()), f"{at}rules", config)
         quality = data.get(QUALITY, self.given)
         if self.given not in (None, quality):
             problem = f"{quality!r}, and --{QUALITY} {self.given} is given. Leave out one of them."
@@ -322,6 +330,8 @@ class _Reader:
             form = "null, which skips, or a mapping of options"
             raise self.error(at, expected(f"the rule for {pattern!r}", form, _shown(options)))
         self.keys(options, [each.name for each in OPTIONS], f"{at}.{pattern}.")
+        if self.weight_only and "fmt" in options:
+            options = {**options, "weight_only": options.get("weight_only", True)}
         made = self.config(config, options, f"{at}.{pattern}")
         if "method" in options:
             return pattern, {**options, "method": made.method}

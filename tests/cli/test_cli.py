@@ -373,7 +373,7 @@ def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
     tmp_path: Path, slow_in_bfloat16: None
 ) -> None:
     # Whether inputs are bfloat16 shows in their Hessians, and in nothing that is saved of others.
-    result = run("quantize", TINY, "-o", tmp_path / "q", *CALIBRATED)
+    result = run("quantize", TINY, "-o", tmp_path / "q", "--scheme", "nvfp4", *CALIBRATED)
     assert f"parameters in bfloat16\ncalibrates {SLOW}" in result.stderr
     stored = open_checkpoint(tmp_path / "q")
     assert stored.own["dtype"] == "bfloat16"

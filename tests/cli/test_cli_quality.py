@@ -82,9 +82,11 @@ def test_a_folder_of_a_quality_that_changed_since_is_read(
 def test_best_runs_one_layer_after_the_other(
     tmp_path: Path, rules: Path, written: torch.Tensor
 ) -> None:
-    run("quantize", TINY, "-o", tmp_path / "q", "--quality", "best", "--rules", rules)
+    options = ("--scheme", "nvfp4", "--quality", "best", "--rules", rules)
+    run("quantize", TINY, "-o", tmp_path / "q", *options)
     expected = fp4pass.convert(
         language_model(),
+        "nvfp4",
         quality="best",
         data=written,
         rules=list(RULES.items()),

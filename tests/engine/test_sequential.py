@@ -709,7 +709,7 @@ def test_calls_in_two_threads_are_refused() -> None:
 def test_the_command(tmp_path: Path) -> None:
     for package in ("transformers", "typer", "rich", "yaml", "datasets"):
         pytest.importorskip(package)
-    options = ("--method", "hessian", *CALIBRATED, "--batch-size", 2)
+    options = ("--scheme", "nvfp4", "--method", "hessian", *CALIBRATED, "--batch-size", 2)
     written = run_json("quantize", TINY, "-o", tmp_path / "a", *options, "--sequential")
     assert written["recipe"]["calibration"]["sequential"] is True
     ours = language_model()

@@ -42,7 +42,7 @@ def convert(model: Any, method: str, batches: Any = BATCHES, **options: Any) -> 
     if method != "sse":
         fp4pass.prepare(model, method, sequential=True)
         fp4pass.calibrate(model, batches, progress=False)
-    return fp4pass.convert(model, method=method, weight_only=method == "sse", **options)
+    return fp4pass.convert(model, "nvfp4", method, weight_only=method == "sse", **options)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_an_offloaded_layer_is_brought_once(
         up = "model.layers.{}.mlp.up_proj.weight".format
         assert [reads[up(i)] for i in range(4)] == [2, 1, 0, 0]
         reads.clear()
-        fp4pass.convert(model, **options)
+        fp4pass.convert(model, "nvfp4", **options)
     else:
         convert(model, method, **options)
     assert set(reads.values()) == {1}

@@ -112,7 +112,7 @@ def test_every_method_with_its_options(method: str) -> None:
 @pytest.mark.core
 def test_what_a_model_was_converted_with_is_a_recipe() -> None:
     """As fp4pass.json has it."""
-    rules = [("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive()}), ("0.*", None)]
+    rules = [("*.up_proj", {"fmt": "mxfp4a16", "method": fp4pass.Naive()}), ("0.*", None)]
     first = fp4pass.convert(model(), method="sse", weight_only=True, rules=rules)
     record = get_state(first)
     assert record is not None
