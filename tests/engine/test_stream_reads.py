@@ -42,7 +42,8 @@ def convert(model: Any, method: str, batches: Any = BATCHES, **options: Any) -> 
     if method != "sse":
         fp4pass.prepare(model, method, sequential=True)
         fp4pass.calibrate(model, batches, progress=False)
-    return fp4pass.convert(model, "nvfp4", method, weight_only=method == "sse", **options)
+    options = {"fmt": "nvfp4", "method": method, "weight_only": method == "sse"} | options
+    return fp4pass.convert(model, **options)
 
 
 @pytest.fixture
