@@ -63,7 +63,7 @@ LSQ = (16 * 6) ** -0.5
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is trained with.
+    """The settings of a run.
 
     Attributes:
         tokens: that are read, in several epochs if fewer were written.

@@ -118,7 +118,7 @@ def saving_owner() -> object:
 
 
 def vocabulary_files(name: str) -> set[str]:
-    """Return the files of which a class of tokenizers reads one, none where that is not known."""
+    """Return the vocabulary files that a class of tokenizers can read, empty if unknown."""
     transformers = sys.modules.get("transformers")
     try:
         return set(getattr(transformers, name).vocab_files_names.values())

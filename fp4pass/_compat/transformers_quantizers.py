@@ -67,7 +67,7 @@ def when_loaded(
     """Call a function once transformers has loaded a model, before it adds hooks of devices.
 
     is_known: whether a tensor that it found no place for is nothing to report.
-    filled: the parameters that the function fills, of which nothing is to report either.
+    filled: the parameters that the function fills; they are not reported either.
     """
     with needed("transformers"):
         adjust = getattr(model, _LOADED)

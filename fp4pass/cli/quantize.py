@@ -154,6 +154,11 @@ def quantize(
             "--sequential calibrates, and the method needs no text. Give --data FILE, or leave "
             "--sequential out."
         )
+    if data is None and asked is None and not _needs_text(recipe):
+        numbers = {"--samples": samples, "--seq-len": seq_len, "--seed": seed}
+        given = " and ".join(name for name, value in numbers.items() if value is not None)
+        if given:
+            raise OptionError(f"{given}: the method needs no calibration text. Leave out {given}.")
     by_layers = layer_by_layer
     if recipe.quality is not None and get_quality(recipe.quality).sequential:
         by_layers = by_layers or f"--quality {recipe.quality}"

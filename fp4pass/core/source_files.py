@@ -50,7 +50,7 @@ _OF_MODULES = (*_OF_PARTS, "*.safetensors", "pytorch_model*.bin")
 _CONFIGS = ("*config.json", "modules.json")
 _CLASSES = {"auto_map", "impl", "type"}
 
-# Names of weights that `save` may write, of which others would read a copy.
+# Names of weights that `save` may write. Other libraries would read a copy.
 _WRITTEN = re.compile(r"(model|fp4pass)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 

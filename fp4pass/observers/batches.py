@@ -197,6 +197,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     root: Any = unwrap(model)
     try:
         table = root.get_input_embeddings()
+    # Other models lack the method; those of transformers raise the second if they find no table.
     except (AttributeError, NotImplementedError):
         tables = [each for each in root.modules() if isinstance(each, nn.Embedding)]
         table = tables[0] if len(tables) == 1 else None

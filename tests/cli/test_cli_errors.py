@@ -91,6 +91,7 @@ QUANTIZE_BAD = [
     ((TINY, "--method", "hesian"), "Method 'hesian' does not exist. Did you mean 'hessian'?"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY, *PLAIN, "--sequential"), "--sequential calibrates, and the method needs no text"),
+    ((TINY, *PLAIN, "--samples", "4", "--seed", "1"), "--samples and --seed: the method needs no"),
     (
         (TINY, *PLAIN, "--to", "gguf"),
         "--to: Layout 'gguf' does not exist. Known: compressed-tensors",
