@@ -236,7 +236,7 @@ def megabytes(model: nn.Module) -> float:
 def check_compiled(model: nn.Module, held_out: Tensor) -> None:
     """Compare the compiled model with the one it was made of, on one window."""
     ids = held_out[:1].to(next(model.parameters()).device)
-    print("torch.compile: compiles the model, which takes about a minute", flush=True)
+    print("torch.compile: compiles the model ...", flush=True)
     compiled = torch.compile(model, fullgraph=True)
     began = time.perf_counter()
     logits = compiled(ids, use_cache=False).logits.float()
