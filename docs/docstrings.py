@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-from fp4pass.signatures import described
+from fp4pass.record.signatures import described
 
 
 class Sections(griffe.Extension):

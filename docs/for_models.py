@@ -11,7 +11,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
-from fp4pass.signatures import described as with_options
+from fp4pass.record.signatures import described as with_options
 
 ROOT = Path(__file__).resolve().parents[1]
 

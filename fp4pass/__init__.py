@@ -7,27 +7,40 @@ from . import integrations as integrations
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
-from .config import LinearConfig
 from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
-from .later import LATER
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.quantize import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import report
 from .quantization.restore import dequantize
-from .rows import Report
-from .tensor import QuantState, functional, quantize
+from .quantization.tensor import QuantState, functional, quantize
+from .record.config import LinearConfig
+from .record.rows import Report
 
 if TYPE_CHECKING:
-    from .budget import allocate
+    from .engine.smoothing import smooth
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .learning import Refine, distill, refine
-    from .merging import merge
+    from .lab.budget import allocate
+    from .lab.learning import Refine, distill, refine
+    from .lab.merging import merge
     from .parallel import parallelize
-    from .smoothing import smooth
+
+# The modules of public names that few programs use: they are imported when one is asked for.
+_LATER = {
+    "allocate": ".lab.budget",
+    "distill": ".lab.learning",
+    "Evaluation": ".evaluation",
+    "evaluate": ".evaluation",
+    "merge": ".lab.merging",
+    "parallelize": ".parallel",
+    "Refine": ".lab.learning",
+    "refine": ".lab.learning",
+    "smooth": ".engine.smoothing",
+    "trace": ".graph.export",
+}
 
 __all__ = [
     "Evaluation",
@@ -67,8 +80,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    if name in LATER:
-        return getattr(import_module(LATER[name], __name__), name)
+    if name in _LATER:
+        return getattr(import_module(_LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,28 +12,28 @@ import torch
 from torch import nn
 
 from . import calibration
-from .config import LinearOptions, Rules, SchemeOptions, check_rules
 from .core.progress import shown
 from .distributed import ranks
 from .engine.conversion import Conversion
 from .engine.engine import Engine
+from .engine.one_call import OneCall
 from .engine.recording import record_layers
 from .engine.schedule import later_costs
 from .errors import require_flags
-from .kv_cache import KV_CACHE
-from .observers.attention import convert_mha_projections
-from .observers.batches import run_batches
-from .observers.computing import fast_dtype
-from .observers.kv_cache import observe_cache
-from .one_call import OneCall
+from .nn.kv_cache import KV_CACHE
 from .quantization import checks
+from .quantization.observers.attention import convert_mha_projections
+from .quantization.observers.batches import run_batches
+from .quantization.observers.computing import fast_dtype
+from .quantization.observers.kv_cache import observe_cache
 from .quantization.plan import plan_layers
 from .quantization.replace import attach_observers
 from .quantization.report import planned_row
 from .quantization.restore import unprepared_on_error
-from .rows import Report
-from .signatures import with_options
-from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
+from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
+from .record.rows import Report
+from .record.signatures import with_options
+from .record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 from .api import convert
+from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import get_layout
 from .checkpoint.saving import save
+from .checkpoint.source_files import MANIFEST
+from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
-from .config import LinearOptions, Rules, check_rules
 from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, as_option, expected, require_flags
-from .float_models import files_beside, load_float, load_tokenizer
-from .hub.upload import require_repository
 from .quantization.recipe import Recipe
 from .quantization.report import report
-from .rows import Report
-from .signatures import with_options
-from .sources.files import MANIFEST
-from .state import config_of
+from .record.config import LinearOptions, Rules, check_rules
+from .record.rows import Report
+from .record.signatures import with_options
+from .record.state import config_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import OptionError
 from fp4pass.quantization.recipe import Recipe
+from fp4pass.record.config import LinearConfig
 
 OPS = torch.ops.fp4pass
 

@@ -16,9 +16,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fp4pass
-from fp4pass.linear import QuantizedLinear
-from fp4pass.observers.observer import OBSERVERS
-from fp4pass.state import get_state
+from fp4pass.nn.linear import QuantizedLinear
+from fp4pass.quantization.observers.observer import OBSERVERS
+from fp4pass.record.state import get_state
 
 
 def params(*names: str, slow: tuple[str, ...] = ()) -> list[object]:

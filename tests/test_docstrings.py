@@ -40,7 +40,11 @@ def rooms() -> list[str]:
     packages = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     texts = {name: (PACKAGE / name / "__init__.py").read_text("utf-8") for name in packages}
     public = [name for name, text in texts.items() if "__all__" in text and name not in PRIVATE]
-    return ["fp4pass", "fp4pass.tensor.functional", *(f"fp4pass.{name}" for name in public)]
+    return [
+        "fp4pass",
+        "fp4pass.quantization.tensor.functional",
+        *(f"fp4pass.{name}" for name in public),
+    ]
 
 
 # What a room cannot be imported without.
@@ -167,7 +171,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
-    "fp4pass.budget": with_stack,
+    "fp4pass.lab.budget": with_stack,
     "fp4pass.calibration.sample": language_writer,
     "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
@@ -175,7 +179,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.integrations.compile_for_drafts": compiled_decoder,
     "fp4pass.integrations.PackedConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
-    "fp4pass.learning": learned,
+    "fp4pass.lab.learning": learned,
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
     "fp4pass.refine": with_stack,
@@ -251,7 +255,7 @@ def test_names_that_are_shown_are_the_public_ones() -> None:
 def test_the_docstring_of_convert_has_every_option() -> None:
     text = inspect.getdoc(fp4pass.convert) or ""
     assert "\n    weight_only: Leave inputs in floating point.\n" in text
-    for field in fp4pass.config.OPTIONS:
+    for field in fp4pass.record.config.OPTIONS:
         assert f"\n    {field.name}: " in text, field.name
     assert text.count("\n    method: ") == 1
     assert "**options" not in (inspect.getdoc(fp4pass.calibrate) or "")

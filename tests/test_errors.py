@@ -26,7 +26,7 @@ from fp4pass.errors import (
     StateError,
     unknown_name,
 )
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.plan import plan_layers, with_statistics
 
 

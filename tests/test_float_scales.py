@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.config import LinearConfig
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.errors import OptionError, ShapeError
 from fp4pass.kernels.search.float_scales import CANDIDATES
-from fp4pass.learning.student import trainable
-from fp4pass.linear import PACKED, SCALE, QuantizedLinear
+from fp4pass.lab.learning.student import trainable
 from fp4pass.methods import Hessian
+from fp4pass.nn.linear import PACKED, SCALE, QuantizedLinear
 from fp4pass.parallel.linear import ColumnLinear, RowLinear, require_whole_blocks
+from fp4pass.record.config import LinearConfig
 
 FLOATS = [fmt for fmt in FORMATS.values() if fmt.has_float_scale]
 formats = pytest.mark.parametrize("fmt", FLOATS, ids=lambda fmt: fmt.key)

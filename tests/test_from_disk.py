@@ -13,9 +13,9 @@ from small_models import TINY, assert_same_bits, language_model, tokens
 
 import fp4pass
 from fp4pass.checkpoint import layer_files
-from fp4pass.config import OPTIONS
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.quantization import search
+from fp4pass.record.config import OPTIONS
 
 pytest.importorskip("transformers")
 
@@ -92,7 +92,7 @@ def test_going_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(search, "_search", interrupted)
     # A trial for the time searches a layer, too.
-    monkeypatch.setattr("fp4pass.one_call.try_layer", lambda *a, **b: None)
+    monkeypatch.setattr("fp4pass.engine.one_call.try_layer", lambda *a, **b: None)
     with pytest.raises(KeyboardInterrupt):
         quantized(tmp_path / "q")
     # Two layers of seven linears are finished, and the folder is not there yet.

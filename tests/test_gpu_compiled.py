@@ -24,7 +24,7 @@ from torch.export import Dim
 import fp4pass
 from fp4pass import ops
 from fp4pass.graph.inductor import install, launches
-from fp4pass.observers.observer import OBSERVERS
+from fp4pass.quantization.observers.observer import OBSERVERS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from mixtures import MODELS, UNREAD, build, ids, logits
 from torch import Tensor
 
 import fp4pass
-from fp4pass.experts import QuantizedExpertStack
+from fp4pass.nn.experts import QuantizedExpertStack
 
 pytest.importorskip("transformers")
 pytestmark = [

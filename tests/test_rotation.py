@@ -28,8 +28,8 @@ from fp4pass import ops
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
 from fp4pass.kernels.statistics.naive import diagonal_blocks
-from fp4pass.linear import quantize_input
 from fp4pass.methods import Stats
+from fp4pass.nn.linear import quantize_input
 from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48

@@ -28,8 +28,8 @@ from fp4pass.parity import (
     qwantize,
     swap,
 )
-from fp4pass.tensor import load_state
-from fp4pass.tensor.functional import error_metrics, global_scale_for, quantize_blocks
+from fp4pass.quantization.tensor import load_state
+from fp4pass.quantization.tensor.functional import error_metrics, global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 BLOCKS, IDS = X.view(4, 4, 16), torch.ones(20, dtype=torch.long)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from zoo import Case
 
 import fp4pass
-from fp4pass.experts import QUANTIZED
-from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import Stats
-from fp4pass.observers.observer import OBSERVERS, collect
+from fp4pass.nn.experts import QUANTIZED
+from fp4pass.nn.linear import QuantizedLinear
+from fp4pass.quantization.observers.observer import OBSERVERS, collect
 from fp4pass.quantization.replace import attach_observers
 from fp4pass.quantization.scan import scan_layers
 

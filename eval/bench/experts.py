@@ -40,8 +40,8 @@ from eval.bench.harness import (
 from eval.bench.kernels import OURS, Bench, divisor_of
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format
-from fp4pass.experts import weighted_sum
 from fp4pass.graph.inductor import install_passes
+from fp4pass.nn.experts import weighted_sum
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass import ops
 from fp4pass._compat.scaled_mm import block_scaled_mm, scaled_mm
-from fp4pass.config import LinearConfig
-from fp4pass.linear import StoredWeight, quantize_input, quantized_linear
+from fp4pass.nn.linear import StoredWeight, quantize_input, quantized_linear
+from fp4pass.record.config import LinearConfig
 
 SCHEMES = ("fp8", "fp8a16", "fp8_block", "fp8_blocka16", "mxfp8", "mxfp8a16")
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096))

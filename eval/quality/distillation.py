@@ -42,9 +42,9 @@ from fp4pass.calibration.scripts import scripts_of
 from fp4pass.core.elements import element_table
 from fp4pass.core.packing import pack_codes, unpack_codes
 from fp4pass.evaluation import token_windows
-from fp4pass.learning import kl_loss
-from fp4pass.learning.latent import from_cells, latent_weight, steps_of
-from fp4pass.linear import QuantizedLinear, quantize_input
+from fp4pass.lab.learning import kl_loss
+from fp4pass.lab.learning.latent import from_cells, latent_weight, steps_of
+from fp4pass.nn.linear import QuantizedLinear, quantize_input
 
 WINDOWS, EVALUATIONS, CALIBRATED = 24, 6, 1 << 15
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

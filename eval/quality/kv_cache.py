@@ -46,7 +46,7 @@ from eval.record import Results, facts
 from fp4pass._compat.transformers_cache import cache_given
 from fp4pass.evaluation import token_windows
 from fp4pass.integrations import quantized_cache
-from fp4pass.kv_cache import CACHE_FORMATS, SCALES
+from fp4pass.nn.kv_cache import CACHE_FORMATS, SCALES
 
 # Calibration is the same for all of them.
 ANY = "fp8"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4pass.evaluation import fast_dtype
-from fp4pass.observers.batches import device_of
+from fp4pass.quantization.observers.batches import device_of
 
 # Sentences that run at once.
 BATCH = 64

@@ -279,8 +279,8 @@ def fp4pass(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], W
     Behind a quality, `own` has the model write what it calibrates on.
     """
     import fp4pass as library
-    from fp4pass.linear import QuantizedLinear
-    from fp4pass.quality import QUALITIES
+    from fp4pass.nn.linear import QuantizedLinear
+    from fp4pass.record.quality import QUALITIES
 
     fmt, name, *own = run.split()
     if name in QUALITIES:

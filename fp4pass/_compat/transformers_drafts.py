@@ -11,13 +11,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .transformers import require_transformers
-from .transformers_cache import (
-    PREPARE,
-    cache_module,
-    generated_name,
-    given_cache,
-    is_decoder,
-)
+from .transformers_cache import PREPARE, cache_module, generated_name, given_cache, is_decoder
 
 
 def compile_for_drafts(model: Any, backend: str, length: int, tokens: int) -> Any:

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import FAULTS
 from .._compat.torch import is_compiled
 from .._compat.transformers_cache import cache_given, cache_module
 from ..core.clock import Clock
 from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
-from ..engine.recording import FAULTS
 from ..errors import ABOVE_0, OptionError, expected, require_flags, require_number
-from ..observers.batches import device_of, require_loaded
-from ..observers.reached import unobserved
-from ..state import unwrap
+from ..quantization.observers.batches import device_of, require_loaded
+from ..quantization.observers.reached import unobserved
+from ..record.state import unwrap
 from .scripts import CHAT_SHARE, GIVE_DATA, Follow, Script, scripts_of
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import float_models
+from ..checkpoint import float_models
 from ..errors import CalibrationError, OptionError, ShapeError
-from ..state import PreparedState, get_state, unwrap
+from ..record.state import PreparedState, get_state, unwrap
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CalibrationError, OptionError, require_number
-from ..observers.batches import require_tokens
+from ..quantization.observers.batches import require_tokens
 from .documents import Document
 from .images import processed
 from .packing import Example, choose, collate, stream_windows, whole_windows

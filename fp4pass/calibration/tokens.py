@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..core.source_files import source_folder
+from ..checkpoint.float_models import load_tokenizer
 from ..errors import CalibrationError, OptionError, as_option, expected
-from ..float_models import load_tokenizer
-from ..state import unwrap
+from ..record.source_folder import source_folder
+from ..record.state import unwrap
 from .documents import Document
 from .windows import tokenize
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import ignored_tensors
-from ..rows import Row
-from ..sources.beside import NOT_COPIED, is_left_over
+from ..record.rows import Row
+from .beside import NOT_COPIED, is_left_over
 from .layouts import join
 from .reader import CheckpointReader
 

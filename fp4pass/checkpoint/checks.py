@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, expected
-from ..kv_cache import KV_CACHE
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..rows import Report
-from ..sources.files import Shapes, check_float, read_json, well_formed
+from ..nn.kv_cache import KV_CACHE
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..record.rows import Report
 from .layouts import expected_shapes, fused_problems, matches
 from .reader import CheckpointReader, packed_problem
 from .readers import SERVED
+from .source_files import Shapes, check_float, read_json, well_formed
 
 # Attention to something else, where q does not read what k and v read.
 CROSS_ATTENTION = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)

@@ -18,8 +18,8 @@ from .._compat.transformers import whole_modules
 from ..core.devices import require_device
 from ..core.paths import path_of
 from ..errors import OptionError, expected, nearest
-from ..sources.files import find_shards
 from .layouts import BUFFERS
+from .source_files import find_shards
 from .writer import ShardWriter, bytes_of
 
 # Device maps that accelerate works out.

@@ -16,19 +16,18 @@ from .._compat.diffusers import is_diffusers
 from .._compat.transformers import own_config, saves_adapters, saving_model, untie
 from .._compat.transformers_heads import is_pretrained
 from ..errors import CheckpointError
-from ..experts import finalize_stacks
 from ..graph.inductor import install_passes
-from ..kv_cache import KV_CACHE
-from ..observers.inputs import quantizes_input, share_inputs
-from ..observers.kv_cache import enable_cache
-from ..packed_state import asked_for
+from ..nn.experts import finalize_stacks
+from ..nn.kv_cache import KV_CACHE
+from ..nn.packed_state import asked_for
 from ..quantization.adapters import parents
+from ..quantization.observers.inputs import quantizes_input, share_inputs
+from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
-from ..rows import Refined, Report, Row
-from ..sources.beside import beyond_model
-from ..sources.unread import require_writable
-from ..state import ModelState, forget_state, get_state, has_adapters, set_state
+from ..record.rows import Refined, Report, Row
+from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
+from .beside import beyond_model
 from .in_config import declare_layers
 from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
@@ -44,6 +43,7 @@ from .model_layers import (
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
 from .save_method import SaveMethod
 from .skeleton import require_made_by_config
+from .unread import require_writable
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"

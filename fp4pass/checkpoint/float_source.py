@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..core.quant_state import QuantState
 from ..errors import some
-from ..linear import INPUT_GLOBAL, PACKED, SCALE
-from ..sources.files import opened
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from .layouts import CACHE_SCALES, PackedLayer, join
 from .opening import is_packed, open_checkpoint
 from .reader import CheckpointReader
+from .source_files import opened
 
 
 @dataclass(frozen=True)

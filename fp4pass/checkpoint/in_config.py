@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._compat.diffusers import declare
 from .._version import __version__
-from ..config import LinearConfig
 from ..core.fingerprint import dtype_name
 from ..errors import (
     CheckpointError,
@@ -22,10 +21,11 @@ from ..errors import (
     require_type,
     some,
 )
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..quantization.replace import store_packed
-from ..rows import Row
-from ..state import ModelState, get_state, has_adapters
+from ..record.config import LinearConfig
+from ..record.rows import Row
+from ..record.state import ModelState, get_state, has_adapters
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import describe_layers, require_no_others
 from .reader import packed_problem

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .._compat.transformers_loading import names_in_model
 from ..core.quant_state import QuantState
 from ..errors import UnreadError
-from ..experts import ExpertStack, stacks_of
-from ..linear import INPUT_GLOBAL, PACKED, SCALE
+from ..nn.experts import ExpertStack, stacks_of
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.kept import KeptWeight, keep_weight
 from .float_source import FloatSource, Fp8Weight
 from .layouts import PackedLayer, Piece, join, join_part, joined_record

@@ -23,11 +23,11 @@ from ..core.fingerprint import digest_of, fingerprint
 from ..core.plain_files import parse_json
 from ..distributed import ranks
 from ..errors import OptionError, as_option
-from ..experts import QUANTIZED
+from ..nn.experts import QUANTIZED
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
-from ..rows import Row
-from ..state import ModelState
+from ..record.rows import Row
+from ..record.state import ModelState
 from .layer_store import LayerStore, write_whole
 from .layouts import Layout, PackedLayer
 

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..config import LinearConfig, Rule
 from ..core.progress import current, shown
-from ..core.source_files import tensor_shapes
 from ..errors import CheckpointError, OptionError, expected, require_flags, some
-from ..experts import QUANTIZED, add_stack, stacks_of, weight_name
-from ..kv_cache import KV_CACHE
-from ..linear import INPUT_GLOBAL
-from ..observers.attention import calling_projections
-from ..observers.kv_cache import hold_scales, unobserve_cache
+from ..nn.experts import QUANTIZED, add_stack, stacks_of, weight_name
+from ..nn.kv_cache import KV_CACHE
+from ..nn.linear import INPUT_GLOBAL
+from ..quantization.observers.attention import calling_projections
+from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
-from ..rows import Report, Row
-from ..sources.beside import COPIED, NOT_COPIED, copied_rows
-from ..state import forget_state, unwrap
+from ..record.config import LinearConfig, Rule
+from ..record.rows import Report, Row
+from ..record.source_folder import tensor_shapes
+from ..record.state import forget_state, unwrap
+from .beside import COPIED, NOT_COPIED, copied_rows
 from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
 from .device_map import dispatch, require_map, single_device

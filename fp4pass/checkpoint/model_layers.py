@@ -11,22 +11,17 @@ from torch import nn
 from .._compat.transformers_experts import StackView
 from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk
-from ..config import LinearConfig
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, as_option
-from ..experts import QuantizedExpertStack, weight_name
-from ..linear import INPUT_GLOBAL, PACKED
+from ..nn.experts import QuantizedExpertStack, weight_name
+from ..nn.linear import INPUT_GLOBAL, PACKED
 from ..quantization.plan import Plan
-from ..rows import Row
-from ..schemes import scheme_name
-from ..sources.beside import COPIED, NOT_COPIED
-from ..state import ModelState, has_adapters
-from .layouts import (
-    Layout,
-    PackedLayer,
-    below,
-    fused_problems,
-)
+from ..record.config import LinearConfig
+from ..record.rows import Row
+from ..record.schemes import scheme_name
+from ..record.state import ModelState, has_adapters
+from .beside import COPIED, NOT_COPIED
+from .layouts import Layout, PackedLayer, below, fused_problems
 
 # The end of the name of a layer's weight.
 _WEIGHT = ".weight"

@@ -16,8 +16,11 @@ from ..core.atomic import interrupted
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError, some
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..sources.files import (
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .checks import cache_format_in, check_facts, check_shapes
+from .layouts import LAYOUTS, PackedLayer, layout_of, read_layers
+from .reader import CheckpointReader, declared_config
+from .source_files import (
     MANIFEST,
     find_shards,
     read_json,
@@ -27,10 +30,7 @@ from ..sources.files import (
     tensor_facts,
     well_formed,
 )
-from ..sources.unread import is_small_float, require_all_read, require_float
-from .checks import cache_format_in, check_facts, check_shapes
-from .layouts import LAYOUTS, PackedLayer, layout_of, read_layers
-from .reader import CheckpointReader, declared_config
+from .unread import is_small_float, require_all_read, require_float
 
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:

@@ -20,8 +20,8 @@ from .._compat.transformers import untie
 from .._compat.transformers_loading import names_in_model
 from .._compat.transformers_quantizers import mark_initialized
 from ..errors import CheckpointError, some
-from ..experts import QuantizedExperts, weight_name
-from ..linear import GLOBAL, INPUT_GLOBAL
+from ..nn.experts import QuantizedExperts, weight_name
+from ..nn.linear import GLOBAL, INPUT_GLOBAL
 from ..quantization.replace import store_packed
 from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales

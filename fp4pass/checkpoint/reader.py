@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError, nearest
-from ..expert_scales import dequantize_stack
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
-from ..sources.files import Stamp, read_json, read_tensors, require_same
+from ..nn.expert_scales import dequantize_stack
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
+from .source_files import Stamp, read_json, read_tensors, require_same
 
 _EXPERTS = "expert_dtype"
 

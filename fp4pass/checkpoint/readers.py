@@ -15,8 +15,8 @@ from torch import nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
-from ..experts import QuantizedExpertStack
-from ..observers.attention import CalledAttention
+from ..nn.experts import QuantizedExpertStack
+from ..quantization.observers.attention import CalledAttention
 from .layouts import LAYOUTS, CompressedTensors, PackedLayer
 
 # The classes of models that serving engines have.

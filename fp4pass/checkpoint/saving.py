@@ -22,16 +22,13 @@ from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
-from ..experts import QUANTIZED
-from ..hub.card import Card, Contents
-from ..hub.upload import require_repository, upload
-from ..kv_cache import KV_CACHE
-from ..observers.kv_cache import scales_apart
-from ..packed_state import asked_for, part_error
-from ..sources.beside import Beside, read_carried
-from ..sources.files import MANIFEST
-from ..sources.unread import require_writable
-from ..state import get_state, has_adapters, unwrap
+from ..nn.experts import QUANTIZED
+from ..nn.kv_cache import KV_CACHE
+from ..nn.packed_state import asked_for, part_error
+from ..quantization.observers.kv_cache import scales_apart
+from ..record.state import get_state, has_adapters, unwrap
+from .beside import Beside, read_carried
+from .card import Card, Contents
 from .engines import Folder, of_engines
 from .layer_files import ConvertedState, files_to_take
 from .layouts import (
@@ -57,7 +54,10 @@ from .model_layers import (
 )
 from .readers import CACHE_IN_FLOAT, Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
+from .source_files import MANIFEST
 from .split_stacks import SplitStack, split_layers
+from .unread import require_writable
+from .upload import require_repository, upload
 from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)

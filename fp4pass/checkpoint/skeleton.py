@@ -24,18 +24,18 @@ from .._compat.transformers import (
     tied_weights,
 )
 from .._compat.transformers_loading import names_in_model
-from ..config import Rule
 from ..errors import CheckpointError, Fp4PassError, expected, some
-from ..experts import weight_name
 from ..graph.match import is_linear
-from ..observers.attention import calling_projections
-from ..rows import Row
-from ..sources.files import require_config
-from ..state import has_adapters
+from ..nn.experts import weight_name
+from ..quantization.observers.attention import calling_projections
+from ..record.config import Rule
+from ..record.rows import Row
+from ..record.state import has_adapters
 from .checks import dense_problem
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join
 from .model_layers import all_names, is_transformers
 from .reader import CheckpointReader, with_layers
+from .source_files import require_config
 
 # Far more than any model has: some run few layers many times.
 _MOST_PARTS = 1000

@@ -12,13 +12,8 @@ from torch import nn
 from .._compat.torch import model_class
 from .._compat.transformers_experts import adapter_of, parts_of
 from .._compat.transformers_loading import tensors_on_disk
-from ..experts import QuantizedExperts, packed_stacks, stacks_of
-from .layouts import (
-    PackedLayer,
-    Piece,
-    has_whole_tiles,
-    join,
-)
+from ..nn.experts import QuantizedExperts, packed_stacks, stacks_of
+from .layouts import PackedLayer, Piece, has_whole_tiles, join
 from .model_layers import is_transformers
 
 # The end of the name of a layer's weight.

@@ -17,9 +17,8 @@ from ..core.atomic import replacing
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, as_option, require_flags, some, unknown_name
-from ..rows import Report
-from ..sources.beside import copy_beside
-from ..sources.files import MANIFEST, require_config, well_formed, write_json
+from ..record.rows import Report
+from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales
 from .engines import Folder, of_engines
 from .layouts import (
@@ -39,6 +38,7 @@ from .model_layers import ignored_layers
 from .opening import open_checkpoint
 from .reader import CheckpointReader, declared_config
 from .readers import DEQUANTIZE
+from .source_files import MANIFEST, require_config, well_formed, write_json
 from .writer import CheckpointWriter, ShardWriter, bytes_of
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from ..core.fingerprint import fingerprint
 from ..core.progress import Progress, current
 from ..core.time_left import Kind
 from ..errors import CheckpointError, OptionError, expected, require_type
-from ..sources.files import write_json, write_manifest
 from .layouts import Layout, PackedLayer, matches
+from .source_files import write_json, write_manifest
 
 # Seconds of a byte, as on a laptop with an SSD; those of this machine are measured on the way.
 _SECONDS: dict[Kind, float] = {("digest",): 1e-9, ("write",): 1e-9, ("sync",): 1e-9}

@@ -14,9 +14,9 @@ from typer import Exit, Option
 from typer.core import TyperCommand, TyperGroup
 
 from .._version import __version__
-from ..config import OPTIONS
 from ..core.progress import shown
 from ..errors import Fp4PassError, expected, named_as
+from ..record.config import OPTIONS
 from .doctor import doctor
 from .evaluate import evaluate
 from .inspect import inspect

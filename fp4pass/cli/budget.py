@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from ..budget import SCHEMES, Allocation, allocate
 from ..calibration.packing import Example, collate
 from ..calibration.to_batches import batches
 from ..core.plain_files import parse_file
+from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
-from ..one_call import OwnText
+from ..lab.budget import SCHEMES, Allocation, allocate
 from ..quantization.recipe import Recipe
-from ..schemes import schemes as known_schemes
+from ..record.schemes import schemes as known_schemes
 from .options import flag
 
 Budget = Annotated[

@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import float_models
 from ..api import calibrate, prepare
 from ..calibration.packing import Example, collate
 from ..calibration.sources import open_source
 from ..calibration.target import Target
 from ..calibration.to_batches import examples
 from ..calibration.tokens import Tokens
+from ..checkpoint import float_models
+from ..engine.one_call import OneCall
 from ..errors import OptionError
 from ..evaluation import fast_dtype
-from ..kv_cache import KV_CACHE
-from ..one_call import OneCall
-from ..quality import QUALITY
+from ..nn.kv_cache import KV_CACHE
 from ..quantization.recipe import Recipe
+from ..record.quality import QUALITY
 from . import sources
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..calibration.sources import read_text
+from ..checkpoint.float_models import load_tokenizer, text_tokenizer
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
-from ..float_models import load_tokenizer, text_tokenizer
 from ..reporting.text import measures, scored, verdict, written
 from . import screen
 from .options import Device, Measured, MeasuredLength, MeasuredSamples, TrustCode

@@ -13,7 +13,7 @@ from typer import Argument, Exit, Option
 
 from ..checkpoint.checks import problems
 from ..errors import OptionError, some
-from ..linear import PACKED
+from ..nn.linear import PACKED
 from ..reporting.compare import compare_folders
 from ..reporting.data import gather
 from ..reporting.text import calibrated_on, size

@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .. import float_models
 from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
+from ..checkpoint import float_models
 from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.saving import save
+from ..checkpoint.source_files import MANIFEST
 from ..checkpoint.writer import bytes_of
-from ..config import LinearConfig
 from ..core.atomic import require_free
 from ..errors import OptionError, expected
-from ..merging import merge as merge_adapters
+from ..lab.merging import merge as merge_adapters
 from ..methods import METHODS
-from ..sources.files import MANIFEST
+from ..record.config import LinearConfig
 from . import screen, sources
 from .calibrating import read_examples, require_context
 from .options import (

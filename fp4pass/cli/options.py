@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from ..config import OPTIONS, LinearConfig
 from ..errors import OptionError
-from ..quality import QUALITIES, get_quality
 from ..quantization.recipe import Recipe
+from ..record.config import OPTIONS, LinearConfig
+from ..record.quality import QUALITIES, get_quality
 
 Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")

@@ -9,33 +9,33 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .. import float_models
 from ..api import convert
-from ..budget import Allocation
 from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
+from ..checkpoint import float_models
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.saving import save
+from ..checkpoint.source_files import MANIFEST
+from ..checkpoint.upload import require_repository
 from ..checkpoint.writer import bytes_of, foresee_save
 from ..core.atomic import require_free
 from ..core.progress import current
+from ..engine.one_call import OwnText
 from ..engine.schedule import later_costs, packed_size
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
-from ..hub.upload import require_repository
-from ..kv_cache import CACHE_FORMATS
-from ..one_call import OwnText
-from ..quality import get_quality
+from ..lab.budget import Allocation
+from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
+from ..record.quality import get_quality
+from ..record.rows import Report
 from ..reporting.layers import ERRORS, layer_facts, summarize
 from ..reporting.source import open_packed
 from ..reporting.text import size
-from ..rows import Report
-from ..sources.files import MANIFEST
 from . import screen, sources
 from .budget import Asked, Budget, Schemes
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .. import float_models
+from ..checkpoint import float_models
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..core.plain_files import parse_json
 from ..errors import OptionError, expected

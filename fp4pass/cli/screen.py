@@ -59,7 +59,7 @@ def news() -> Iterator[None]:
     log, notes = logging.getLogger("fp4pass"), _Lines()
     rooms = [
         logging.getLogger(f"fp4pass.{name}")
-        for name in ("calibration", "checkpoint", "hub", "merging", "one_call", "sources")
+        for name in ("calibration", "checkpoint", "engine.one_call", "lab")
     ]
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     # Of several processes one speaks.

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.float_models import load_float, reading
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed
 from ..core.devices import require_device
 from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
-from ..float_models import load_float, reading
-from ..observers.computing import IN_FLOAT32, is_slow
+from ..quantization.observers.computing import IN_FLOAT32, is_slow
 from .screen import note
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.float_models import load_tokenizer, reading, text_tokenizer
 from ..errors import OptionError, StateError, expected, nearest
 from ..evaluation import fast_dtype
-from ..float_models import load_tokenizer, reading, text_tokenizer
 from . import screen
 from .sources import choose_device, load_any, note_dtype
 

@@ -8,20 +8,20 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Exit, Option
 
-from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
-from ..checking import FolderCheck, check_folder
+from ..checkpoint import float_models
 from ..checkpoint.checks import problems
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source_files import MANIFEST
 from ..core.progress import track
+from ..doctor import FolderCheck, check_folder
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..reporting.compare import Comparison, compare_models
 from ..reporting.outputs import RANDOM, Outputs, compare_outputs, random_tokens
 from ..reporting.text import size
-from ..sources.files import MANIFEST
 from . import screen, sources
 from .options import Device, TrustCode
 

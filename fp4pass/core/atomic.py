@@ -12,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .._compat import file_locks
 from ..errors import CheckpointError, OptionError, as_option, expected
+from . import file_locks
 
 # Of the name of a file, in every file system of note.
 _LONGEST_NAME = 255

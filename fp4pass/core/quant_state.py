@@ -277,7 +277,8 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     Example:
         >>> state = fp4pass.quantize(torch.randn(4, 64), "mxfp4")
         >>> state.save("weight.safetensors")
-        >>> torch.equal(fp4pass.tensor.load_state("weight.safetensors").qdata, state.qdata)
+        >>> loaded = fp4pass.quantization.tensor.load_state("weight.safetensors")
+        >>> torch.equal(loaded.qdata, state.qdata)
         True
     """
     source = path_of(path, "path")

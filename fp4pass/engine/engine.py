@@ -12,12 +12,12 @@ from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..distributed import ranks
 from ..methods import resolve_method
-from ..observers.reached import unmapped_layers, warn_of_unmapped
 from ..quantization.checks import require_statistics
+from ..quantization.observers.reached import unmapped_layers, warn_of_unmapped
 from ..quantization.plan import Plan, with_folded_rotations
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.search_costs import search_cost, search_costs, search_kind
-from ..rows import Row
+from ..record.rows import Row
 from .conversion import Conversion
 from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..core.memory import memory_limits
 from ..errors import CalibrationError, as_option
-from ..observers.visible_tokens import Kept
 from ..ops.registration import opaque
+from ..quantization.observers.visible_tokens import Kept
 
 # Positional and keyword arguments of a layer; the place of the hidden state holds None.
 Arguments = tuple[list[Any], dict[str, Any]]

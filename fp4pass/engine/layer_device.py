@@ -15,7 +15,7 @@ from ..core.devices import copy_async
 from ..core.fingerprint import digest_of
 from ..distributed import exchange_parts, own_part, ranks
 from ..errors import OptionError
-from ..experts import QUANTIZED, ExpertStack, current_weight
+from ..nn.experts import QUANTIZED, ExpertStack, current_weight
 
 _CPU = torch.device("cpu")
 

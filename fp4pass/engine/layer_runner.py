@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from .. import ops
 from .._compat.torch import is_compiled
-from ..config import LinearConfig
 from ..distributed import ranks
 from ..errors import CalibrationError, as_rules
-from ..experts import ExpertStack
 from ..kernels.statistics.naive import weight_amax
-from ..linear import StoredWeight, quantize_input
 from ..methods import Stats
-from ..observers.expert_calls import feed, new_observer
-from ..observers.observer import OBSERVERS, shared_observer
-from ..observers.reached import track_weight_reads
-from ..observers.visible_tokens import visible_rows
+from ..nn.experts import ExpertStack
+from ..nn.linear import StoredWeight, quantize_input
+from ..quantization.observers.expert_calls import feed, new_observer
+from ..quantization.observers.observer import OBSERVERS, shared_observer
+from ..quantization.observers.reached import track_weight_reads
+from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
 from ..quantization.unreached import with_unreached
+from ..record.config import LinearConfig
 from .layer_calls import Call, hidden_state, offload_hidden_state
 from .layer_stack import Stack
 from .recording import Recorded

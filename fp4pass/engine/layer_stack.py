@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError, as_option
-from ..observers.visible_tokens import Kept
+from ..quantization.observers.visible_tokens import Kept
 from .layer_calls import (
     Call,
     Given,

@@ -13,31 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._compat import FAULTS
 from .._compat.torch import is_compiled
 from ..distributed import ranks, share_of_threads
 from ..errors import CalibrationError
-from ..observers.reached import observes, unobserved
+from ..quantization.observers.reached import observes, unobserved
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
-from ..state import ModelState, PreparedState, Recorder
+from ..record.state import ModelState, PreparedState, Recorder
 from .layer_calls import Call, alike, is_equal, map_tensors, signature
 from .layer_stack import THREADS, Stack, this_thread
 from .schedule import find_stacks, outside
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()
-
-
-# Errors of a model that reads more of its layers than their hidden state.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class Recorded(Exception):

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..core.time_left import Kind
 from ..errors import StateError, as_option
-from ..experts import add_stacks
+from ..nn.experts import add_stacks
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.scan import SkippedLayer
 from ..quantization.search_costs import search_costs
-from ..stacks import caller_of
+from ..quantization.stacks import caller_of
 from .layer_stack import Stack
 
 # The runs of the batches through a layer that is calibrated by itself.

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from ..config import Rule
 from ..core.globs import covering_globs
-from ..observers.observer import OBSERVERS
+from ..quantization.observers.observer import OBSERVERS
 from ..quantization.plan import Plan
-from ..state import get_state
+from ..record.config import Rule
+from ..record.state import get_state
 from .recording import recording_of
 
 

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import FAULTS
 from ..core.clock import Clock
 from ..errors import Fp4PassError
-from ..experts import add_stacks
-from ..observers.batches import call_arguments, device_of
-from ..observers.observer import Observer
+from ..nn.experts import add_stacks
+from ..quantization.observers.batches import call_arguments, device_of
+from ..quantization.observers.observer import Observer
 from ..quantization.plan import LayerPlan, Plan, with_statistics
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.replace import attach_observers
 from ..quantization.scan import module_layers
-from ..stacks import caller_of
+from ..quantization.stacks import caller_of
 from .layer_device import held_layer
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .recording import FAULTS
 from .schedule import planned_stacks
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..core.progress import shown
 from ..errors import StateError, require_flags
-from ..experts import (
+from ..nn.experts import (
     ExpertStack,
     QuantizedExperts,
     QuantizedExpertStack,
@@ -22,12 +22,12 @@ from ..experts import (
     stacks_of,
     stage_inputs,
 )
-from ..linear import QuantizedLinear
-from ..observers.batches import call_arguments, require_batches
-from ..observers.computing import fast_dtype
-from ..observers.expert_calls import rows_of_experts
-from ..observers.visible_tokens import visible_rows, watching_tokens
-from ..state import unwrap
+from ..nn.linear import QuantizedLinear
+from ..quantization.observers.batches import call_arguments, require_batches
+from ..quantization.observers.computing import fast_dtype
+from ..quantization.observers.expert_calls import rows_of_experts
+from ..quantization.observers.visible_tokens import visible_rows, watching_tokens
+from ..record.state import unwrap
 
 
 @torch.no_grad()

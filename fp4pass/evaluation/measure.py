@@ -12,10 +12,10 @@ from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, StateError, expected, require_flags, require_number
-from ..observers.batches import device_of, require_tokens
-from ..observers.computing import fast_dtype
-from ..observers.kv_cache import cache_format_of, quantized_cache
-from ..state import unwrap
+from ..quantization.observers.batches import device_of, require_tokens
+from ..quantization.observers.computing import fast_dtype
+from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
+from ..record.state import unwrap
 from .intervals import SUMS, Bootstrap, intervals
 from .metrics import MEASURED, quantile, score_tokens
 from .results import Evaluation

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..linear import PACKED, QuantizedLinear
+from ..nn.linear import PACKED, QuantizedLinear
 
 TRANSPOSES = {
     torch.ops.aten.t.default: (),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..config import LinearConfig
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight, quantized_linear
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight, quantized_linear
+from ..record.config import LinearConfig
 from .match import (
     TRANSPOSES,
     LinearNode,

@@ -19,11 +19,11 @@ from torch import nn
 from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_quantizers import choose_config
-from ..experts import QUANTIZED
+from ..nn.experts import QUANTIZED
 from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
 
 if TYPE_CHECKING:
-    from ..observers.kv_cache import quantized_cache
+    from ..quantization.observers.kv_cache import quantized_cache
     from .drafts import compile_for_drafts
     from .packed_folders import PackedConfig
     from .transformers import Fp4PassConfig
@@ -34,7 +34,7 @@ _MODULES = {
     "Fp4PassConfig": ".transformers",
     "PackedConfig": ".packed_folders",
     "compile_for_drafts": ".drafts",
-    "quantized_cache": "..observers.kv_cache",
+    "quantized_cache": "..quantization.observers.kv_cache",
 }
 
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from .._compat.transformers import mark_loaded
 from ..checkpoint.finish import finish
-from ..config import plain
 from ..errors import NonFiniteError
-from ..experts import current_weight, set_weight, weight_name
+from ..nn.experts import current_weight, set_weight, weight_name
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import planned_row
-from ..rows import Row
+from ..record.config import plain
+from ..record.rows import Row
 
 
 @dataclass

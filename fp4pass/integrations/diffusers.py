@@ -12,7 +12,7 @@ from .._compat.diffusers import require_diffusers
 from ..checkpoint.finish import finish
 from ..checkpoint.in_config import DescribedLayers
 from ..errors import CheckpointError, OptionError, some
-from ..experts import current_weight
+from ..nn.experts import current_weight
 from ..quantization.restore import dequantize_model
 from .as_read import PackedAsRead
 from .choosing import METHOD

@@ -26,11 +26,11 @@ from .._compat.peft import (
 )
 from ..core.paths import path_of
 from ..errors import Fp4PassError, OptionError, StateError, expected, some
-from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
-from ..linear import QuantizedLinear
-from ..merging import merge
+from ..lab.merging import merge
+from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
+from ..nn.linear import QuantizedLinear
 from ..quantization.adapters import around_packed, refuse_merge
-from ..state import get_state
+from ..record.state import get_state
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")

@@ -16,16 +16,16 @@ from .._compat.transformers import (
     tied,
 )
 from .._compat.transformers_heads import unread_parameters
-from ..config import Rule, check_rules
+from ..checkpoint.unread import require_float
 from ..errors import CheckpointError, OptionError
-from ..experts import current_weight
+from ..nn.experts import current_weight
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.recipe import Recipe
 from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
-from ..signatures import with_options
-from ..sources.unread import require_float
-from ..state import config_of
+from ..record.config import Rule, check_rules
+from ..record.signatures import with_options
+from ..record.state import config_of
 from .as_read import PackedAsRead
 from .choosing import METHOD
 from .quantizer import PackedQuantizer

@@ -19,9 +19,9 @@ from .._compat.transformers import fit_caches
 from ..core.fingerprint import digest_of
 from ..distributed import Ranks
 from ..errors import OptionError, ShapeError, StateError, expected
-from ..experts import QuantizedExperts, require_adapter
-from ..linear import PACKED, SCALE, PackedBlocks
-from ..state import get_state, unwrap
+from ..nn.experts import QuantizedExperts, require_adapter
+from ..nn.linear import PACKED, SCALE, PackedBlocks
+from ..record.state import get_state, unwrap
 from .peers import reach_peers
 from .split import SplitModule
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import OptionError, ShapeError, StateError
-from ..experts import (
+from ..nn.experts import (
     QuantizedExperts,
     QuantizedExpertStack,
     holder_of,
     packed_stacks,
     require_adapter,
 )
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
-from ..packed_linear import swap_class
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
+from ..nn.packed_linear import swap_class
 from .split import (
     SplitModule,
     local_shard,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core.formats import WHOLE
 from ..errors import ShapeError
-from ..linear import PACKED, SCALE, QuantizedLinear, output_of, read_buffers
-from ..packed_linear import PackedLinear
+from ..nn.linear import PACKED, SCALE, QuantizedLinear, output_of, read_buffers
+from ..nn.packed_linear import PackedLinear
 from .split import (
     SplitModule,
     redistribute_output,

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import ops
 from .._compat.transformers import saving_model
-from ..config import LinearConfig
 from ..core.formats import WHOLE
 from ..errors import StateError
 from ..kernels.common.float_scales import row_amax, scale_of
 from ..kernels.reduce.memory import LARGEST
-from ..linear import StoredWeight, needs_dynamic_scale
-from ..packed_linear import swap_class
+from ..nn.linear import StoredWeight, needs_dynamic_scale
+from ..nn.packed_linear import swap_class
+from ..record.config import LinearConfig
 
 
 class SplitModule(nn.Module):

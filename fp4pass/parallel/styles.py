@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..errors import OptionError
-from ..linear import QuantizedLinear
+from ..nn.linear import QuantizedLinear
 from .experts import require_whole_experts, split_experts
 from .linear import (
     ColumnLinear,

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from ..errors import require_type, unknown_name
-from ..tensor.quantizer import dequantize, quantize
+from ..quantization.tensor.quantizer import dequantize, quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS
 

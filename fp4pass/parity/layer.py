@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..core.devices import moved
 from ..errors import OptionError, StateError, expected
 from ..graph.match import is_conv1d
+from ..nn.packed_linear import PackedLinear
+from ..nn.packed_state import BufferLayout
 from ..ops import FLOATS
-from ..packed_linear import PackedLinear
-from ..packed_state import BufferLayout
 
 Layer = TypeVar("Layer", bound="QuantizableLinear")
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..core.formats import FORMATS, Format, get_format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, unknown_name
-from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..nn.packed_linear import scale_bits
+from ..nn.packed_state import BufferLayout
 from ..ops import FLOATS
-from ..packed_linear import scale_bits
-from ..packed_state import BufferLayout
-from ..tensor.quantizer import quantize
+from ..quantization.tensor.quantizer import quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS, Codebook, get_codebook, value_table
 from .layer import QuantizableLinear, require_sizes

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..linear import SCALE
-from ..packed_state import BufferLayout
+from ..nn.linear import SCALE
+from ..nn.packed_state import BufferLayout
 from .int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from .layer import QuantizableLinear, require_sizes
 from .operators import linear_int8

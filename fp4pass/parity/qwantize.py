@@ -30,8 +30,8 @@ from ..core.devices import moved
 from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
 from ..core.packing import unpack_codes
 from ..errors import DtypeError, OptionError, ShapeError, require_type
-from ..tensor.blocks import element_values, require_float
-from ..tensor.functional import error_metrics, quantize_blocks
+from ..quantization.tensor.blocks import element_values, require_float
+from ..quantization.tensor.functional import error_metrics, quantize_blocks
 
 _OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
 

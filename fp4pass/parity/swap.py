@@ -25,9 +25,9 @@ from ..errors import (
 )
 from ..graph.match import is_conv1d
 from ..kernels.statistics.naive import weight_amax
+from ..nn.packed_linear import PackedLinear, swap_class
 from ..ops import FLOATS
 from ..ops.checks import weight_problem
-from ..packed_linear import PackedLinear, swap_class
 from ..quantization.replace import use_slow_paths
 from ..quantization.rules import BuiltInRules
 from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip

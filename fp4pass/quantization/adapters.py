@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..linear import QuantizedLinear
-from ..state import has_adapters
+from ..nn.linear import QuantizedLinear
+from ..record.state import has_adapters
 
 
 def _peft(model: nn.Module) -> Any:

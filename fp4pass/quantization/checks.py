@@ -10,15 +10,15 @@ from torch import nn
 from .._compat import require
 from .._compat.accelerate import require_for as require_accelerate_for
 from .._compat.transformers import require_for as require_transformers_for
-from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
 from ..core.globs import covering_globs, without_numbers
 from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError, as_option, as_rules
-from ..experts import QUANTIZED
-from ..kv_cache import KV_CACHE, get_cache_format
-from ..observers.reached import seen_tokens
-from ..state import PreparedState, Recorder, get_state
+from ..nn.experts import QUANTIZED
+from ..nn.kv_cache import KV_CACHE, get_cache_format
+from ..record.config import LinearConfig, Rule, check_rules
+from ..record.state import PreparedState, Recorder, get_state
+from .observers.reached import seen_tokens
 from .plan import LayerPlan, Plan
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..config import LinearConfig
 from ..core.quant_state import QuantState
-from ..experts import ExpertStack
+from ..nn.experts import ExpertStack
+from ..record.config import LinearConfig
 
 _KEPT = "_fp4pass_kept"
 

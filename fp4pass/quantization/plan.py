@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..config import LinearConfig, Rule
 from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError, as_rules
 from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
-from ..observers.observer import collect, observers_of
 from ..ops.checks import weight_problem
+from ..record.config import LinearConfig, Rule
 from .kept import NOTE, KeptWeight, kept_weight
+from .observers.observer import collect, observers_of
 from .rules import BuiltInRules, matching_rule, require_matches
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 

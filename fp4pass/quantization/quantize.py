@@ -11,24 +11,24 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ..config import LinearConfig
 from ..core.progress import current
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
-from ..experts import QUANTIZED
 from ..kernels.fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..methods import Stats, resolve_method
-from ..rows import Report, Row
-from ..stacks import packed_class
-from ..state import get_state, set_state, unwrap
+from ..nn.experts import QUANTIZED
+from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
+from ..record.config import LinearConfig
+from ..record.rows import Report, Row
+from ..record.state import get_state, set_state, unwrap
 from .kept import forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
 from .search import Found, exact_scales, gather_parts, joined_rows, search_parts, survey
 from .search_costs import SearchStore, layer_places, search_cost, search_kind
+from .stacks import packed_class
 from .tensor_scales import shared_tensor_scales
 
 # The global scale of inputs that layers share, by the facts that decide it.

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.fingerprint import digest_of
 from ..core.paths import path_of
 from ..core.plain_files import parse_file
@@ -22,10 +21,11 @@ from ..errors import (
     require_type,
     unknown_name,
 )
-from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
-from ..quality import QUALITY, get_quality
-from ..state import SMOOTH, PreparedState
+from ..nn.kv_cache import KV_CACHE, get_cache_format
+from ..record.config import OPTIONS, LinearConfig, Rule, check_rules, plain
+from ..record.quality import QUALITY, get_quality
+from ..record.state import SMOOTH, PreparedState
 
 # Keys in fp4pass.json beside the options of a recipe.
 _FACTS = ("calibration", SMOOTH, "refine", "distilled", "merged")

@@ -8,18 +8,18 @@ from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
 from .._compat.torch_hooks import recompile_hooked
-from ..config import LinearConfig
 from ..graph.inductor import install_passes
 from ..graph.match import find_linears, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from ..observers.expert_calls import feed, observe_stacks
-from ..observers.inputs import parts_of_graph, share_inputs
-from ..observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
-from ..observers.visible_tokens import unwatch_tokens, watch_tokens
-from ..stacks import pack_weight
-from ..state import set_interrupted
+from ..record.config import LinearConfig
+from ..record.state import set_interrupted
 from .adapters import parents
+from .observers.expert_calls import feed, observe_stacks
+from .observers.inputs import parts_of_graph, share_inputs
+from .observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
+from .observers.visible_tokens import unwatch_tokens, watch_tokens
 from .scan import LinearLayer
+from .stacks import pack_weight
 
 # The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
 SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..errors import StateError
 from ..methods import Certificate, MethodResult, Stats
-from ..rows import Report, Row
-from ..state import get_state
+from ..record.rows import Report, Row
+from ..record.state import get_state
 from .plan import LayerPlan
 from .scan import SkippedLayer
 

@@ -17,16 +17,16 @@ from .._compat.transformers_heads import is_pretrained
 from ..core.quant_state import TensorRecord
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
-from ..experts import QUANTIZED, QuantizedExperts, finalize_stacks, restore_stacks
-from ..input_cache import share_nothing
-from ..linear import PACKED, QuantizedLinear
-from ..observers.attention import CalledAttention, join_projections
-from ..observers.kv_cache import drop_cache, unobserve_cache
-from ..packed_linear import swap_class
-from ..state import forget_state, get_state, has_adapters, is_interrupted, unwrap
-from ..tensor import dequantize as dequantize_tensor
+from ..nn.experts import QUANTIZED, QuantizedExperts, finalize_stacks, restore_stacks
+from ..nn.input_cache import share_nothing
+from ..nn.linear import PACKED, QuantizedLinear
+from ..nn.packed_linear import swap_class
+from ..record.state import forget_state, get_state, has_adapters, is_interrupted, unwrap
 from .adapters import allow_adapter_merge
+from .observers.attention import CalledAttention, join_projections
+from .observers.kv_cache import drop_cache, unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
+from .tensor import dequantize as dequantize_tensor
 
 # The method of transformers' models that this stands behind.
 _METHOD = "dequantize"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.transformers_experts import experts_problem
-from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
-from ..linear import PACKED
-from ..observers.attention import READ, can_be_called
-from ..observers.observer import Observer
+from ..nn.experts import QUANTIZED, ExpertStack, stacks_of
+from ..nn.linear import PACKED
 from .adapters import adapter_modules, changed_parameters, parents
+from .observers.attention import READ, can_be_called
+from .observers.observer import Observer
 
 # Modules whose parameters are no weights of a product with the activations.
 _NO_MATRICES = (

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .._compat.accelerate import on_device
-from ..config import LinearConfig
 from ..core.formats import WHOLE, get_format
 from ..core.packing import pack_codes, unpack_codes
 from ..core.quant_state import QuantState
@@ -24,10 +23,11 @@ from ..kernels.search.float_scales import in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from ..methods.search import exact_global_scale, may_be_exact
-from ..stacks import dense_stack
-from ..tensor import dequantize
+from ..record.config import LinearConfig
 from .plan import LayerPlan
 from .search_costs import SearchStore
+from .stacks import dense_stack
+from .tensor import dequantize
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
 Found = tuple[MethodResult, list[list[float]]]

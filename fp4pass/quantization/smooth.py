@@ -16,8 +16,8 @@ from ..errors import CalibrationError, StateError
 from ..graph.folds import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..methods import Stats
-from ..observers.observer import Observer, collect, observers_of
-from ..state import SMOOTH, PreparedState, get_state, set_state
+from ..record.state import SMOOTH, PreparedState, get_state, set_state
+from .observers.observer import Observer, collect, observers_of
 
 
 @dataclass(frozen=True)

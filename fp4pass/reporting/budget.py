@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..budget import Allocation, Candidate
 from ..core.globs import without_numbers
 from ..core.paths import path_of
+from ..lab.budget import Allocation, Candidate
 from . import charts
 from .charts import Cells, Panel, Points, Scale
 from .figures import short_names

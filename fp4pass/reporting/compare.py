@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source_files import find_shards, opened, read_tensor, tensor_facts
+from ..checkpoint.unread import require_float
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError
-from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
-from ..linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
 from ..methods import Stats, resolve_method
+from ..nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
+from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
 from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.quantize import with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.search import dense_weight
 from ..quantization.unreached import BY_CALIBRATION
-from ..rows import Report
-from ..sources.files import find_shards, opened, read_tensor, tensor_facts
-from ..sources.unread import require_float
+from ..record.rows import Report
 
 # Of weight errors that were summed in another order, relative.
 _ROUNDING = 1e-6

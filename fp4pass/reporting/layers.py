@@ -11,8 +11,8 @@ from torch import nn
 
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.model_layers import stored_shape
-from ..experts import QUANTIZED
-from ..rows import Report, Row
+from ..nn.experts import QUANTIZED
+from ..record.rows import Report, Row
 from .text import mean
 
 Facts = dict[str, Any]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..evaluation import evaluate, fast_dtype
-from ..expert_scales import quantize_pairs
-from ..experts import (
+from ..kernels.experts.naive import chosen
+from ..nn.expert_scales import quantize_pairs
+from ..nn.experts import (
     QUANTIZED,
     QuantizedExperts,
     QuantizedExpertStack,
@@ -21,8 +22,7 @@ from ..experts import (
     set_weight,
     stacks_of,
 )
-from ..kernels.experts.naive import chosen
-from ..linear import QuantizedLinear, quantize_input
+from ..nn.linear import QuantizedLinear, quantize_input
 from .compare import relative_error
 
 # Read in place of a text; their perplexity says nothing of a model.

@@ -19,16 +19,16 @@ from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.model_layers import NamesOnDisk
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader, as_in_model
+from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
 from ..checkpoint.split_stacks import split_stacks
+from ..checkpoint.unread import require_float
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
-from ..linear import GLOBAL, KINDS, PACKED, SCALE
+from ..nn.linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
-from ..rows import Report, Row
-from ..sources.files import find_shards, read_tensor, tensor_facts
-from ..sources.unread import require_float
-from ..state import get_state, unwrap
+from ..record.rows import Report, Row
+from ..record.state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
 from .text import tensor_bytes
 

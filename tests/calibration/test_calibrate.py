@@ -12,7 +12,7 @@ from small_models import TINY, assert_same_bits, language_model, tokens
 import fp4pass
 from fp4pass.calibration import batches
 from fp4pass.errors import OptionError
-from fp4pass.state import get_state
+from fp4pass.record.state import get_state
 
 pytest.importorskip("transformers")
 

@@ -27,9 +27,9 @@ import fp4pass
 from fp4pass.checkpoint.layouts import Piece
 from fp4pass.checkpoint.model_layers import describe_layers
 from fp4pass.checkpoint.split_stacks import split_stacks
-from fp4pass.experts import QuantizedExpertStack as ExpertStacks
-from fp4pass.linear import QuantizedLinear
-from fp4pass.state import get_state
+from fp4pass.nn.experts import QuantizedExpertStack as ExpertStacks
+from fp4pass.nn.linear import QuantizedLinear
+from fp4pass.record.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

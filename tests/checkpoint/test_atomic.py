@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from small_models import TINY, Packed, assert_same_bits, language_model, mlp, packed_model
 
 import fp4pass
-from fp4pass._compat import file_locks
+from fp4pass.core import file_locks
 from fp4pass.core.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.checkpoint import transcode
 from fp4pass.checkpoint.layouts import LAYOUTS, PackedLayer
-from fp4pass.config import LinearConfig
+from fp4pass.checkpoint.source_files import checksum_of
 from fp4pass.errors import CheckpointError, OptionError
-from fp4pass.sources.files import checksum_of
+from fp4pass.record.config import LinearConfig
 
 
 def flip_a_bit(folder: Path) -> None:

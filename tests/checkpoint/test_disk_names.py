@@ -19,7 +19,7 @@ import fp4pass
 from fp4pass._compat.transformers_experts import parts_of
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.checkpoint.layouts import matches
-from fp4pass.experts import QuantizedExpertStack
+from fp4pass.nn.experts import QuantizedExpertStack
 
 transformers = pytest.importorskip("transformers")
 

@@ -28,7 +28,7 @@ from fp4pass.checkpoint import transcode
 from fp4pass.core.elements import element_table
 from fp4pass.errors import CheckpointError
 from fp4pass.kernels.common.rounding import round_to_codes_
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.checkpoint import LAYOUTS, open_checkpoint, transcode
 from fp4pass.checkpoint.checks import problems
 from fp4pass.errors import CheckpointError, UnreadError
-from fp4pass.linear import PACKED, SCALE
+from fp4pass.nn.linear import PACKED, SCALE
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -18,8 +18,8 @@ from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, trans
 from fp4pass.checkpoint.checks import problems
 from fp4pass.checkpoint.layouts import matches
 from fp4pass.checkpoint.skeleton import build_skeleton
+from fp4pass.checkpoint.source_files import checksum_of
 from fp4pass.errors import CheckpointError
-from fp4pass.sources.files import checksum_of
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint
-from fp4pass.float_models import load_float
-from fp4pass.rows import Report
+from fp4pass.checkpoint.float_models import load_float
+from fp4pass.record.rows import Report
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

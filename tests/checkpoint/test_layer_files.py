@@ -12,7 +12,7 @@ from small_models import assert_same_bits, language_model
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint
-from fp4pass.state import get_state
+from fp4pass.record.state import get_state
 
 pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.methods import METHODS, MethodResult, search_scales
-from fp4pass.state import get_state
+from fp4pass.record.state import get_state
 
 
 def mlp() -> nn.Module:

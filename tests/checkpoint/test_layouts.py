@@ -35,7 +35,7 @@ from fp4pass.checkpoint.layouts import (
 )
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CheckpointError
-from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from fp4pass.nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -25,8 +25,8 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.source_files import find_shards, read_tensors
 from fp4pass.errors import CheckpointError, OptionError
-from fp4pass.sources.files import find_shards, read_tensors
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

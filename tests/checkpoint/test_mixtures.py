@@ -15,9 +15,9 @@ from small_models import assert_same_bits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
+from fp4pass.checkpoint.source_files import write_manifest
 from fp4pass.errors import CheckpointError
 from fp4pass.reporting.data import gather
-from fp4pass.sources.files import write_manifest
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -18,7 +18,7 @@ from fp4pass.checkpoint.model_layers import ignored_layers
 from fp4pass.checkpoint.readers import READERS, who_reads
 from fp4pass.checkpoint.writer import CheckpointWriter
 from fp4pass.errors import CheckpointError
-from fp4pass.rows import Row
+from fp4pass.record.rows import Row
 
 match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
 

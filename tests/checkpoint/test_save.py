@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fp4pass
 import fp4pass.parity
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 SHARED = Path(__file__).parents[3] / "shared" / "models" / "doclm-qwen3-17m"
 

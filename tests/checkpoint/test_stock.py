@@ -30,9 +30,9 @@ from fp4pass.checkpoint.layouts import CompressedTensors
 from fp4pass.checkpoint.model_layers import describe_layers
 from fp4pass.checkpoint.readers import Facts, of_stock
 from fp4pass.checkpoint.split_stacks import split_layers
-from fp4pass.experts import QUANTIZED
-from fp4pass.experts import QuantizedExpertStack as Stack
-from fp4pass.state import get_state
+from fp4pass.nn.experts import QUANTIZED
+from fp4pass.nn.experts import QuantizedExpertStack as Stack
+from fp4pass.record.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
+from fp4pass.checkpoint.unread import unread_layers
 from fp4pass.errors import CheckpointError, UnreadError
-from fp4pass.sources.unread import unread_layers
 
 transformers = pytest.importorskip("transformers")
 

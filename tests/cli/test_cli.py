@@ -26,7 +26,7 @@ from fp4pass.evaluation import token_windows
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
-float_models = pytest.importorskip("fp4pass.float_models")
+float_models = pytest.importorskip("fp4pass.checkpoint.float_models")
 
 ROOT = Path(fp4pass.__file__).parents[1]
 NAIVE = ("--scheme", "nvfp4a16", "--method", "naive")
@@ -362,7 +362,7 @@ def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without instructions for it."""
-    monkeypatch.setattr("fp4pass.observers.computing.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: False)
 
 
 SLOW = "in float32: this CPU has no instructions for products in bfloat16\n"

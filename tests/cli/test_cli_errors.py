@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY
 
 import fp4pass
-from fp4pass import float_models
+from fp4pass.checkpoint import float_models
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.errors import CheckpointError
 

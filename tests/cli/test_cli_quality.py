@@ -15,7 +15,7 @@ from small_models import TINY, assert_same_bits, language_model, tokens
 
 import fp4pass
 from fp4pass.methods import Naive
-from fp4pass.quality import QUALITIES, Quality
+from fp4pass.record.quality import QUALITIES, Quality
 
 for package in ("transformers", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -52,7 +52,7 @@ def test_a_quality_is_printed_recorded_and_shown(
         yield []
 
     # Tracing takes longer than all else.
-    monkeypatch.setattr("fp4pass.smoothing.smoothed_unless_it_fails", note)
+    monkeypatch.setattr("fp4pass.engine.smoothing.smoothed_unless_it_fails", note)
     options = ("--scheme", "nvfp4", "--quality", "good", "--rules", rules, *CALIBRATED)
     result = run("quantize", TINY, "-o", out, *options)
     assert 'quality "good": a few seconds (4 layers, 256 tokens; estimated' in result.stderr
@@ -120,7 +120,7 @@ def test_numbers_of_windows_hold_for_text_that_the_model_writes(
     tmp_path: Path, rules: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the same codes as in Python, also where a CPU runs a model in float32."""
-    monkeypatch.setattr("fp4pass.observers.computing.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: False)
     given = ("--samples", 3, "--seq-len", 20, "--seed", 5, *more)
     run("quantize", TINY, "-o", tmp_path / "q", "--rules", rules, *given)
     found = fp4pass.load(tmp_path / "q")

@@ -14,8 +14,8 @@ from small_models import TINY
 from torch import nn
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.errors import CalibrationError
+from fp4pass.record.config import LinearConfig
 
 transformers = pytest.importorskip("transformers")
 for package in ("typer", "rich", "yaml"):

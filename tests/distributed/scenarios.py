@@ -138,7 +138,7 @@ def kept(folder: Path) -> Any:
     """Return a mixture with the codes of a folder in FP8."""
     import fp8_folders
 
-    from fp4pass.float_models import load_float
+    from fp4pass.checkpoint.float_models import load_float
 
     if RANK == 0:
         fp8_folders.make(fp8_folders.mixture_model(), folder, "finegrained")

@@ -441,10 +441,10 @@ def adapters(folder: Path) -> dict[str, Any]:
 
 def mixtures(folder: Path) -> dict[str, Any]:
     """Mixtures of each layout: their experts alone are split, and all that their plans have."""
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[1] / "lib"))
     from mixtures import MODELS, UNREAD, build, logits
 
-    from fp4pass.experts import QuantizedExperts
+    from fp4pass.nn.experts import QuantizedExperts
 
     found: dict[str, Any] = {}
     for name in MODELS:

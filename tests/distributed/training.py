@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import fp4pass
-from fp4pass.learning import freeze, trainable
+from fp4pass.lab.learning import freeze, trainable
 
 
 def windows() -> torch.Tensor:

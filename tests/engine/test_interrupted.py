@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import StateError
 from fp4pass.evaluation import evaluate
-from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import METHODS
+from fp4pass.nn.linear import QuantizedLinear
 
 CUTS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError]
 

@@ -24,11 +24,11 @@ from fp4pass.calibration import batches as batches_of
 from fp4pass.engine import layer_runner
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
-from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
-from fp4pass.observers.observer import OBSERVERS, Observer
+from fp4pass.nn.linear import quantize_input
+from fp4pass.quantization.observers.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.state import get_state
+from fp4pass.record.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
 MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]
@@ -727,7 +727,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def choose(path: Path) -> Tensor:
     """The windows that CALIBRATED asks for."""
-    from fp4pass.float_models import load_tokenizer
+    from fp4pass.checkpoint.float_models import load_tokenizer
 
     return batches_of(path, load_tokenizer(str(TINY)), samples=4, seq_len=64)[0]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 import fp4pass
 from fp4pass._compat import accelerate as hooks
 from fp4pass.checkpoint import layer_files, writer
+from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic, describe
 from fp4pass.core import memory as memory_limits
 from fp4pass.engine import layer_calls, layer_device, layer_runner
 from fp4pass.errors import CalibrationError
-from fp4pass.float_models import load_float
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")

@@ -13,13 +13,13 @@ from small_models import assert_same_bits, language_model, mlp, tokens
 from torch import nn
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.core import clock
 from fp4pass.engine import trial
 from fp4pass.engine.trial import Trial, size_of, try_layer
 from fp4pass.methods import Gptq
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.state import get_state
+from fp4pass.record.config import LinearConfig
+from fp4pass.record.state import get_state
 
 BATCH = tokens(2)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.errors import OptionError, ShapeError, StateError, TraceError
-from fp4pass.observers.observer import Observer
+from fp4pass.quantization.observers.observer import Observer
 
 ops = torch.ops.fp4pass
 SLOW = pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.graph.inductor.observers import share_observers
 from fp4pass.methods import Stats
-from fp4pass.observers.observer import OBSERVERS
+from fp4pass.quantization.observers.observer import OBSERVERS
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.graph.match import find_linears, is_written_between
 from fp4pass.graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from fp4pass.observers.observer import OBSERVERS, Observer, collect
+from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.replace import attach_observers, rewrite_graph
 from fp4pass.quantization.scan import scan_layers
+from fp4pass.record.config import LinearConfig
 
 K = 64
 ops = torch.ops.fp4pass

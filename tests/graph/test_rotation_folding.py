@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import fp4pass
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.evaluation import output_errors
-from fp4pass.linear import PACKED, QuantizedLinear
+from fp4pass.nn.linear import PACKED, QuantizedLinear
 
 K, HIDDEN, N = 64, 128, 48
 ops = torch.ops.fp4pass

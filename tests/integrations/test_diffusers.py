@@ -25,7 +25,7 @@ from fp4pass.errors import (
     VersionError,
 )
 from fp4pass.integrations import Fp4PassConfig, PackedConfig
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")

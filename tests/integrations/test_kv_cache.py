@@ -26,7 +26,7 @@ from fp4pass.errors import (
     StateError,
 )
 from fp4pass.integrations import quantized_cache
-from fp4pass.kv_cache import CACHE_FORMATS
+from fp4pass.nn.kv_cache import CACHE_FORMATS
 from tests.small_models import mlp
 
 transformers = pytest.importorskip("transformers")

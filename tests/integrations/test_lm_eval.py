@@ -113,7 +113,7 @@ def test_options_of_a_packed_folder(packed: Path) -> None:
     lm = Fp4PassLM(str(packed), device_map="cpu", dtype="bfloat16", tokenizer=str(TINY))
     assert lm.device.type == "cpu" and lm.model.dtype == torch.bfloat16
     kinds = {type(module) for module in lm.model.modules()}
-    assert fp4pass.linear.QuantizedLinear in kinds
+    assert fp4pass.nn.linear.QuantizedLinear in kinds
     assert not hasattr(lm.config, "quantization_config")
 
 
@@ -146,7 +146,9 @@ def test_a_float_folder_scores_as_with_hf() -> None:
 def test_a_slow_cpu_computes_in_float32(
     slow: bool, packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fp4pass.observers.computing.cpu_has_bfloat16", lambda: not slow)
+    monkeypatch.setattr(
+        "fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: not slow
+    )
     caplog.set_level("INFO", "fp4pass")
     lm, asked = Fp4PassLM(str(packed), device="cpu"), ("a", " b")
     found: set[torch.dtype] = set()

@@ -24,8 +24,8 @@ from small_models import TINY, assert_same_bits, change_json, language_model, to
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.errors import CheckpointError, UnreadError, VersionError
-from fp4pass.experts import QUANTIZED
 from fp4pass.integrations import PackedConfig
+from fp4pass.nn.experts import QUANTIZED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

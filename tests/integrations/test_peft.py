@@ -18,7 +18,7 @@ import fp4pass
 from fp4pass import _compat
 from fp4pass.errors import OptionError, StateError, VersionError
 from fp4pass.integrations import Fp4PassConfig
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -13,7 +13,7 @@ from torch import Tensor
 import fp4pass
 from fp4pass.errors import CheckpointError, StateError
 from fp4pass.integrations import Fp4PassConfig, PackedConfig
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 

@@ -32,18 +32,18 @@ from fp4pass.errors import (
     StateError,
     VersionError,
 )
-from fp4pass.experts import QUANTIZED, QuantizedExpertStack
-from fp4pass.linear import QuantizedLinear
-from fp4pass.state import get_state
+from fp4pass.nn.experts import QUANTIZED, QuantizedExpertStack
+from fp4pass.nn.linear import QuantizedLinear
+from fp4pass.record.state import get_state
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import fp4pass.integrations.transformers
-from fp4pass.config import OPTIONS
 from fp4pass.integrations import Fp4PassConfig
 from fp4pass.integrations.as_read import PackedAsRead
 from fp4pass.integrations.transformers import Fp4PassQuantizer
+from fp4pass.record.config import OPTIONS
 
 # PEFT asks transformers in a way that transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")

@@ -24,11 +24,7 @@ from fp4pass.kernels.quantize.e4m3_triton import (
     norm_quantize_e4m3,
     quantize_e4m3,
 )
-from fp4pass.kernels.quantize.naive import (
-    activate_quantize_ref,
-    norm_quantize_ref,
-    quantize_ref,
-)
+from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = quiet

@@ -19,7 +19,7 @@ from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.search.naive import search_naive
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
-from fp4pass.observers.observer import OBSERVERS, collect
+from fp4pass.quantization.observers.observer import OBSERVERS, collect
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_lm"
 

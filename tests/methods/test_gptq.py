@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
-from fp4pass.observers.observer import OBSERVERS, Observer, collect
+from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
+from fp4pass.record.config import LinearConfig
 
 K = 96
 

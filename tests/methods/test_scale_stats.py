@@ -16,7 +16,7 @@ from fp4pass.errors import NonFiniteError, ShapeError
 from fp4pass.kernels.statistics.naive import HESSIAN_BLOCK
 from fp4pass.methods import METHODS, Method
 from fp4pass.methods.scale_stats import scale_counts, scale_offsets
-from fp4pass.observers.observer import Observer, collect
+from fp4pass.quantization.observers.observer import Observer, collect
 
 formats = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.key)
 

@@ -20,12 +20,14 @@ FIRST = r"Import fp4pass\.parity first for codebooks, such as nf4\.$"
 def test_codebooks_need_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = fp4pass.quantize(torch.randn(4, 64), "nf4")
     state.save(tmp_path / "x.safetensors")
-    assert isinstance(fp4pass.tensor.load_state(tmp_path / "x.safetensors"), type(state))
+    assert isinstance(
+        fp4pass.quantization.tensor.load_state(tmp_path / "x.safetensors"), type(state)
+    )
     monkeypatch.setattr("fp4pass.core.quant_state.OTHER_RECORDS", {})
     with pytest.raises(OptionError, match=FIRST):
         fp4pass.quantize(torch.randn(4, 64), "nf4")
     with pytest.raises(CheckpointError, match=FIRST):
-        fp4pass.tensor.load_state(tmp_path / "x.safetensors")
+        fp4pass.quantization.tensor.load_state(tmp_path / "x.safetensors")
 
 
 @pytest.mark.core

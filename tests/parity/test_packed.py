@@ -13,7 +13,7 @@ from small_models import bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp4pass.packed_linear import swap_class
+from fp4pass.nn.packed_linear import swap_class
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])

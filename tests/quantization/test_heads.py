@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.quantization.plan import Plan, plan_layers
+from fp4pass.record.config import LinearConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -65,7 +65,7 @@ def test_its_code_is_followed_wherever_it_leads(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(fp4pass.prepare(packed)(x), before)
     fp4pass.convert(packed, weight_only=True)
     for name, module in packed.named_modules():
-        if isinstance(module, fp4pass.linear.QuantizedLinear):
+        if isinstance(module, fp4pass.nn.linear.QuantizedLinear):
             dense.get_submodule(name).weight = nn.Parameter(module.weight)
     forward, outputs = nn.Sequential.forward, [dense(x)]
     for change in ("none", "partial", "class"):

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fp4pass
-from fp4pass.config import LinearConfig
 from fp4pass.errors import OptionError, RuleError
 from fp4pass.methods import METHODS
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.state import get_state
+from fp4pass.record.config import LinearConfig
+from fp4pass.record.state import get_state
 
 pytest.importorskip("yaml")
 

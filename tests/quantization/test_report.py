@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import StateError
-from fp4pass.rows import Report
+from fp4pass.record.rows import Report
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import OptionError, StateError
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fp4pass
 import fp4pass.parity
 from fp4pass.errors import RuleError, ShapeError, StateError
-from fp4pass.linear import QuantizedLinear
+from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.scan import is_router
 
 

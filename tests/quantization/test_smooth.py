@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
-from fp4pass.observers.observer import OBSERVERS, Observer, collect
+from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.smooth import Smoothed, nearest_octaves, rescale
-from fp4pass.state import get_state
+from fp4pass.record.state import get_state
 
 K = 48
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..._version import __version__
-from ...config import LinearConfig
 from ...core.formats import Format
 from ...errors import CheckpointError, OptionError, UnreadError, as_option, expected
-from ...kv_cache import SCALES
-from ...linear import INPUT_GLOBAL, PACKED, SCALE
-from ...sources.files import Shapes
+from ...nn.kv_cache import SCALES
+from ...nn.linear import INPUT_GLOBAL, PACKED, SCALE
+from ...record.config import LinearConfig
+from ..source_files import Shapes
 from .layer import BUFFERS, PackedLayer, Scheme, join
 
 # The file of weights that other libraries look for.

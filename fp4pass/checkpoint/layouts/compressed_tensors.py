@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...config import LinearConfig
 from ...core.formats import WHOLE
 from ...errors import CheckpointError, UnreadError
 from ...kernels.rotate.naive import ROTATIONS
-from ...kv_cache import CACHE_FORMATS
-from ...linear import INPUT_GLOBAL, PACKED
-from ...sources.files import Shapes
+from ...nn.kv_cache import CACHE_FORMATS
+from ...nn.linear import INPUT_GLOBAL, PACKED
+from ...record.config import LinearConfig
+from ..source_files import Shapes
 from .base import Layout, register_layout
 from .ct_schemes import SCHEMES, group_args, read_scheme
 from .layer import PackedLayer, Scheme, fused_names

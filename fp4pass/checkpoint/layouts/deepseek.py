@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, UnreadError, as_option, expected
-from ...linear import PACKED, SCALE
+from ...nn.linear import PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ...core.formats import WHOLE
 from ...errors import CheckpointError, UnreadError, as_option, as_rules, expected
-from ...linear import INPUT_GLOBAL, PACKED, SCALE
+from ...nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme, is_tile
 from .patterns import as_globs

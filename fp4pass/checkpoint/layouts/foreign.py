@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...config import LinearConfig
 from ...core.formats import Format, get_format
 from ...errors import CheckpointError, OptionError, UnreadError, some
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ...sources.files import Shapes
+from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...record.config import LinearConfig
+from ..source_files import Shapes
 from .base import Layout
 from .layer import PackedLayer, Scheme
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...linear import PACKED, SCALE
+from ...nn.linear import PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 

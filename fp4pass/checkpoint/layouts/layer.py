@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..._compat.transformers_experts import StackView
-from ...config import LinearConfig
 from ...core.formats import Format
 from ...core.fused import FUSED
 from ...errors import OptionError, expected
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...record.config import LinearConfig
 
 # The parts of a QuantizedLinear.
 BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..._version import __version__
 from ...core.formats import WHOLE
 from ...errors import UnreadError
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme, fused_names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kv_cache import CACHE_FORMATS
+from ...nn.kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.formats import FORMATS, WHOLE, Format
 from ...errors import CheckpointError, UnreadError
-from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layer import BUFFERS, PackedLayer, join
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from ...errors import UnreadError
-from ...linear import PACKED, SCALE
+from ...nn.linear import PACKED, SCALE
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs

@@ -1,0 +1,368 @@
+"""One call of `convert` for a model that is not prepared: its recipe, its data, its time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import calibration
+from ..calibration.sample import sampling_seconds
+from ..calibration.target import Target
+from ..calibration.to_batches import SEQ_LEN
+from ..calibration.tokens import Tokens
+from ..core.devices import require_device
+from ..core.globs import covering_globs
+from ..distributed import ranks
+from ..errors import OptionError, StateError, TraceError, as_option
+from ..quantization.checks import require_float, require_layers
+from ..quantization.plan import Plan, plan_layers
+from ..quantization.recipe import require_undecided, with_quality
+from ..quantization.rules import matching_rule
+from ..record.config import LinearConfig, Rule, check_rules
+from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
+from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
+from .schedule import planned_stacks
+from .text_part import rules_beside_text
+from .trial import size_of, try_layer
+
+_log = logging.getLogger(__name__)
+
+# Windows of a batch.
+_BATCH = 8
+
+# Seconds below which no number is said.
+_FEW = 10
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """The text that a model writes itself to be calibrated on, in place of data.
+
+    Attributes:
+        samples: its windows; None for the tokens of the recipe.
+        seq_len: tokens of a window.
+        seed: of its random numbers.
+    """
+
+    samples: int | None = None
+    seq_len: int = SEQ_LEN
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class OneCall:
+    """A conversion from the float model to the end.
+
+    Attributes:
+        root: the model.
+        quality: the name of the recipe, None for one that is given.
+        config: of layers that no rule matches.
+        rules: those given, and those that the recipe has for layers that it does not fit.
+        kv_cache: as `convert` takes it.
+        sequential: calibrate one layer at a time.
+        device: where that is done.
+        plan: what is to be quantized.
+        tokens: how many the model writes itself if there is no data; 0 if it needs none.
+        smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
+        text: what the model writes.
+    """
+
+    root: nn.Module
+    quality: str | None
+    config: LinearConfig
+    rules: tuple[Rule, ...]
+    kv_cache: str | None
+    sequential: bool
+    device: torch.device | str | None
+    plan: Plan
+    tokens: int
+    smoothing: float
+    text: OwnText = OwnText()
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        quality: str | None,
+        given: Mapping[str, Any],
+        rules: Sequence[Rule] = (),
+        kv_cache: str | None = None,
+        by_layers: bool = False,
+        device: torch.device | str | None = None,
+    ) -> OneCall:
+        """Decide the whole call, before anything is done.
+
+        Args:
+            model: in floating point, not prepared.
+            quality: the name of a recipe; None for the method among the options, or the default.
+            given: fields of `LinearConfig`; None for one that is not given.
+            rules: as for `convert`.
+            kv_cache: as for `convert`.
+            by_layers: calibrate one layer at a time whatever the method.
+            device: as for `convert`.
+
+        Raises:
+            StateError: the model is prepared or converted.
+            OptionError: an option is decided by the quality, or does not exist.
+            RuleError: a rule is malformed or matches nothing.
+        """
+        root, rules = unwrap(model), check_rules(rules)
+        if require_float(root, "convert") is not None:
+            raise StateError(
+                "The model is prepared, and quality=, data= and tokenizer= are for one that is "
+                "not. Give the data to fp4pass.calibrate(model, data, tokenizer=...) and leave "
+                "them out here, or convert a fresh copy of the model."
+            )
+        if device is not None:
+            require_device(str(device), "device=")
+        options = {name: value for name, value in given.items() if value is not None}
+        config = config_of(options, None)
+        recipe = None
+        if quality is not None:
+            recipe = get_quality(quality)
+            require_undecided(quality, options)
+            config = with_quality(config, quality)
+            rules = (*_rules_alone(root, config, rules, quality, recipe), *rules)
+        plan = plan_layers(root, config, rules)
+        require_layers(plan)
+        configs = [layer.config for layer in plan.layers]
+        sequential = by_layers or (recipe is not None and recipe.sequential)
+        # Options that only serve layers one after the other ask for that.
+        sequential = sequential or any("cross" in each.needs for each in configs)
+        tokens = INPUT_TOKENS if any(map(_has_input_scale, configs)) else 0
+        if kv_cache is not None or any(each.needs for each in configs):
+            tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
+        smoothing = 0.0
+        if recipe is not None and not all(each.weight_only for each in configs):
+            smoothing = recipe.smoothing
+        places = (kv_cache, sequential, device)
+        return OneCall(root, quality, config, rules, *places, plan, tokens, smoothing)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a method, or the cache, cannot do without data."""
+        needs = any(layer.config.needs for layer in self.plan.layers)
+        return needs or self.kv_cache is not None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keywords of `prepare`, and of `convert` where nothing is prepared."""
+        return {**self.config.options(), "rules": self.rules, "kv_cache": self.kv_cache}
+
+    def batches(self, data: Any, tokenizer: Any) -> list[Any] | None:
+        """Return batches to calibrate on, once the time of all of it is said; None for no data.
+
+        Without data, a model that has to, or that has a tokenizer, writes its own.
+        """
+        if isinstance(data, OwnText):
+            return self.writing(data).batches(None, tokenizer)
+        if not self.tokens:
+            if data is not None:
+                _log.info("%s needs no data: %s is not read.", self.label, as_option("data"))
+            self.announce([])
+            return None
+        if data is not None:
+            made = calibration.batches(data, tokenizer, model=self.root)
+            found = list(made)
+            self.announce(found)
+            return found if made is data else self._in_turn(found)
+        if tokenizer is None and not self.needs_data:
+            self.announce([])
+            return None
+        reader = Tokens(tokenizer, self.root).processor
+        self.announce(None, reader)
+        return self.own_text(reader)
+
+    def writing(self, text: OwnText) -> OneCall:
+        """Return the call with another text that the model writes, if it writes any."""
+        tokens = self.tokens
+        if tokens and text.samples is not None:
+            tokens = text.samples * Target.of(self.root).fitting(text.seq_len)
+        return dataclasses.replace(self, text=text, tokens=tokens)
+
+    def own_text(self, tokenizer: Any) -> list[Any]:
+        """Return batches of text that the model writes itself; each process writes its part."""
+        group, length = ranks(), self.text.seq_len
+        tokens = max(self.tokens // group.size, length)
+        seed = self.text.seed * group.size + group.rank
+        windows = calibration.sample(self.root, tokenizer, tokens=tokens, seq_len=length, seed=seed)
+        return self._in_turn(list(windows.split(_BATCH)))
+
+    @contextmanager
+    def smoothed(self, batches: Sequence[Any]) -> Iterator[None]:
+        """Smooth the model if the recipe has that; after an error its bits are as before."""
+        with ExitStack() as stack:
+            if self.smoothing and not smoothing_of(self.root):
+                # Late, for tracing takes a while to import.
+                from .smoothing import smoothed_unless_it_fails
+
+                few = _first(batches, INPUT_TOKENS)
+                try:
+                    folds = stack.enter_context(
+                        smoothed_unless_it_fails(self.root, self.smoothing, few)
+                    )
+                    _log.info(
+                        "%s smoothed the inputs of %d groups of layers", self.label, len(folds)
+                    )
+                except (StateError, TraceError) as error:
+                    _log.info(
+                        "%s: inputs are not smoothed, which needs a graph: %s", self.label, error
+                    )
+            yield
+
+    def _in_turn(self, batches: list[Any]) -> list[Any]:
+        """Return batches with the first window alone where that runs through whole layers."""
+        sizes = {each.shape[1:] if isinstance(each, torch.Tensor) else None for each in batches}
+        if not self.sequential or len(sizes) > 1 or None in sizes:
+            return batches
+        windows = torch.cat(batches)
+        return [windows[:1], *windows[1:].split(_BATCH)] if len(windows) > 1 else batches
+
+    @property
+    def label(self) -> str:
+        """The name of the recipe, for people."""
+        if self.quality is not None:
+            return f'quality "{self.quality}"'
+        return f'method "{self.config.method_name}"'
+
+    def announce(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> None:
+        """Log the time of the call with some batches; None for those that the model writes."""
+        line = self.time_line(batches, tokenizer)
+        if line:
+            _log.info("%s", line)
+
+    def time_line(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> str:
+        """Return a line on the time of the call, "" where several processes share the work."""
+        if ranks().size > 1:
+            return ""
+        if batches is None:
+            size, said = self.tokens, "of its own text"
+            batch = _random_batch(self.root, self.text.seq_len)
+        else:
+            size, said = sum(map(size_of, batches)), ""
+            batch = max(batches, key=size_of, default=None)
+        facts = [f"{_count_layers(self.root, self.plan)} layers"]
+        facts += [f"{size:,} tokens {said}".strip()] if size else ["no data"]
+        trial = None
+        if batch is not None or not size:
+            device = self.device if self.sequential else None
+            trial = try_layer(
+                self.root, self.plan, batch, sequential=self.sequential, device=device
+            )
+        if trial is None:
+            return f"{self.label}: {', '.join(facts)}; no estimate of the time"
+        seconds = trial.seconds(size)
+        if batches is None:
+            writing = sampling_seconds(self.root, tokenizer, self.tokens, self.text.seq_len)
+            seconds += writing or 0.0
+            facts[-1] += ", whose writing is not counted" if writing is None else ""
+        facts[-1] += "; estimated on the first layer"
+        return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
+
+    def rules_beside_text(self, what: str = "text") -> list[Rule]:
+        """Return rules that skip layers beside the text part that data did not reach, and log them.
+
+        what: the name of the data.
+        """
+        rules, globs = rules_beside_text(self.root, self.plan, bool(self.config.needs))
+        if globs:
+            names = ", ".join(globs)
+            _log.warning("%s does not reach %s: these layers are skipped", what, names)
+        return rules
+
+    def record(self) -> None:
+        """Have the recipe of the converted model name the quality."""
+        state = get_state(self.root)
+        assert state is not None, "the model is converted"
+        if self.quality is not None:
+            recipe = {QUALITY: self.quality, **state.recipe}
+            set_state(self.root, dataclasses.replace(state, recipe=recipe))
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, with no more digits than a trial is worth."""
+    if seconds < _FEW:
+        return "a few seconds"
+    if seconds < 60:
+        return f"about {round(seconds)} s"
+    if seconds < 3600:
+        minutes, rest = divmod(round(seconds / 10) * 10, 60)
+        return f"about {minutes} min" + (f" {rest} s" if rest else "")
+    hours, minutes = divmod(round(seconds / 300) * 5, 60)
+    return f"about {hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def _first(batches: Sequence[Any], tokens: int) -> list[Any]:
+    """Return the first batches, so many that they have the tokens together."""
+    found: list[Any] = []
+    seen = 0
+    for each in batches:
+        if seen >= tokens:
+            break
+        found.append(each)
+        seen += size_of(each)
+    return found
+
+
+def _has_input_scale(config: LinearConfig) -> bool:
+    """Return whether `save` needs a scale of inputs that comes from data."""
+    return not config.weight_only and config.format.has_input_scale
+
+
+def _rules_alone(
+    root: nn.Module, config: LinearConfig, rules: Sequence[Rule], quality: str, recipe: Quality
+) -> list[Rule]:
+    """Return rules for layers that are not calibrated one after the other, before those given."""
+    if not recipe.sequential:
+        return []
+    alone = config.override(recipe.alone)
+    plan = plan_layers(root, alone, rules)
+    require_layers(plan)
+    stacks = planned_stacks(root, plan)
+    if not stacks:
+        raise OptionError(
+            f"{as_option('quality', quality)} calibrates one layer after the other: expected a "
+            f"model with a list of layers (nn.ModuleList), got {type(root).__name__} without one. "
+            "Choose another quality."
+        )
+    inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
+    by_rule: dict[int | None, list[str]] = {}
+    others = []
+    for layer in plan.entries:
+        fits = not layer.is_stack and layer.module in inside
+        planned = getattr(layer, "config", None)
+        if planned is None or fits or planned.method != alone.method:
+            others.append(layer.name)
+        else:
+            rule = matching_rule(layer.name, rules)
+            index = None if rule is None else list(rules).index(rule)
+            by_rule.setdefault(index, []).append(layer.name)
+    found: list[Rule] = []
+    for index, names in by_rule.items():
+        given = {} if index is None else rules[index][1]
+        rest = [*others, *(n for key, each in by_rule.items() if key != index for n in each)]
+        found += [(glob, {**(given or {}), **recipe.alone}) for glob in covering_globs(names, rest)]
+    return found
+
+
+def _count_layers(root: nn.Module, plan: Plan) -> int:
+    """Return how many layers the stacks of a model have, or else how many are quantized."""
+    stacks = planned_stacks(root, plan)
+    return sum(len(stack.layers) for stack in stacks) or len(plan.layers)
+
+
+def _random_batch(root: Any, length: int) -> torch.Tensor | None:
+    """Return windows of any tokens, for the time that they take; None for no language model."""
+    config: Any = getattr(root, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size, (_BATCH, length), generator=generator)

@@ -1,0 +1,1 @@
+"""Packed linear layers and experts: their buffers, their forward, their caches."""

@@ -1,0 +1,232 @@
+"""Run calibration batches through a prepared model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.accelerate import offloaded_tensors
+from ...core.fingerprint import digest_of
+from ...core.progress import current
+from ...core.time_left import Kind
+from ...distributed import require_initialized
+from ...errors import CalibrationError, StateError, expected
+from ...record.state import PreparedState, set_state, unwrap
+from .reached import seen_tokens, track_unreached_reads, unmapped_layers, warn_of_unmapped
+from .visible_tokens import count_tokens
+
+_log = logging.getLogger(__name__)
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return where the weights of a model are, None for one without any that are loaded."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((t.device for t in tensors if t.device.type != "meta"), None)
+
+
+def require_batches(batches: object) -> None:
+    """Raise CalibrationError unless the argument is an iterable of batches, and not one batch."""
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
+            "batch into a list: calibrate(model, [batch])."
+        )
+
+
+def require_loaded(root: nn.Module) -> None:
+    """Raise StateError for weights without values that no hook brings."""
+    empty = [name for name, each in root.named_parameters() if each.is_meta]
+    missing = next((name for name in empty if name not in offloaded_tensors(root)), None)
+    if missing is not None:
+        raise StateError(
+            f"{missing}: it is on the meta device, without values. Load the weights before "
+            "calibrating, with accelerate's offloading if they do not fit."
+        )
+
+
+def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) -> None:
+    """Run a prepared model on each calibration batch, or the part of it that is recorded.
+
+    After each batch its state has the digest and the number of all batches so far. Batches that an
+    error cut off, which some layers have seen, are only counted, as "cut_off". Raises
+    CalibrationError if there are no batches, or if `batches` is one batch.
+    """
+    if model.training:
+        warnings.warn(
+            "The model is in training mode: dropout is on while it is calibrated. Call "
+            "model.eval() first.",
+            stacklevel=3,
+        )
+    require_batches(batches)
+    require_initialized()
+    root, device = unwrap(model), device_of(model)
+    require_loaded(root)
+    seen: dict[str, Any] = dict(state.recipe.get("calibration", {}))
+    read = set(state.read)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if state.recording is not None:
+            state.recording.run(root, args, kwargs)
+            return
+        with track_unreached_reads(model, read):
+            model(*args, **kwargs)
+
+    def keep(tokens: int = 0) -> None:
+        facts: dict[str, Any] = {"read": frozenset(read), "calibrated": state.calibrated + tokens}
+        recipe = {**state.recipe, "calibration": dict(seen)}
+        set_state(root, dataclasses.replace(state, recipe=recipe, **facts))
+
+    def count(name: str, more: int = 1) -> None:
+        seen[name] = seen.get(name, 0) + more
+
+    before = seen_tokens(root, state.recording)
+    total = hidden = 0
+    try:
+        for i, batch in enumerate(_with_progress(batches)):
+            require_tokens(model, batch, f"batch {i}")
+            args, kwargs = call_arguments(batch, device)
+            tokens, masked = count_tokens(root, args, kwargs)
+            try:
+                with torch.no_grad():
+                    run(args, kwargs)
+            except BaseException as error:
+                count("cut_off")
+                # An error that the batch does not explain stays the model's.
+                known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+                if isinstance(error, known) and (problem := _row_problem(batch)):
+                    raise CalibrationError(problem) from error
+                raise
+            seen["sha256"] = digest_of(seen.get("sha256", ""), args, kwargs)
+            count("batches")
+            total, hidden = total + tokens, hidden + masked
+            if masked:
+                count("hidden", masked)
+            keep()
+    finally:
+        keep(seen_tokens(root, state.recording) - before)
+    if hidden:
+        share = f"{hidden:,} of {total:,} tokens ({100 * hidden / total:.1f} %)"
+        _log.info("calibrate: attention_mask hides %s, which enter no statistic.", share)
+    warn_of_unmapped(unmapped_layers(root), stacklevel=3)
+
+
+def _with_progress(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches and show how far they are. Raises CalibrationError without any."""
+    empty, progress = True, current()
+    # Batches in a list say how large they are: some are smaller than others.
+    sizes = [_sizes(each) for each in batches] if isinstance(batches, list | tuple) else []
+    unit = "samples" if sizes and all(rows for rows, _ in sizes) else "batches"
+    if unit == "samples":
+        costs: dict[Kind, float] = {(unit,): sum(values for _, values in sizes)}
+        progress.expect(costs, {unit: sum(rows for rows, _ in sizes)})
+    else:
+        total = len(batches) if isinstance(batches, Sized) else None
+        progress.expect({} if total is None else {(unit,): total}, {unit: total})
+    for batch in batches:
+        empty = False
+        yield batch
+        rows, values = _sizes(batch) if unit == "samples" else (1, 1)
+        progress.step((unit,), values, {unit: rows})
+    if empty:
+        raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+
+
+def _sizes(batch: Any) -> tuple[int, int]:
+    """Return the rows and the values of the first tensor of a batch, 0 where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = [batch] if isinstance(batch, Tensor) else values
+    tensors = [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
+    return (len(tensors[0]), tensors[0].numel()) if tensors and tensors[0].ndim else (0, 0)
+
+
+def _row_problem(batch: Any) -> str:
+    """Return why a model could not run a batch that is a row of a data set; "" for others."""
+
+    def is_plain(value: object) -> bool:
+        is_list = isinstance(value, list) and not any(isinstance(x, Tensor) for x in value)
+        return is_list or isinstance(value, str)
+
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    plain = [f"{key} (a {type(value).__name__})" for key, value in named.items() if is_plain(value)]
+    ids = named.get("input_ids")
+    if plain:
+        got = f"{', '.join(plain)}, no tensor"
+    elif isinstance(ids, Tensor) and ids.ndim == 1:
+        got = f"input_ids {list(ids.shape)}, a single example"
+    else:
+        return ""
+    wanted = "tensors with a batch dimension, as input_ids [batch, tokens]"
+    return (
+        f"{expected('A batch', wanted, got)} Give calibrate the dataset itself, or make batches of "
+        "the columns that the model takes: DataLoader(dataset.with_format('torch', "
+        "columns=['input_ids']), batch_size=8)."
+    )
+
+
+# Arguments beside token ids that leave them what they are; images replace some.
+_BESIDE_TOKENS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
+
+
+def require_tokens(model: nn.Module, batch: Any, name: str) -> None:
+    """Raise CalibrationError for a batch of no tokens, or with one beyond the vocabulary."""
+    args, kwargs = call_arguments(batch, None)
+    ids = kwargs.get("input_ids", args[0] if len(args) == 1 else None)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return
+    if not ids.numel():
+        raise CalibrationError(f"{expected(name, 'tokens', f'{list(ids.shape)}')} Leave it out.")
+    size = _vocabulary(model)
+    if size is None or ids.is_meta or not kwargs.keys() <= _BESIDE_TOKENS:
+        return
+    low, high = (int(each) for each in ids.aminmax())
+    if low < 0 or high >= size:
+        wanted = f"tokens from 0 to {size - 1}, the vocabulary of the model"
+        raise CalibrationError(
+            f"{expected(name, wanted, low if low < 0 else high)} Give tokens of its own tokenizer."
+        )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return how many rows the table of a model's tokens has, None where that is not known."""
+    root: Any = unwrap(model)
+    try:
+        table = root.get_input_embeddings()
+    # Other models lack the method; those of transformers raise the second if they find no table.
+    except (AttributeError, NotImplementedError):
+        tables = [each for each in root.modules() if isinstance(each, nn.Embedding)]
+        table = tables[0] if len(tables) == 1 else None
+    # One with modules of its own has further rows there.
+    is_whole = isinstance(table, nn.Embedding) and not table._modules
+    return table.num_embeddings if is_whole else None
+
+
+def call_arguments(
+    batch: Any, device: torch.device | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a calibration batch as the arguments of a call, its tensors moved to `device`.
+
+    Token ids without a batch dimension are a batch of one row.
+    """
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+    if isinstance(batch, Mapping):
+        for key in batch:
+            if not isinstance(key, str):
+                wanted = "a mapping from names of arguments"
+                raise CalibrationError(expected("A batch", wanted, f"the key {key!r}"))
+        return (), {key: move(value) for key, value in batch.items()}
+    if isinstance(batch, Tensor):
+        is_row = batch.ndim == 1 and not batch.is_floating_point()
+        return (move(batch[None] if is_row else batch),), {}
+    if not isinstance(batch, tuple | list):
+        kinds = "a mapping, a tuple, a list or a tensor"
+        raise CalibrationError(expected("A batch", kinds, type(batch).__name__))
+    return tuple(map(move, batch)), {}

@@ -1,0 +1,350 @@
+"""Observers: they add the inputs of linear layers, or of experts, to statistics."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...errors import CalibrationError
+from ...graph.rewrite import OBSERVERS
+from ...kernels.statistics.naive import diagonal_blocks
+from ...kernels.statistics.totals import moved_totals, zeros
+from ...methods import STATISTICS, ExpertInputs, Stats
+from ...nn.input_cache import compute_once
+from ...ops.checks import require_dense
+from .reached import observes
+from .visible_tokens import visible_rows
+
+# Hessian, token count and amax, which one operator adds to, and the other statistics.
+State = tuple[Tensor, ...]
+
+# Observers that share their statistics may be called from several threads.
+_LOCK = threading.RLock()
+
+# Tokens that every expert is shown, so that those that few tokens reach know some.
+_PRIOR_TOKENS = 256
+
+
+class _Sequence:
+    """The name of a sequence of inputs: an object of its own."""
+
+
+class _Seen:
+    """The statistics of a sequence of inputs, for the observers that have seen just these inputs.
+
+    Attributes:
+        state: Changed in place only by a single holder, which then makes a new object of it.
+        holders: The number of observers that it belongs to.
+        sequence: Names the inputs; None if there are none yet.
+        stats: One object for all holders, once any was asked for its statistics.
+    """
+
+    def __init__(self, state: State, sequence: _Sequence | None) -> None:
+        self.state, self.sequence, self.holders = state, sequence, 1
+        self.stats: Stats | None = None
+
+
+class Observer(nn.Module):
+    """Accumulates the statistics of its inputs, and returns nothing.
+
+    It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
+    moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
+    that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
+    torch.compile would merge the tensors that two observers make in one graph.
+
+    Args:
+        needs: Fields of Stats to collect.
+        columns: K, the width of the input.
+        sharers: The number of layers that a graph feeds it for, 0 for a hook.
+
+    Attributes:
+        part: The tokens of an exported graph that it is fed with (visible_tokens.py).
+        unmapped: A mask that hides tokens, but is not of the rows that it saw.
+    """
+
+    # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
+    _is_impure = True
+    only_reads = True
+
+    unmapped: Tensor | None
+
+    def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
+        super().__init__()
+        self.needs = needs
+        self.columns, self.sharers = columns, sharers
+        self.part, self.unmapped, self.is_unmapped_said = "", None, False
+        self._hessian = _hessian_name(needs)
+        self._others = tuple(name for name in needs if STATISTICS[name]["update"])
+        # A tensor made in inference mode could not be added to outside of it.
+        with torch.inference_mode(False):
+            shape = STATISTICS[self._hessian]["shape"](columns)
+            hessian = zeros(*(shape if self._hessian in needs else (0, *shape[1:])))
+            others = [zeros(*STATISTICS[name]["shape"](columns)) for name in self._others]
+            state = (hessian, zeros(1, dtype=torch.int64), zeros(1), *others)
+        self._seen = _Seen(state, None)
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether any input was added."""
+        return self._seen.sequence is not None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were added."""
+        return int(self.state[1])
+
+    @property
+    def state(self) -> State:
+        """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
+        return self._seen.state
+
+    def replace(self, state: State) -> None:
+        """Set the statistics."""
+        self._seen.holders -= 1
+        self._seen = _Seen(state, _Sequence())
+
+    def forward(self, x: Tensor, reference: Tensor | None = None) -> None:
+        """Add an input x [..., K] of the layers; reference: the same tokens in the float model."""
+        # An exported graph has no observer to write to, and its fake tensors must not stay here.
+        # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
+        if torch.compiler.is_exporting() and type(x) is not Tensor:
+            return
+        if x.shape[-1:] != (self.columns,):
+            # The layer raises for it.
+            return
+        if torch.compiler.is_compiling():
+            self._observe(x, reference)
+            return
+        with _LOCK:
+            self._observe(x, reference)
+
+    def _observe(self, x: Tensor, reference: Tensor | None) -> None:
+        state = self._seen.state
+        with torch.inference_mode(False):
+            if self._seen.holders > 1:
+                state = tuple(total.clone() for total in state)
+            if state[0].device != x.device:
+                state = tuple(moved_totals(state, x.device, self.has_seen))
+        observe = ops.observe_full if self._hessian == "hessian" else ops.observe
+        visible = self._visible(x)
+        # Most batches hide nothing, and graphs of them have no argument more.
+        observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
+        for name, total in zip(self._others, state[3:], strict=True):
+            STATISTICS[name]["update"](total, x.detach(), reference)
+        self.replace(state)
+
+    def _visible(self, x: Tensor) -> Tensor | None:
+        """Return a mask of the tokens of x that count, None if all do."""
+        rows = visible_rows(x, self.part)
+        if rows.unmapped is not None:
+            self.unmapped = rows.unmapped
+        return rows.visible
+
+    def stats(self) -> Stats:
+        """Return the statistics of all inputs so far."""
+        if self._seen.stats is None:
+            hessian, count, amax, *others = self.state
+            found = _hessians(hessian.unsqueeze(0), self.needs)
+            found |= {name: x[None] for name, x in zip(self._others, others, strict=True)}
+            self._seen.stats = Stats(tokens=int(count), input_amax=float(amax), **found)
+        return self._seen.stats
+
+    @observes
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Observe the input of a layer: a forward pre-hook with keyword arguments.
+
+        Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
+        first adds it, and the others take the result.
+        """
+        # Not as a module, which would look for hooks of its own for every layer of every call.
+        x = args[0] if args else next(iter(kwargs.values()))
+        if torch.compiler.is_compiling():
+            self.forward(x)
+            return
+        if not isinstance(x, Tensor) or x.is_meta:
+            # There is nothing to see, and the layer raises an error.
+            return
+        require_dense(f"The input of a prepared {type(module).__name__}", x)
+        with _LOCK:
+            key = ("observe", self.needs, self.columns, self._seen.sequence)
+            # A tensor that is read in two calls may have tokens that one of them hides.
+            visible = self._visible(x)
+            add = functools.partial(self._add, x)
+            seen = compute_once(x, key, module, add, visible, tensors=_state_of)()
+            if seen is None:
+                # Whoever had it has gone on since.
+                self._add(x)
+            elif seen is not self._seen:
+                self._seen.holders -= 1
+                seen.holders += 1
+                self._seen = seen
+
+    def _add(self, x: Tensor) -> weakref.ref[_Seen]:
+        """Add x; return a weak reference to the statistics, for the cache must not keep them."""
+        self.forward(x)
+        return weakref.ref(self._seen)
+
+
+def _state_of(seen: weakref.ref[_Seen]) -> State | None:
+    found = seen()
+    return None if found is None else found.state
+
+
+class ExpertObserver:
+    """Accumulates the statistics of a stack of experts, expert by expert.
+
+    Args:
+        needs: Fields of Stats to collect.
+        experts: E.
+        columns: K, the width of the input.
+        second: Whether the experts read activations of their own products.
+        keep: Keep the inputs in place of whole Hessians, which takes less memory.
+    """
+
+    sharers = 0
+
+    def __init__(
+        self, needs: Sequence[str], experts: int, columns: int, second: bool, keep: bool = False
+    ) -> None:
+        self.needs, self.experts = tuple(needs), experts
+        self._keeps = keep and "hessian" in needs
+        name = "block_hessian" if self._keeps else _hessian_name(needs)
+        shape = STATISTICS[name]["shape"](columns)
+        if self._keeps or name not in needs:
+            shape = (0, *shape[1:])
+        with torch.inference_mode(False):
+            self._own = self._empty(shape)
+            self._prior = self._empty(shape) if second and (shape[0] or self._keeps) else None
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._prior_inputs: list[tuple[Tensor, Tensor]] = []
+        # Whether there was any input, how many experts a token has, tokens shown to all experts.
+        self._seen, self._chosen, self._prior_tokens = False, 1, 0
+        self.unmapped: Tensor | None = None
+        self.is_unmapped_said = False
+
+    def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
+        counts = zeros(self.experts, dtype=torch.int64)
+        return [zeros(self.experts, *shape), counts, zeros(1), zeros(self.experts)]
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether any input was added."""
+        return self._seen
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were added, each for all of its experts."""
+        return math.ceil(int(self._own[1].sum()) / self._chosen)
+
+    @property
+    def lacks(self) -> int:
+        """The number of tokens that all experts are still to be shown."""
+        return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
+
+    @observes
+    def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
+        if len(args) < 3:
+            return  # A stack beside a packed one is called, too; `feed` has shown it this.
+        self._add(self._own, *args)
+        if self._keeps:
+            # A copy, for the model may change them in place; some rows are for no expert.
+            own = (args[1] < self.experts).any(1)
+            self._inputs.append((args[0].detach()[own], args[1][own]))
+        self._seen, self._chosen = True, args[1].shape[-1]
+
+    def add_prior(self, x: Tensor, ids: Tensor) -> None:
+        """Add inputs of experts that were not chosen."""
+        assert self._prior is not None, "only asked for what it lacks"
+        self._add(self._prior, x, ids, torch.zeros_like(ids, dtype=torch.float32))
+        if self._keeps:
+            self._prior_inputs.append((x.detach(), ids))
+        self._prior_tokens += len(ids)
+
+    def _add(self, totals: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        with torch.inference_mode(False):
+            if totals[0].device != x.device:
+                totals[:] = moved_totals(totals, x.device, bool(totals[1].any()))
+        ops.observe_experts(x.detach(), ids, weights.detach().float(), *totals)
+
+    def stats(self) -> Stats:
+        """Return the statistics of all inputs so far."""
+        hessians, counts, amax, routing = self._own
+        found: dict[str, Any] = {"counts": counts, "routing": routing}
+        found |= {"tokens": int(counts.sum()), "input_amax": float(amax)}
+        if self._prior is not None:
+            found["prior_counts"] = self._prior[1]
+        if self._keeps:
+            inputs, shown = tuple(self._inputs), tuple(self._prior_inputs)
+            return ExpertInputs(**found, inputs=inputs, prior_inputs=shown)
+        if self._prior is not None:
+            priors = _hessians(self._prior[0], self.needs)
+            found |= {f"prior_{name}": each for name, each in priors.items()}
+        return Stats(**found, **_hessians(hessians, self.needs))
+
+
+def _hessian_name(needs: Sequence[str]) -> str:
+    """Return the Hessian to collect: the whole one has the blocks in it."""
+    return "hessian" if "hessian" in needs else "block_hessian"
+
+
+def _hessians(total: Tensor, needs: Sequence[str]) -> dict[str, Any]:
+    """Return the statistics of a total [E, ...] of the Hessians that are collected."""
+    if "hessian" in needs:
+        return {"hessian": total, "block_hessian": torch.stack(list(map(diagonal_blocks, total)))}
+    return {"block_hessian": total} if "block_hessian" in needs else {}
+
+
+def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
+    """Return the observers of modules, each once."""
+    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
+
+
+def is_observer_hook(hook: object) -> bool:
+    """Return whether a hook is `Observer.hook`."""
+    return hasattr(getattr(hook, "__self__", None), "has_seen")
+
+
+def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], columns: int) -> Observer:
+    """Return the observer that exactly these modules share, a new one if there is none yet."""
+    lists: list[list[Observer]] = [holder.__dict__[OBSERVERS] for holder in holders]
+    for observer in lists[0]:
+        shared = all(any(observer is other for other in others) for others in lists)
+        if observer.sharers == len(holders) and shared:
+            return observer
+    observer = Observer(needs, columns, sharers=len(holders))
+    for observers in lists:
+        observers.append(observer)
+    return observer
+
+
+def collect(observers: Sequence[Observer], name: str) -> Stats:
+    """Return the statistics [E, ...] of the observers of a layer of this name, E 1 for a dense one.
+
+    Raises CalibrationError if a calibration input held NaN or infinity.
+    """
+    seen = [o.stats() for o in observers if o.tokens]
+    if not seen:
+        return Stats()
+    stats = functools.reduce(lambda a, b: a.merged(b), seen)
+    finite = all(math.isfinite(each.input_amax) for each in seen)
+    if not finite or not all(
+        total.isfinite().all() for total in stats.collected_tensors().values()
+    ):
+        what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
+        if not finite:
+            what = "held NaN or infinity"
+        raise CalibrationError(
+            f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
+            "layer they come from, then prepare and calibrate again."
+        )
+    return stats

@@ -1,0 +1,368 @@
+"""LinearConfig: the one record of the options of a linear layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict
+
+from torch import Tensor
+
+from ..core.formats import FORMATS, FP8_E4M3, Format, get_format
+from ..errors import (
+    OptionError,
+    RuleError,
+    as_option,
+    expected,
+    require_flags,
+    require_number,
+    require_type,
+    unknown_name,
+)
+from ..kernels.fp8.naive import COMPUTES
+from ..kernels.quantize.naive import ACTIVATION_SCALES
+from ..kernels.rotate.naive import ROTATIONS, rotate_weight
+from ..kernels.statistics.naive import HESSIAN_BLOCK
+from ..methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
+from ..ops import rotate
+from .misnamed import require_method_name
+from .schemes import DEFAULT, expand_scheme, scheme_name, schemes
+
+Rule = tuple[str, Mapping[str, Any] | None]
+
+
+class LinearOptions(TypedDict, total=False):
+    """The options of a linear layer as keywords, beside the scheme and the method."""
+
+    weight_only: bool | None
+    block: int | None
+    activation_scales: str
+    rotation: int
+    unreached: str
+    expert_prior: float | None
+    compute: str
+
+
+class SchemeOptions(LinearOptions, total=False):
+    """The same with the scheme."""
+
+    fmt: str | None
+
+
+class HasRules(Protocol):
+    """A record with rules, as the `Allocation` of `fp4pass.allocate`."""
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """The rules."""
+
+
+Rules = Sequence[Rule] | HasRules
+
+# The treatments of layers that calibration never reached.
+UNREACHED = ("error", "skip", "sse")
+
+
+def _option(default: Any, help: str, choices: Collection[Any] = (), option: bool = True) -> Any:
+    """Return a field: a keyword of `convert`, a key of a rule, a command-line option."""
+    metadata = {"option": option, "help": help, "choices": tuple(choices)}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """The options of one linear layer.
+
+    Keywords of `convert` and `prepare`, rules, recipes, command-line options, report rows and
+    fp4pass.json are all made from these fields. To add an option, add a field here, read it in
+    `fp4pass.nn.linear`, and test it.
+
+    Attributes:
+        fmt: a scheme: "nvfp4", "mxfp4", "fp8", "fp8_block" and "mxfp8" quantize weights and
+            inputs, "nvfp4a16" (the default), "fp8a16" and so on weights only. Kept as the name of
+            the format; `scheme` is the name of both.
+        method: chooses scales and codes: a name, an options object such as `Gptq()`, or None
+            if another library chose them. Kept as the options object.
+        weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.
+        block: elements that share a scale; None for the format's own. Kept as a number.
+        activation_scales: how the block scales of the input are chosen at each call; float32 ones
+            are "naive".
+        rotation: columns of input and weight that are rotated together; 0 for none.
+        unreached: the treatment of a layer whose method needs data, and that calibration never
+            reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
+        expert_prior: the number of average tokens of the layer that are added to the own tokens of
+            each expert of a mixture; None for 32, and for K / 2 where a method takes the whole
+            Hessian.
+        compute: "fp8" rounds both operands of products of many rows to E4M3, for FP8 tensor cores;
+            fewer rows, and weights that are E4M3, are computed as by "input", in the dtype of the
+            input.
+        folded: the input comes rotated from the layer before it.
+        output_rotation: rows of the weight that are rotated together, for a folded layer behind.
+        multiplies: the stored global scales multiply (ModelOpt) instead of divide.
+
+    Raises:
+        OptionError: a value does not exist or does not fit the others.
+
+    Example:
+        >>> config = fp4pass.LinearConfig("mxfp4a16", "sse")
+        >>> config.block, config.scheme
+        (32, 'mxfp4a16')
+    """
+
+    fmt: str = _option(
+        DEFAULT,
+        "The scheme: nvfp4a16 or mxfp4a16 for weights in 4 bits, nvfp4 or mxfp4 for inputs too, "
+        "fp8 or fp8_block for 8 bits; docs/formats.md has the others.",
+    )
+    method: Any = _option("hessian", "How block scales are chosen.", METHODS)  # noqa: RUF009
+    weight_only: bool | None = _option(None, "Leave inputs in floating point.")
+    block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
+    activation_scales: str = _option(
+        "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
+    )
+    rotation: int = _option(0, "Number of columns rotated together; helps mxfp4.", ROTATIONS)
+    unreached: str = _option(
+        "error", "Layers that no batch reached: raise an error, skip them, or use sse.", UNREACHED
+    )
+    expert_prior: float | None = _option(None, "Average tokens to add to those of each expert.")
+    compute: str = _option("input", "Compute dtype of products of many rows.", COMPUTES)
+    # These fp4pass sets itself, and stores with the layer.
+    folded: bool = _option(False, "The input comes rotated.", option=False)
+    output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
+    multiplies: bool = _option(False, "Stored global scales multiply.", option=False)
+    # The record of `fmt` with this block, made once: forward asks for it.
+    format: Format = field(init=False, repr=False, compare=False, default=FORMATS["nvfp4"])
+    # Layers with equal ones make the same of an input: all fields but those of the weight alone.
+    input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        if self.weight_only is not None:
+            require_flags(weight_only=self.weight_only)
+        require_flags(folded=self.folded, multiplies=self.multiplies)
+        if self.fmt is None:
+            raise OptionError(expected("fmt", "the name of a scheme", "None"))
+        scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
+        if self.activation_scales not in ACTIVATION_SCALES:
+            raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
+        for name in ("rotation", "output_rotation"):
+            size = getattr(self, name)
+            if type(size) is not int or size not in ROTATIONS:
+                choices = ", ".join(map(str, ROTATIONS))
+                raise OptionError(expected(name, f"one of {choices}", repr(size)))
+        for name, known in (("unreached", UNREACHED), ("compute", COMPUTES)):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        if self.expert_prior is not None:
+            wanted = "a number from 0 on, or None"
+            require_number("expert_prior", wanted, self.expert_prior, float, 0)
+        require_method_name(self.method, schemes())
+        method = None if self.method is None else resolve_method(self.method)[1]
+        fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
+        if self.multiplies:
+            fmt = fmt.with_multiplier()
+        settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
+        if fmt.has_float_scale:
+            settled["activation_scales"] = "naive"
+        if fmt.element == FP8_E4M3:
+            settled["compute"] = "input"
+        settled |= {"weight_only": bool(scheme["weight_only"]), "multiplies": fmt.multiplies}
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        of_weight = ("method", "output_rotation", "unreached", "expert_prior", "compute")
+        key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
+        object.__setattr__(self, "input_key", key)
+        if fmt.has_float_scale and getattr(method, "needs_block_scales", False):
+            raise OptionError(
+                f"method: {method} chooses 8-bit block scales, and those of {fmt.key} are float32. "
+                "Give its layers another one, in a rule for some: (glob, {'method': 'hessian'})."
+            )
+        if "block_hessian" in self.needs and not fmt.has_float_scale and fmt.block > HESSIAN_BLOCK:
+            raise OptionError(
+                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "
+                f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or "
+                f"{as_option('method', 'sse')}."
+            )
+
+    @property
+    def method_name(self) -> str:
+        """The registered name of the method, "-" if it is unknown."""
+        return "-" if self.method is None else self._method.name
+
+    @property
+    def _method(self) -> Method:
+        return resolve_method(self.method)[0]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The statistics to collect."""
+        if self.method is None:
+            return ()
+        needs = self._method.needs
+        # A rotation over more than one block of the Hessian needs the whole of it.
+        if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
+            return (*needs, "hessian")
+        return needs
+
+    @property
+    def input_rotation(self) -> int:
+        """The columns of the input that the layer itself rotates together."""
+        return 0 if self.folded else self.rotation
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether rows or columns of the stored weight are rotated."""
+        return bool(self.rotation or self.output_rotation)
+
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme, such as "nvfp4a16", with a block that is not the format's own."""
+        return scheme_name(self.format, bool(self.weight_only))
+
+    @property
+    def label(self) -> str:
+        """The scheme, and the options that change its computation, in a few words."""
+        words = [self.scheme]
+        if self.activation_scales != "naive" and not self.weight_only:
+            words.append(f"input scales by {self.activation_scales}")
+        if self.rotation:
+            words.append(f"rotated by {self.rotation}")
+        if self.compute != "input":
+            words.append(f"{self.compute} products")
+        return ", ".join(words)
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """Return the weight [N, K] as it is stored: in float32 if it is rotated.
+
+        Example:
+            >>> config = fp4pass.LinearConfig("mxfp4", rotation=32)
+            >>> weight = torch.eye(32)
+            >>> torch.allclose(config.restored(config.stored(weight)), weight, atol=1e-6)
+            True
+        """
+        if self.output_rotation:
+            weight = rotate_weight(weight.t(), self.output_rotation).t()
+        return rotate_weight(weight, self.rotation) if self.rotation else weight
+
+    def restored(self, stored: Tensor) -> Tensor:
+        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`.
+
+        Example:
+            >>> config = fp4pass.LinearConfig()
+            >>> torch.equal(config.restored(torch.eye(32)), torch.eye(32))
+            True
+        """
+        if self.rotation:
+            stored = rotate(stored, self.rotation)
+        if self.output_rotation:
+            stored = rotate(stored.t(), self.output_rotation).t()
+        return stored
+
+    def override(self, options: Mapping[str, Any]) -> LinearConfig:
+        """Return a copy with other options.
+
+        Another `fmt` is another scheme: it brings its own block and `weight_only`.
+
+        Example:
+            >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key
+            'mxfp4'
+        """
+        require_type("options", "a mapping of options", options, Mapping)
+        for key in options:
+            if key not in [each.name for each in FIELDS]:
+                raise unknown_name("Option", key, [each.name for each in FIELDS])
+        block = {"block": None} if "fmt" in options else {}
+        return dataclasses.replace(self, **{**block, **expand_scheme(options)})
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name.
+
+        Example:
+            >>> fp4pass.LinearConfig("nvfp4a16").options()["weight_only"]
+            True
+        """
+        return {each.name: getattr(self, each.name) for each in OPTIONS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as JSON has it; `from_dict` reads it.
+
+        Example:
+            >>> fp4pass.LinearConfig("mxfp4", "sse").to_dict()["method"]
+            {'name': 'sse'}
+        """
+        return plain({each.name: getattr(self, each.name) for each in FIELDS})
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LinearConfig:
+        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else.
+
+        Example:
+            >>> config = fp4pass.LinearConfig("mxfp4", "sse")
+            >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
+            True
+        """
+        require_type("LinearConfig", "what to_dict returned", data, Mapping)
+        method = data.get("method")
+        if isinstance(method, Mapping):
+            data = {**data, "method": method_from_dict(method)}
+        return LinearConfig(**data)
+
+
+# The fields that are stored, and those of them that users set.
+FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
+OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise OptionError for a key that is no option of a linear layer."""
+    names = [each.name for each in OPTIONS]
+    for key in options:
+        if key == "scheme":
+            raise OptionError(f"{where}scheme: a scheme is given as fmt={options[key]!r}.")
+        if key not in names:
+            raise unknown_name(f"{where}option" if where else "Option", key, names)
+
+
+def check_rules(rules: Rules, weight_only: bool | None = None) -> tuple[Rule, ...]:
+    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError.
+
+    weight_only: as it is given beside the rules; True holds in rules that name a format.
+    """
+    rules = getattr(rules, "rules", rules)
+    if isinstance(rules, str | Mapping) or not isinstance(rules, Sequence):
+        raise RuleError(expected("rules", "a list of (glob, options)", type(rules).__name__))
+    for rule in rules:
+        if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
+            pairs = "(glob, None) or (glob, options), as in ('*.down_proj', None)"
+            raise RuleError(expected("rules: a rule", pairs, rule))
+        pattern, options = rule
+        if options is None:
+            continue
+        if not isinstance(options, Mapping):
+            raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", repr(options)))
+        check_options(options, f"In the rule for {pattern!r}, ")
+    return tuple(
+        (pattern, options and _expanded(pattern, options, weight_only))
+        for pattern, options in rules
+    )
+
+
+def _expanded(pattern: str, options: Mapping[str, Any], weight_only: bool | None) -> dict[str, Any]:
+    """Return the options of a rule with the fields of a scheme in place of its name."""
+    if weight_only and "fmt" in options:
+        options = {**options, "weight_only": options.get("weight_only", True)}
+    try:
+        return expand_scheme(options)
+    except OptionError as error:
+        raise OptionError(f"In the rule for {pattern!r}: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """Return options as JSON has them: a method as its name and its options."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return method_to_dict(value)
+    return value

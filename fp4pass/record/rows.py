@@ -1,0 +1,263 @@
+"""Hold the report of a conversion: the numbers of each linear layer, or why it was skipped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..errors import OptionError, expected, require_type
+from .config import LinearConfig
+from .tensor_cores import tensor_core_note
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear layer."""
+
+    name: str
+    shape: tuple[int, ...]  # [N, K] of its weight
+    config: LinearConfig | None = None  # None before, and for a skipped layer
+    bits: float = 0.0  # for one weight, block scales included
+    weight_error: float | None = None  # |W - Q| / |W|, W what the method approximated
+    # |(W - Q) x| / |W x| on the calibration inputs, None without any; as if blocks of columns were
+    # uncorrelated unless the whole Hessian was collected.
+    output_error: float | None = None
+    tokens: int = 0  # that calibration saw
+    proved: float | None = None  # `Hessian(exact=True)`: share of the blocks proved optimal
+    gap: float | None = None  # the part of the loss that the other blocks could lose at most
+    # Of a stack: experts that calibration never reached, the fewest, median and most tokens of one,
+    # and the share of the routing weight of those with fewer than 32.
+    unreached: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] = ()
+    rare_routing: float | None = None
+    note: str = ""  # why an option was not followed, "" if all were
+    skip_reason: str = ""  # why the layer was skipped, "" if it was not
+
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme, "" for a layer without a config."""
+        return "" if self.config is None else self.config.scheme
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, `scheme` among them; `from_dict` reads them."""
+        return {**self.record(), "scheme": self.scheme}
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields alone as plain values, as files have them; `from_dict` reads them."""
+        config = None if self.config is None else self.config.to_dict()
+        lists = {name: list(value) for name, value in vars(self).items() if type(value) is tuple}
+        return {**vars(self), **lists, "config": config}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Row:
+        """Read what `to_dict` returned. Raises OptionError for a value of another type."""
+        given = data["config"]
+        config = None if given is None else LinearConfig.from_dict(given)
+        tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        fields = {name: value for name, value in data.items() if name != "scheme"}
+        row = Row(**{**fields, **tuples, "config": config})
+        _require_types("a row", row)
+        return row
+
+
+def _require_types(what: str, record: Row | RefinedLayer | Refined) -> None:
+    """Raise OptionError for a value of another type than its field has."""
+    for name, hint in get_type_hints(type(record)).items():
+        if not _fits(getattr(record, name), hint):
+            value = repr(getattr(record, name))
+            raise OptionError(expected(f"Report: {what}: {name}", str(hint), f"{value:.100}"))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type as the fields of rows have them."""
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(_fits(each, get_args(hint)[0]) for each in value)
+    if get_args(hint):
+        return any(_fits(value, each) for each in get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+@dataclass(frozen=True)
+class RefinedLayer:
+    """A layer of a stack that `refine` worked on.
+
+    Its error is the root mean square of |y - t| / |t| over held-out tokens, t the output of the
+    float model.
+    """
+
+    name: str
+    before: float
+    after: float
+    kept: bool  # the layer has what it learned; else it was no better, and is as it was
+
+
+@dataclass(frozen=True)
+class Refined:
+    """The result of `refine`.
+
+    KL is that of the logits from those of the float model, over held-out tokens, nats.
+    """
+
+    layers: tuple[RefinedLayer, ...]
+    kl_before: float | None = None  # None for a model without logits
+    kl_after: float | None = None
+    kept: bool = True  # else the KL did not fall, and the whole model is as it was
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values; `from_dict` reads them."""
+        return {**vars(self), "layers": [dict(vars(each)) for each in self.layers]}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Refined:
+        """Read what `record` returned. Raises OptionError for a value of another type."""
+        found = Refined(**{**data, "layers": tuple(RefinedLayer(**x) for x in data["layers"])})
+        _require_types("refined", found)
+        for each in found.layers:
+            _require_types("refined: a layer", each)
+        return found
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report."""
+        found = []
+        if self.kl_before is not None and self.kl_after is not None:
+            kept = "" if self.kept else ", so all is left as it was"
+            found.append(f"  KL of the logits: {self.kl_before:.4f} to {self.kl_after:.4f}{kept}")
+        for each in self.layers:
+            kept = "" if each.kept else ", left as it was"
+            errors = f"{_percent(each.before)} to {_percent(each.after)}"
+            found.append(f"  {each.name}: {errors}{kept}")
+        return found
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return rows with equal options together."""
+
+    def key(row: Row) -> str:
+        return "" if row.config is None else json.dumps(row.config.to_dict())
+
+    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A row for each linear layer, and the result of `refine` if it was called; prints as a table.
+
+    Example:
+        >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
+        >>> [row.name for row in report.converted], len(report.skipped)
+        (['0', '2'], 0)
+    """
+
+    rows: tuple[Row, ...]
+    refined: Refined | None = None
+
+    def __post_init__(self) -> None:
+        require_type("Report: rows", "a tuple of rows", self.rows, tuple)
+
+    @property
+    def converted(self) -> tuple[Row, ...]:
+        """The rows of the layers that are quantized, or will be."""
+        return tuple(row for row in self.rows if not row.skip_reason)
+
+    @property
+    def skipped(self) -> tuple[Row, ...]:
+        """The rows of the layers that stay as they are."""
+        return tuple(row for row in self.rows if row.skip_reason)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the whole model on this machine, each in a sentence."""
+        note = tensor_core_note(row.config for row in self.rows if row.config is not None)
+        return (note,) if note else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"rows": [...], "notes": [...]} of plain values, which `from_dict` reads.
+
+        After `refine` there is "refined", too.
+
+        Example:
+            >>> fp4pass.report(fp4pass.convert(model, method="sse")).to_dict()["rows"][0]["name"]
+            '0'
+        """
+        rows = [row.to_dict() for row in self.rows]
+        return {"rows": rows, **self._refined(), "notes": list(self.notes)}
+
+    def record(self) -> dict[str, Any]:
+        """Return the same without notes, as files have them; `from_dict` reads it.
+
+        Example:
+            >>> list(fp4pass.report(fp4pass.convert(model, method="sse")).record())
+            ['rows']
+        """
+        return {"rows": [row.record() for row in self.rows], **self._refined()}
+
+    def _refined(self) -> dict[str, Any]:
+        return {} if self.refined is None else {"refined": self.refined.record()}
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON.
+
+        Example:
+            >>> text = fp4pass.report(fp4pass.convert(model, method="sse")).to_json()
+            >>> json.loads(text)["rows"][1]["name"]
+            '2'
+        """
+        return json.dumps(self.to_dict(), indent=2)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Report:
+        """Read what `to_dict` returned. Raises OptionError for anything else.
+
+        Example:
+            >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
+            >>> fp4pass.Report.from_dict(report.to_dict()) == report
+            True
+        """
+        require_type("Report: data", "what Report.to_dict returned", data, Mapping)
+        require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
+        refined = data.get("refined")
+        rows = tuple(map(Row.from_dict, data["rows"]))
+        return Report(rows, None if refined is None else Refined.from_dict(refined))
+
+    def __str__(self) -> str:
+        header = ("layer", "N x K", "scheme", "method", "bits", "weight err", "output err")
+        lines = [header]
+        for row in self.converted:
+            # A prepared model has layers that are not converted yet.
+            how = ("-", "-", "-")
+            if row.config is not None:
+                how = (row.config.label, row.config.method_name, f"{row.bits:.2f}")
+            errors = (_percent(row.weight_error), _percent(row.output_error))
+            lines.append((row.name, _size(row.shape), *how, *errors))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+        text.insert(1, "  ".join("-" * width for width in widths))
+        rare = [row for row in self.converted if row.unreached]
+        if rare:
+            text += ["", "experts that calibration never reached (by the average of their layer):"]
+            text += [f"  {row.name}: {', '.join(map(str, row.unreached))}" for row in rare]
+        noted = [row for row in self.converted if row.note]
+        if noted or self.notes:
+            text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
+            text += [f"  {note}" for note in self.notes]
+        if self.refined is not None:
+            text += ["", "refined, errors on held-out batches:", *self.refined.lines()]
+        if self.skipped:
+            text += ["", "skipped:"]
+            width = max(len(row.name) for row in self.skipped)
+            text += [
+                f"  {row.name.ljust(width)}  {_size(row.shape)}  {row.skip_reason}"
+                for row in self.skipped
+            ]
+        return "\n".join(line.rstrip() for line in text)
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"

@@ -1,0 +1,221 @@
+"""Record the work of prepare, convert and load on a model, on its root module."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._compat.torch import call_no_copies, call_with_copies
+from ..errors import OptionError, StateError, expected
+from .config import LinearConfig, Rule
+from .rows import Report
+
+_STATE = "_fp4pass_state"
+
+# The tokenizer or processor that a model was calibrated with.
+_TOKENIZER = "_fp4pass_tokenizer"
+
+# The key of fp4pass.json for the strength of `fp4pass.smooth`, and a live model's record of it.
+SMOOTH = "smooth"
+_SMOOTHED = "_fp4pass_smoothed"
+
+# Of a model whose weights are being packed, or were when that was cut off.
+_INTERRUPTED_FLAG = "_fp4pass_interrupted"
+
+_INTERRUPTED = (
+    "The model is interrupted: a call of convert was cut off when some of its weights were packed, "
+    "so it is neither the float model nor a converted one. Start again from the float model; "
+    "convert(..., resume=FOLDER) keeps the searches that are finished."
+)
+
+
+class Recorder(ABC):
+    """Record the calls of layers, in a model of `prepare(sequential=True)`."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """The tokens that were recorded, the most of any stack of layers."""
+
+    @abstractmethod
+    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a batch through a model, as far as there is something to record."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Take the hooks out for good."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The record of a model, as its user sees it.
+
+    Attributes:
+        recipe: the options, rules and calibration as plain values; what fp4pass.json stores.
+        report: a row for each linear layer.
+    """
+
+    status: ClassVar[str] = "converted"
+
+    recipe: Mapping[str, Any]
+    report: Report
+
+
+@dataclass(frozen=True)
+class PreparedState(ModelState):
+    """The record of a prepared model: the options of `prepare`, and the facts of calibration.
+
+    Attributes:
+        config: as `prepare` was given it, the default of `convert`.
+        rules: the rules that `prepare` was given.
+        needs: the statistics that the observers collect.
+        recording: of the calls of layers, for `prepare(sequential=True)`.
+        read: the layers whose weights `calibrate` saw read.
+        calibrated: the tokens that `calibrate` had seen, the most of any layer.
+    """
+
+    status: ClassVar[str] = "prepared"
+
+    config: LinearConfig
+    rules: tuple[Rule, ...]
+    needs: tuple[str, ...]
+    recording: Recorder | None = None
+    read: frozenset[str] = frozenset()
+    calibrated: int = 0
+
+
+def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearConfig:
+    """Return the config of options as far as they are given; `prepare` set the default."""
+    given = {name: value for name, value in given.items() if value is not None}
+    return (LinearConfig() if before is None else before.config).override(given)
+
+
+def set_state(model: nn.Module, state: ModelState) -> None:
+    """Set the record of a model."""
+    model.__dict__[_STATE] = state
+
+
+def get_state(model: nn.Module) -> ModelState | None:
+    """Return the record of a model, None for an untouched one. Looks through torch.compile.
+
+    Raises StateError if a conversion of it, or of a part of it, was cut off.
+    """
+    root = unwrap(model)
+    if is_interrupted(root):
+        raise StateError(_INTERRUPTED)
+    return root.__dict__.get(_STATE)
+
+
+def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Remember the tokenizer or processor of a model, which `save` writes; None changes nothing.
+
+    It stays with the model whatever is done to it, for a state does not.
+    """
+    if tokenizer is not None:
+        unwrap(model).__dict__[_TOKENIZER] = tokenizer
+
+
+def known_tokenizer(model: nn.Module) -> Any:
+    """Return the tokenizer of `remember_tokenizer`, None without."""
+    return unwrap(model).__dict__.get(_TOKENIZER)
+
+
+def remember_smoothing(root: nn.Module, strength: float) -> None:
+    """Remember that scales were folded into a live model, which has no state yet."""
+    root.__dict__[_SMOOTHED] = strength
+
+
+def forget_smoothing(root: nn.Module) -> None:
+    """Forget `remember_smoothing`."""
+    root.__dict__.pop(_SMOOTHED, None)
+
+
+def smoothing_of(root: nn.Module) -> dict[str, float]:
+    """Return what the recipe of a live model says of `remember_smoothing`."""
+    strength = root.__dict__.get(_SMOOTHED)
+    return {} if strength is None else {SMOOTH: strength}
+
+
+def is_interrupted(root: nn.Module) -> bool:
+    """Return whether a conversion of a model, or of a part of it, was cut off."""
+    return any(_INTERRUPTED_FLAG in module.__dict__ for module in root.modules())
+
+
+def set_interrupted(model: nn.Module) -> None:
+    """Have everything refuse a model until `forget_state`: its first weight is about to go."""
+    forget_state(model)
+    model.__dict__[_INTERRUPTED_FLAG] = True
+    if isinstance(model, fx.GraphModule):
+        call_with_copies(model, set_interrupted)
+    model.register_forward_pre_hook(_refuse, prepend=True)
+    # A model with adapters saves these alone, and they are whole.
+    if hasattr(model, "save_pretrained") and not has_adapters(model):
+        model.__dict__["save_pretrained"] = _refuse
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise StateError(_INTERRUPTED)
+
+
+def forget_state(model: nn.Module) -> None:
+    """Remove the record of a model, and those of parts that were prepared."""
+    model.__dict__.pop(_INTERRUPTED_FLAG, None)
+    call_no_copies(model, set_interrupted)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse:
+            del model._forward_pre_hooks[key]
+    if model.__dict__.get("save_pretrained") is _refuse:
+        del model.__dict__["save_pretrained"]
+    for module in model.modules():
+        state = module.__dict__.get(_STATE)
+        if isinstance(state, PreparedState) and state.recording is not None:
+            state.recording.remove()
+        if isinstance(state, PreparedState) or (module is model and state is not None):
+            del module.__dict__[_STATE]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether there are modules of PEFT in a model; PEFT is not imported to look."""
+    return any(
+        cls.__module__.startswith("peft.")
+        for kind in {type(module) for module in model.modules()}
+        for cls in kind.__mro__
+    )
+
+
+def unwrap(model: nn.Module, *others: object) -> nn.Module:
+    """Return the model itself, also when it is wrapped by torch.compile.
+
+    Args:
+        model: what was given as the model.
+        *others: what was given beside it, among which the model may be.
+
+    Raises:
+        OptionError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        hint = ""
+        if isinstance(getattr(model, "components", None), dict):
+            hint = " Give one model of a pipeline, as pipeline.transformer."
+        elif any(isinstance(other, nn.Module) for other in others):
+            hint = " Give the model as the first argument."
+        elif isinstance(model, str | os.PathLike):
+            hint = (
+                " Load the model first: with from_pretrained of transformers, or fp4pass.load if "
+                "it is packed. To quantize a folder on the disk, call "
+                "fp4pass.quantize_checkpoint(source, directory)."
+            )
+        raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__) + hint)
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    if isinstance(original, DistributedDataParallel | nn.DataParallel):
+        kind = type(original).__name__
+        raise OptionError(
+            f"model: a {kind} gives its layers other names. Give the model inside, model.module."
+        )
+    return original

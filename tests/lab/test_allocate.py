@@ -1,0 +1,434 @@
+"""Schemes under a budget: the choice, what it is beside, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from evaluation.toys import Toy
+from mixtures import build as mixture
+from small_models import assert_same_bits
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.engine.schedule import planned_stacks
+from fp4pass.errors import CalibrationError, Fp4PassError, OptionError, StateError
+from fp4pass.lab.budget import Allocation
+from fp4pass.lab.budget.choosing import best_within, smallest_within, total
+from fp4pass.lab.budget.forwards import Forwards, mean_kl
+from fp4pass.lab.budget.groups import FLOAT
+from fp4pass.quantization.plan import plan_layers
+
+pytest.importorskip("transformers")
+
+EIGHT = "mxfp8a16"
+SCHEMES = ("nvfp4a16", EIGHT, "bf16")
+
+
+def decoder(seed: int = 0, **changes: Any) -> Any:
+    """Two small layers."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    torch.manual_seed(seed)
+    options = {**sizes, **heads, "tie_word_embeddings": False, **changes}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def windows(count: int = 12, length: int = 16, high: int = 64) -> Tensor:
+    return torch.randint(1, high, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def allocated(model: nn.Module, **options: Any) -> Allocation:
+    given = {"schemes": SCHEMES, "data": windows(), "windows": 4, "held_out": 6} | options
+    return fp4pass.allocate(model, progress=False, **given)
+
+
+def schemes_of(found: Allocation, part: str) -> set[str]:
+    return {group.scheme for group in found.groups if any(part in name for name in group.layers)}
+
+
+def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
+    model = decoder()
+    before = copy.deepcopy(model)
+    found = allocated(model, bits=6.0)
+    assert_same_bits(model, before)
+    assert 5.0 < found.bits <= 6.0 and found.uniform is not None
+    assert found.kl <= found.uniform.kl
+    assert found.bytes == sum(g.costs[g.scheme].bytes for g in found.groups)
+    assert found.predicted == pytest.approx(sum(g.costs[g.scheme].kl for g in found.groups))
+    assert [point.bytes for point in found.curve] == sorted(p.bytes for p in found.curve)
+    assert all(a.predicted >= b.predicted for a, b in itertools.pairwise(found.curve))
+    # The recipe makes the model that was measured.
+    packed = fp4pass.convert(model, **found.recipe.arguments(), progress=False)
+    rows = {row.name: row.scheme for row in fp4pass.report(packed).converted}
+    for group in found.groups:
+        for name in group.layers:
+            assert rows.get(name, FLOAT) == group.scheme
+    stored = sum(
+        module.weight_packed.nbytes + module.weight_scale.nbytes
+        for module in packed.modules()
+        if isinstance(module, fp4pass.nn.linear.QuantizedLinear)
+    )
+    floats = [group for group in found.groups if group.scheme == FLOAT]
+    assert stored == found.bytes - sum(group.costs[FLOAT].bytes for group in floats)
+
+
+def test_the_held_out_kl_is_that_of_the_converted_model() -> None:
+    model, data = decoder(), windows()
+    found = allocated(model, bits=6.0, data=data)
+    packed = fp4pass.convert(copy.deepcopy(model), **found.recipe.arguments(), progress=False)
+    apart = data[[1, 3, 5, 7, 9, 11]]
+    with torch.no_grad():
+        p, q = (each(apart).logits.log_softmax(-1).double() for each in (model, packed))
+    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert found.text == {"measured": 4 * 16, "held_out": 6 * 16, "calibration": 6 * 16}
+    assert_same_bits(fp4pass.convert(model, method="sse", rules=found, progress=False), packed)
+
+
+def test_what_engines_fuse_is_one_group() -> None:
+    found = allocated(decoder(), bits=6.0)
+    last = [tuple(name.rpartition(".")[2] for name in g.layers) for g in found.groups]
+    layer = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
+    assert last == layer * 2
+
+
+def test_costs_are_those_of_the_group_alone() -> None:
+    model, data = decoder(), windows()
+    found = allocated(model, bits=6.0, data=data)
+    group = found.groups[2]
+    rules = [*((name, {}) for name in group.layers), ("*", None)]
+    packed = fp4pass.convert(copy.deepcopy(model), "nvfp4a16", "sse", rules=rules, progress=False)
+    rest = data[[0, 2, 4, 6, 8, 10]]
+    measured = rest[[0, 2, 3, 5]]
+    with torch.no_grad():
+        p, q = (each(measured).logits.log_softmax(-1).double() for each in (model, packed))
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    assert group.costs["nvfp4a16"].kl == pytest.approx(kl, rel=1e-3)
+
+
+def test_a_kl_is_met_by_the_smallest_model_that_was_found() -> None:
+    model = decoder()
+    small = allocated(model, bits=4.6)
+    wanted = small.kl / 3
+    found = allocated(model, kl=wanted)
+    assert found.kl <= wanted and small.bits < found.bits < 16
+    smaller = [each for each in found.measured if each.bytes < found.bytes]
+    assert all(each.kl > wanted for each in smaller)
+    tries = [each for each in found.measured if each.label == "allocated"]
+    assert 1 <= len(tries) <= 6
+    # What all groups together are far below needs no more than the smallest scheme.
+    loose = allocated(model, kl=10 * small.kl)
+    assert {group.scheme for group in loose.groups} == {"nvfp4a16"}
+
+
+def test_a_kl_that_no_scheme_reaches() -> None:
+    with pytest.raises(OptionError, match=r"kl=1e-12: the nearest model has [\d.e-]+ on held-out"):
+        allocated(decoder(), kl=1e-12, schemes=("nvfp4a16", EIGHT))
+    with pytest.raises(OptionError, match="Give a larger kl"):
+        allocated(decoder(), kl=1e-12)
+
+
+def test_rules_are_kept() -> None:
+    rules = [
+        ("*.0.self_attn.*", None),
+        ("*.down_proj", {"fmt": "mxfp4a16"}),
+        ("*.gate_proj", {"unreached": "skip"}),
+        ("*.up_proj", {"unreached": "skip"}),
+    ]
+    found = allocated(decoder(), bits=5.0, rules=rules)
+    assert not schemes_of(found, "0.self_attn")
+    assert schemes_of(found, "down_proj") == {"mxfp4a16"}
+    assert all(g.is_fixed == ("down_proj" in g.layers[0]) for g in found.groups)
+    packed = fp4pass.convert(decoder(), **found.recipe.arguments(), progress=False)
+    rows = {row.name: row for row in fp4pass.report(packed).rows}
+    assert rows["model.layers.0.self_attn.q_proj"].config is None
+    assert rows["model.layers.1.mlp.down_proj"].scheme == "mxfp4a16"
+    gate = rows["model.layers.0.mlp.gate_proj"].config
+    assert gate is None or gate.unreached == "skip"
+
+
+@pytest.mark.slow
+def test_quantized_inputs_are_measured_with_the_weights() -> None:
+    found = allocated(decoder(), bits=5.0, schemes=("nvfp4", EIGHT))
+    both = allocated(decoder(), bits=5.0, schemes=("nvfp4", "nvfp4a16", EIGHT))
+    for group in both.groups:
+        assert group.costs["nvfp4"].kl > group.costs["nvfp4a16"].kl
+    assert schemes_of(found, "") == {"nvfp4", EIGHT}
+    assert schemes_of(both, "") <= {"nvfp4a16", EIGHT}
+
+
+@pytest.mark.parametrize(
+    "quality", ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("good", "best"))]
+)
+def test_a_quality_is_that_of_the_recipe(quality: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = allocated(decoder(), bits=5.5, schemes=("nvfp4", EIGHT), quality=quality)
+    assert found.recipe.quality == quality and found.bits <= 5.5
+    packed = fp4pass.convert(decoder(), **found.recipe.arguments(), data=windows(), progress=False)
+    assert {row.scheme for row in fp4pass.report(packed).converted} <= {"nvfp4", EIGHT}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_groups_by_projection(name: str) -> None:
+    model = mixture(name)
+    found = allocated(model, bits=6.0, data=windows(high=90))
+    experts = [g.layers for g in found.groups if "experts" in g.layers[0]]
+    assert experts and all(len(names) == 1 for names in experts)
+    assert {names[0].rpartition(".")[2] for names in experts} == {"gate_up_proj", "down_proj"}
+    packed = fp4pass.convert(model, **found.recipe.arguments(), progress=False)
+    rows = {row.name: row.scheme for row in fp4pass.report(packed).converted}
+    assert rows == {n: g.scheme for g in found.groups for n in g.layers if g.scheme != FLOAT}
+
+
+class Listed(nn.Module):
+    """Experts that are linear layers in a list, all called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)}) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(each["down"](each["up"](x).relu()) for each in self.experts)
+
+
+class WithList(nn.Module):
+    """Logits behind two layers of such experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Listed() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_experts_in_a_list_are_one_group_and_one_rule() -> None:
+    torch.manual_seed(0)
+    found = allocated(WithList().eval(), bits=5.0, rules=[("head", None)])
+    assert [len(group.layers) for group in found.groups] == [3, 3, 3, 3]
+    assert all("experts.*" in glob or "*" in glob for glob, _ in found.rules[:-1])
+
+
+def test_a_model_without_a_list_of_layers_runs_whole() -> None:
+    torch.manual_seed(0)
+    found = allocated(Toy().eval(), bits=6.0, data=windows(high=40))
+    assert ["up"] in [list(group.layers) for group in found.groups]
+    # No window calls it.
+    assert not schemes_of(found, "unused")
+
+
+def test_layers_that_no_text_reaches_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = allocated(Toy().eval(), bits=6.0, data=windows(high=40))
+    assert "the text does not reach unused: these layers stay as they are" in caplog.text
+    packed = fp4pass.convert(Toy().eval(), **found.recipe.arguments(), progress=False)
+    assert type(packed.unused) is nn.Linear
+
+
+def test_a_uniform_model_that_is_better_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that say the opposite of the truth choose a mixture that is worse."""
+    from fp4pass.lab.budget import allocating
+
+    true = allocating.measure
+
+    def wrong(*args: Any) -> Any:
+        costs = true(*args)
+        for i, each in enumerate(costs):
+            # The last groups, which the uniform choice would leave, are said to cost the most.
+            change = {s: type(c)(c.bytes, (i + 1) * (1 + (s != EIGHT))) for s, c in each.items()}
+            each.update(change)
+        return costs
+
+    monkeypatch.setattr(allocating, "measure", wrong)
+    kinds = set()
+    for seed in range(4):
+        found = allocated(decoder(seed), bits=5.5, schemes=("nvfp4a16", EIGHT))
+        assert found.uniform is not None and found.kl <= found.uniform.kl
+        kinds.add(found.is_uniform)
+        if found.is_uniform:
+            assert found.chosen == found.uniform and "No mixture was better" in str(found)
+    assert True in kinds
+
+
+@pytest.mark.slow
+def test_a_mixture_is_never_worse_than_uniform_on_twenty_seeds() -> None:
+    """Random weights tell the groups hardly apart, and still most mixtures are better."""
+    better = []
+    for seed in range(20):
+        model = mixture("qwen3_moe")
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        data = torch.randint(1, 90, (24, 24))
+        found = allocated(model, bits=6.0, data=data, windows=6, held_out=8)
+        assert found.bits <= 6.0 and found.uniform is not None
+        assert found.kl <= found.uniform.kl
+        better.append(found.kl < found.uniform.kl)
+    assert sum(better) >= 10
+
+
+def test_the_report_has_it_all() -> None:
+    found = allocated(decoder(), bits=6.0)
+    text = str(found)
+    assert text.startswith(f"bits=6: {found.bits:.3f} bits a weight, KL ")
+    assert "uniform nvfp4a16" in text and "model.layers.1.mlp.gate_proj, up_proj" in text
+    plain = found.to_dict()
+    assert plain["chosen"]["kl"] == found.kl and len(plain["groups"]) == 8
+    assert fp4pass.Recipe.from_dict(plain["recipe"]) == found.recipe
+    assert json.loads(json.dumps(plain)) == plain
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
+    "neither": ({}, OptionError, "expected bits= or kl=, got neither. bits=5.0 is for"),
+    "both": ({"bits": 5, "kl": 0.1}, OptionError, "expected bits= or kl=, got both"),
+    "not a number": ({"bits": "5"}, OptionError, "bits: expected a positive number, got '5'"),
+    "negative": ({"kl": -1.0}, OptionError, "kl: expected a positive number"),
+    "too small": ({"bits": 4.4}, OptionError, r"takes 4\.5000 bits a weight here. Give at least"),
+    "too large": ({"bits": 33}, OptionError, "nothing is to be quantized. Give fewer"),
+    "unknown": ({"bits": 5, "schemes": ("nvfp5", "bf16")}, OptionError, "Did you mean 'nvfp4'"),
+    "one": ({"bits": 5, "schemes": ("nvfp4a16",)}, OptionError, "Add 'bf16' to leave layers"),
+    "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "at least one that quantizes"),
+    "a word": ({"bits": 5, "schemes": "nvfp4a16"}, OptionError, "expected a list of names"),
+    "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt"),
+    "two methods": (
+        {"bits": 5, "method": "sse", "quality": "good"},
+        OptionError,
+        "quality decides method",
+    ),
+    "little text": ({"bits": 5, "data": windows(1)}, CalibrationError, "two windows or more"),
+    "beyond": (
+        {"bits": 5, "data": windows(high=80)},
+        CalibrationError,
+        "0 to 63, the vocabulary",
+    ),
+    "no tokens": (
+        {"bits": 5, "data": [windows(4), windows(0)]},
+        CalibrationError,
+        r"data: batch 1: expected tokens, got \[0, 16\]",
+    ),
+    **{
+        f"{name}={value!r:.5}": ({"bits": 5, name: value}, OptionError, f"{name}: expected")
+        for name in ("bits", "windows", "held_out", "seq_len")
+        for value in (10**400, -(10**400), math.inf, math.nan, 1e308)
+    },
+    "no windows": ({"bits": 5, "windows": 0}, OptionError, "windows: expected at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name: str) -> None:
+    options, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        allocated(decoder(), **options)
+
+
+def test_models_that_it_is_not_for() -> None:
+    packed = fp4pass.convert(decoder(), "nvfp4a16", "sse", progress=False)
+    with pytest.raises(StateError, match="already converted"):
+        allocated(packed, bits=5)
+    with pytest.raises(StateError, match="The model is prepared"):
+        allocated(fp4pass.prepare(decoder(), "naive"), bits=5)
+    with pytest.raises(StateError, match="evaluation mode"):
+        allocated(decoder().train(), bits=5)
+    with pytest.raises(StateError, match="a causal language model"):
+        allocated(nn.Sequential(nn.Linear(32, 32)).eval(), bits=5, data=[torch.ones(2, 32)] * 3)
+    traced = fp4pass.trace(decoder(), (windows(2),))
+    with pytest.raises(StateError, match="Allocate before the model is traced"):
+        allocated(traced, bits=5)
+
+
+@torch.no_grad()
+def test_a_run_from_a_layer_on_is_a_whole_run() -> None:
+    model, batches = decoder(num_hidden_layers=3), list(windows(4).split(2))
+    plan = plan_layers(model, fp4pass.LinearConfig("nvfp4a16", "sse"))
+    layers = [layer for stack in planned_stacks(model, plan) for layer in stack.layers]
+    parts = Forwards(model, batches, layers)
+    parts.record([layer.module for layer in plan.layers])
+    whole = Forwards(model, batches)
+    whole.record([layer.module for layer in plan.layers])
+    ran: list[nn.Module] = []
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda module, *_: ran.append(module))
+    for i, layer in enumerate(layers):
+        weight = layer.mlp.down_proj.weight
+        before = weight.clone()
+        weight.mul_(1.1)
+        ran.clear()
+        part = parts.compare(model, [layer.mlp.down_proj])
+        assert ran == [each.mlp for each in layers[i:]] * 2
+        assert torch.equal(part, whole.compare(model, [layer.mlp.down_proj]))
+        assert mean_kl(part) > 0
+        weight.copy_(before)
+    assert mean_kl(parts.compare(model, [layers[1].mlp.down_proj])) == 0
+
+
+class Looking(nn.Module):
+    """A layer that reads what the one before it left beside its result."""
+
+    def __init__(self, notes: list[Tensor]) -> None:
+        super().__init__()
+        self.notes, self.linear = notes, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.append(x.mean())
+        return x + self.linear(x) * len(self.notes)
+
+
+class Notes(nn.Module):
+    """Logits behind layers that cannot be passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Tensor] = []
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Looking(self.notes) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.notes.clear()
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_that_read_more_than_their_input_are_all_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO):
+        found = allocated(Notes().eval(), bits=6.0)
+    assert "Notes cannot be run from a layer on: each run is whole" in caplog.text
+    assert found.bits <= 6.0
+
+
+def test_choices_follow_the_costs() -> None:
+    """The best within bytes and the smallest within a KL are two sides of one curve."""
+    found = allocated(decoder(), bits=6.0)
+    costs = [dict(group.costs) for group in found.groups]
+    best = best_within(costs, found.bytes)
+    assert best is not None
+    size = total(costs, best)
+    small = smallest_within(costs, size.kl * (1 + 1e-9))
+    assert small is not None and total(costs, small).bytes <= size.bytes
+    assert best_within(costs, 1.0) is None

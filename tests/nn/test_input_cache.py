@@ -1,0 +1,783 @@
+"""The input cache: never a stale value, nothing kept alive, and as few quantizations as inputs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from small_models import language_model, tokens
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp4pass
+from fp4pass.nn import linear as linear_module
+from fp4pass.nn.input_cache import SWITCH, compute_once, share_among
+from fp4pass.quantization.observers import observer as observer_module
+
+K = 64
+
+
+class Reader(nn.Module):
+    """Asks for the sum of an input, and counts how often it is computed."""
+
+    computed = 0
+    # Of all readers of a test.
+    caller = nn.Module()
+
+    def __init__(self) -> None:
+        super().__init__()
+        readers = [*Reader.caller.children(), self]
+        Reader.caller.add_module(str(len(readers)), self)
+        first = vars(readers[0])
+        if len(readers) == 1:
+            share_among(Reader.caller, [("first", self)])
+        vars(self).update({key: each for key, each in first.items() if "fp4pass" in key})
+
+    def forward(self, x: Tensor, key: object = "sum", also: Tensor | None = None) -> Tensor:
+        def compute() -> Tensor:
+            Reader.computed += 1
+            return x.detach().double().sum() + (0 if also is None else also)
+
+        return compute_once(x, key, self, compute, also)
+
+
+@contextmanager
+def running(caller: nn.Module) -> Iterator[None]:
+    """While a forward of a module runs."""
+    (before,), (after,) = caller._forward_pre_hooks.values(), caller._forward_hooks.values()
+    before(caller, ())
+    try:
+        yield
+    finally:
+        after(caller, (), None)
+
+
+@pytest.fixture(autouse=True)
+def one_forward() -> Iterator[None]:
+    Reader.computed, Reader.caller = 0, nn.Module()
+    Reader()
+    with running(Reader.caller):
+        yield
+
+
+@pytest.mark.core
+def test_readers_of_one_input_share_what_is_computed() -> None:
+    x, readers = torch.ones(3), [Reader() for _ in range(4)]
+    assert [float(each(x)) for each in readers[:3]] == [3.0] * 3 and Reader.computed == 1
+    readers[3](x, key="other")
+    assert Reader.computed == 2
+    # Another input, and back: one slot.
+    readers[0](torch.ones(4)), readers[3](x)
+    assert Reader.computed == 4
+
+
+def test_a_reader_that_asks_again_starts_over() -> None:
+    """Writes that no version counts, as through numpy, come between forwards."""
+    array = torch.ones(3).numpy()
+    x, a, b = torch.from_numpy(array), Reader(), Reader()
+    for value in (1.0, 2.0, 3.0):
+        array[:] = value
+        assert float(a(x)) == float(b(x)) == 3 * value
+    assert Reader.computed == 3
+
+
+def fill_in_inference_mode(x: Tensor) -> None:
+    with torch.inference_mode():
+        x.fill_(5)
+
+
+def swap_data(x: Tensor) -> None:
+    x.data = torch.full((4, 4), 7.0)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda x: x.mul_(2),
+    "through a view": lambda x: x.view(-1)[3:5].zero_(),
+    "through a detached alias": lambda x: x.detach().add_(1),
+    "an item": lambda x: x.__setitem__((0, 1), 9.0),
+    "out=": lambda x: torch.add(torch.ones(4, 4), 1, out=x),
+    "several at once": lambda x: torch._foreach_add_([x], 1),
+    "inference mode": fill_in_inference_mode,
+    "other data": swap_data,
+    "other strides": lambda x: x.__setattr__("data", x.data.t()),
+    "other memory": lambda x: x.set_(torch.ones(2, 3)),
+    "other size": lambda x: x.resize_(2, 2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.core
+def test_writes_between_readers_are_seen(write: Callable[[Tensor], object]) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    first, second = Reader(), Reader()
+    first(x)
+    write(x)
+    assert torch.equal(second(x), x.double().sum()) and Reader.computed == 2
+
+
+def test_an_input_is_one_tensor_and_not_what_looks_like_it() -> None:
+    x, readers = torch.ones(4, 4), [Reader() for _ in range(5)]
+    for reader, same in zip(readers, (x, x[:], x.view_as(x), x.detach(), x.clone()), strict=True):
+        reader(same)
+    assert Reader.computed == 5
+
+
+def test_freed_tensors_are_not_taken_for_new_ones() -> None:
+    """New tensors get the ids of those that are gone."""
+    a, b, seen = Reader(), Reader(), set()
+    for i in range(50):
+        x = torch.full((64,), float(i))
+        seen.add(id(x))
+        assert float((a, b)[i % 2](x)) == 64.0 * i
+        del x
+    assert len(seen) < 50
+
+
+def test_nothing_is_kept_longer_than_the_input() -> None:
+    gc.disable()
+    try:
+        x = torch.ones(3)
+        result = weakref.ref(Reader()(x))
+        alive = weakref.ref(x)
+        assert result() is not None
+        del x
+        assert alive() is None and result() is None
+        # Nor after another input.
+        x, y = torch.ones(3), torch.ones(3)
+        result = weakref.ref(Reader()(x))
+        Reader()(y)
+        assert result() is None
+    finally:
+        gc.enable()
+
+
+def test_an_input_that_autograd_kept_is_still_itself() -> None:
+    first, second = Reader(), Reader()
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    z = y * y
+    first(y)
+    name = id(y)
+    del y
+    y = z.grad_fn._saved_self
+    assert id(y) == name and float(second(y)) == 6 and Reader.computed == 1
+
+
+@pytest.mark.core
+def test_another_tensor_that_decides_counts_as_itself_and_its_version() -> None:
+    x, scale = torch.ones(3), torch.ones(())
+    a, b, c, d = (Reader() for _ in range(4))
+    assert float(a(x, also=scale)) == float(b(x, also=scale)) == 4 and Reader.computed == 1
+    scale.add_(1)
+    assert float(c(x, also=scale)) == 5
+    assert float(d(x, also=torch.ones(()))) == 4
+    # Its id cannot be another's while the result is there.
+    for i, reader in enumerate([Reader() for _ in range(50)]):
+        assert float(reader(x, also=torch.full((), float(i)))) == 3 + i
+
+
+def test_each_thread_has_its_own() -> None:
+    x, here = torch.ones(3), Reader()
+    here(x)
+    results: list[float] = []
+    barrier = threading.Barrier(4)
+
+    def work(value: float) -> None:
+        own, readers = torch.full((1000,), value), [Reader() for _ in range(3)]
+        barrier.wait()
+        for i in range(50):
+            own.fill_(value + i)
+            with running(Reader.caller):
+                results.extend(float(each(own)) - 1000 * (value + i) for each in readers)
+        results.append(float(Reader()(x)) - 3)
+
+    threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 * 151 and not any(results)
+    before = Reader.computed
+    Reader()(x)
+    assert Reader.computed == before
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    x = torch.ones(3)
+
+    def fails() -> Tensor:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        compute_once(x, "sum", Reader(), fails)
+    assert float(Reader()(x)) == 3
+
+
+def test_it_is_off_where_operators_are_recorded_or_versions_not_counted() -> None:
+    first, second = Reader(), Reader()
+
+    def both(x: Tensor) -> Tensor:
+        return first(x) + second(x)
+
+    def count(run: Callable[[], object]) -> int:
+        Reader.computed = 0
+        run()
+        return Reader.computed
+
+    x = torch.ones(3)
+    with torch.inference_mode():
+        inside = torch.ones(3)
+        assert count(lambda: both(x)) == 2
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert count(lambda: both(x)) == 2
+    assert count(lambda: both(inside)) == count(lambda: both(nn.Parameter(x))) == 2
+    assert count(lambda: torch.func.vmap(both)(torch.ones(2, 3))) == 2
+    assert count(lambda: make_fx(both)(x)) == 2
+    assert count(lambda: both(x)) == 1
+    # What was computed before is no constant of a graph.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        graph = torch.jit.trace(both, (x,), check_trace=False)
+    assert float(graph(2 * x)) == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_results_stay_on_their_stream_and_out_of_captures() -> None:
+    """Nothing would make another stream wait for them, nor a replay compute them again."""
+    x, readers = torch.ones(3, device="cuda"), [Reader() for _ in range(5)]
+    readers[0](x), readers[1](x)
+    assert Reader.computed == 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        readers[2](x)
+    assert Reader.computed == 2
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = readers[3](x) + readers[4](x)
+    assert Reader.computed == 4
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        captured.replay()
+        assert float(y) == 6 * value
+
+
+# Layers.
+
+
+class Attention(nn.Module):
+    """Three layers read one input, a fourth what comes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(K, K) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+
+class InPlaceView(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y = self.q(x)
+        x.view(-1, K).relu_()
+        return self.o(y + self.k(x)) + self.v(x)
+
+
+class InPlaceModule(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.q(x)
+        nn.ReLU(inplace=True)(x)
+        return self.o(y + self.k(x) * self.v(x))
+
+
+class Twice(Attention):
+    """One layer, called twice on one tensor, and one that is called between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) + self.k(x) * self.q(x)) + self.v(x)
+
+
+class ByKeyword(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(input=x) * self.k(input=x)) + self.v(x)
+
+
+class Chunked(Attention):
+    """Slices of one input, in memory that is used again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.q(part) + self.k(part) for part in x.split(2, -2)]
+        return self.o(torch.cat(parts, -2)) + self.v(x)
+
+
+class Autocast(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x) + self.k(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = y * self.v(x).float()
+        return self.o(y)
+
+
+class Changing(Attention):
+    """Its layers swap places while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x)
+        self.q, self.k = self.k, self.q
+        return self.o(y * self.q(x) + self.v(x))
+
+
+MODULES = (
+    Attention,
+    InPlaceView,
+    InPlaceModule,
+    Twice,
+    ByKeyword,
+    Chunked,
+    Autocast,
+    Changing,
+)
+
+
+@contextmanager
+def unshared() -> Iterator[None]:
+    """Without the cache: each layer quantizes and observes for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[Tensor]]:
+    """The inputs that are quantized."""
+    seen: list[Tensor] = []
+    quantize = linear_module.quantize_input
+
+    def watch(x: Tensor, *how: Any) -> Any:
+        seen.append(x)
+        return quantize(x, *how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_module, "quantize_input", watch)
+        yield seen
+
+
+def batch(i: int = 0) -> Tensor:
+    return torch.randn(2, 6, K, generator=torch.Generator().manual_seed(i))
+
+
+def converted(make: Callable[[], nn.Module] = Attention, fmt: str = "nvfp4", **options: Any) -> Any:
+    """Converted, with a static scale if `static`."""
+    torch.manual_seed(0)
+    model = make().eval()
+    if options.pop("static", False):
+        fp4pass.prepare(model, "naive")
+        with unshared(), torch.no_grad():
+            model(batch(9))
+    return fp4pass.convert(model, fmt, "naive", **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"static": True},
+    "mxfp4": {"fmt": "mxfp4"},
+    "rotated": {"rotation": 32},
+    "rotated weights only": {"rotation": 32, "weight_only": True},
+    "searched": {"activation_scales": "sse"},
+}
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of an input and of all biases, and the output."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("make", MODULES)
+def test_layers_compute_the_same_bits(make: type[nn.Module]) -> None:
+    for name, options in OPTIONS.items():
+        models = [converted(make, **options) for _ in range(2)]
+        for i in (0, 0, 1):
+            with torch.no_grad():
+                got = models[0](batch(i))
+                with unshared():
+                    expected = models[1](batch(i))
+            assert torch.equal(got, expected), name
+        if make is not InPlaceView:
+            found = gradients(models[0], batch(2))
+            with unshared():
+                wanted = gradients(models[1], batch(2))
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
+@pytest.mark.core
+def test_layers_with_other_options_do_not_share() -> None:
+    rules = [("k", {"fmt": "mxfp4"}), ("v", {"activation_scales": "sse"})]
+    model = converted(rules=rules)
+    with unshared():
+        expected = model(batch())
+    with counted() as seen:
+        assert torch.equal(model(batch()), expected)
+    assert len(seen) == 4
+    with counted() as seen:
+        converted()(batch())
+    assert len(seen) == 2
+
+
+@pytest.mark.core
+def test_a_static_scale_is_shared_only_while_it_is_one_tensor() -> None:
+    model = converted(static=True)
+    for change, inputs in (
+        (lambda: None, 2),
+        (lambda: model.k.input_global_scale.mul_(4), 2),
+        (lambda: setattr(model.k, "input_global_scale", model.k.input_global_scale * 4), 3),
+    ):
+        change()
+        with unshared():
+            expected = model(batch())
+        with counted() as seen:
+            assert torch.equal(model(batch()), expected)
+        assert len(seen) == inputs
+
+
+@pytest.mark.core
+def test_layers_that_part_do_not_take_their_scale_along() -> None:
+    model = converted(static=True)
+    assert model.q.input_global_scale is model.k.input_global_scale
+    model.q.to("meta")
+    assert model.k.to_empty(device="cpu").input_global_scale.device.type == "cpu"
+
+
+def test_hooks_that_replace_inputs() -> None:
+    model = converted()
+    model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    with unshared():
+        expected = model(batch())
+    assert torch.equal(model(batch()), expected)
+
+
+def test_copies_pickles_and_replicas_have_nothing_of_it() -> None:
+    model, x = converted(), batch()
+    before = set(vars(model.q))
+    expected = model(x)
+    assert set(vars(model.q)) == before
+    replica = model._replicate_for_data_parallel()
+    for name, child in model.named_children():
+        copied = child._replicate_for_data_parallel()
+        copied._parameters, copied._buffers = dict(child._parameters), dict(child._buffers)
+        setattr(replica, name, copied)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), replica):
+        assert torch.equal(other(x), expected)
+    replica.q.bias = nn.Parameter(model.q.bias + 1)
+    assert not torch.equal(replica(x), expected) and torch.equal(model(x), expected)
+
+
+def test_grad_and_no_grad_may_alternate() -> None:
+    """What was computed without a gradient is not taken where one is needed."""
+    model = converted(rotation=32, weight_only=True)
+    x = batch().requires_grad_()
+    with torch.no_grad():
+        model.q(x)
+    model.k(x).sum().backward()
+    with torch.no_grad():
+        model.v(x)
+    expected = torch.ones(2, 6, K) @ model.k.weight
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    class Checkpointed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.q(x)
+            return y + checkpoint(super().forward, x, use_reentrant=use_reentrant)
+
+    model, plain = converted(Checkpointed), converted(Checkpointed)
+    found = gradients(model, batch())
+    with unshared():
+        wanted = gradients(plain, batch())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_graphs_have_nothing_of_what_was_computed_before() -> None:
+    """A result that is a constant of a graph would be that of the first input for ever."""
+    model, x = converted(fmt="mxfp4"), batch()
+    with torch.no_grad():
+        model.q(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
+        made = make_fx(model)(x)
+        program = torch.export.export(model, (x,), strict=False).module()
+        for run in (compiled, made, program):
+            assert torch.equal(run(batch(1)), model(batch(1)))
+    graph = made.graph.find_nodes(op="call_function", target=torch.ops.fp4pass.quantize.default)
+    assert len(graph) == 4
+    torch.compiler.reset()
+
+
+def encoder() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    sizes = {"d_model": K, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    return T5EncoderModel(T5Config(vocab_size=96, **sizes)).eval()
+
+
+CASES = {case.name: case for case in zoo.CASES}
+
+# Linear layers of two blocks, and the inputs that they read.
+INPUTS = {
+    "llama": (14, 8),
+    "qwen3": (14, 8),
+    "gemma3": (14, 8),
+    "opt": (12, 8),
+    "bert": (12, 8),
+    "phi3": (8, 8),
+}
+
+
+@pytest.mark.parametrize("name", [*INPUTS, "t5 encoder"])
+def test_models_quantize_and_observe_every_input_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    layers, inputs = INPUTS.get(name, (12, 8))
+    model = CASES[name].build() if name in CASES else encoder()
+    observed: list[Tensor] = []
+    observe = observer_module.ops.observe
+    monkeypatch.setattr(
+        observer_module.ops, "observe", lambda x, *state: observed.append(x) or observe(x, *state)
+    )
+
+    def run() -> Tensor:
+        return zoo.tensor_of(model(input_ids=tokens() % 96))
+
+    fp4pass.prepare(model, "hessian")
+    with torch.no_grad():
+        run(), run()
+        assert len(observed) == 2 * inputs
+        fp4pass.convert(model, "nvfp4", "naive")
+        with unshared(), counted() as seen:
+            expected = run()
+        assert len(seen) == layers
+        with counted() as seen:
+            got = run()
+        assert len(seen) == inputs
+        assert torch.equal(got, expected)
+        with torch.inference_mode(), counted() as seen:
+            assert torch.equal(run(), expected)
+        assert len(seen) == layers
+
+
+def test_generation_gives_the_same_tokens() -> None:
+    model = language_model()
+    fp4pass.prepare(model, "naive")
+    fp4pass.calibrate(model, [tokens()], progress=False)
+    fp4pass.convert(model, "nvfp4", "naive")
+    prompt, options = tokens(2, 12), {"do_sample": False, "max_new_tokens": 8}
+    for cache in ("dynamic", "static"):
+        with unshared():
+            expected = model.generate(prompt, cache_implementation=cache, **options)
+        assert torch.equal(model.generate(prompt, cache_implementation=cache, **options), expected)
+
+
+# Writes that torch does not count.
+
+
+def write_numpy(x: Tensor, new: Tensor) -> None:
+    x.numpy()[:] = new.numpy()
+
+
+def write_dlpack(x: Tensor, new: Tensor) -> None:
+    torch.from_dlpack(x.__dlpack__()).copy_(new)
+
+
+def write_storage(x: Tensor, new: Tensor) -> None:
+    x.untyped_storage().copy_(new.untyped_storage())
+
+
+UNCOUNTED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "numpy": write_numpy,
+    "data": lambda x, new: x.data.copy_(new),
+    "dlpack": write_dlpack,
+    "storage": write_storage,
+}
+
+
+class Heads(nn.Module):
+    """Two heads, which are called without a forward of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(K, K), nn.Linear(K, K)
+        self.towers = nn.ModuleList(Attention() for _ in range(2))
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        return self.text(x)
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        return self.image(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.text(x) + self.image(x) + self.towers[0](x) + self.towers[1](x)
+
+
+def pairs() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Functions of one input, of which the second is called after a write."""
+    first, second, heads = converted(), converted(), converted(Heads)
+    return {
+        "models": (first, second),
+        "forwards": (first, first),
+        "heads": (heads.encode_text, heads.encode_image),
+        "towers": (heads.towers[0], heads.towers[1]),
+        "a model and a head": (heads, heads.encode_image),
+        "layers of two models": (first.q, second.k),
+        "layers of one": (first.q, first.k),
+        "one layer after its parent": (first, first.k),
+    }
+
+
+@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_no_value_outlives_a_forward(write: Callable[[Tensor, Tensor], object]) -> None:
+    for name, (first, second) in pairs().items():
+        x = batch()
+        with torch.no_grad():
+            first(x)
+            write(x, 100 * batch(1))
+            assert torch.equal(second(x), second(x.clone())), name
+
+
+@pytest.mark.core
+def test_no_value_outlives_a_forward_that_fails() -> None:
+    class Failing(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            self.q(x)
+            raise ValueError
+
+    model, x = converted(Failing), batch()
+    with pytest.raises(ValueError):
+        model(x)
+    x.data.mul_(2)
+    assert torch.equal(model.k(x), model.k(x.clone()))
+
+
+def test_a_model_in_a_model_keeps_the_slot_of_the_outer_one() -> None:
+    class Outer(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.inner(x) + self.k(x)
+
+    model = converted(Outer)
+    with unshared():
+        expected = model(batch())
+    with counted() as seen:
+        assert torch.equal(model(batch()), expected)
+    # q with k, the three of the inner one, and its o.
+    assert len(seen) == 3
+
+
+class Behind(Attention):
+    """Writes between its layers what torch does not count."""
+
+    factor = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x)
+        x.data.mul_(self.factor)
+        return self.o(y + self.k(x))
+
+
+def test_the_check_names_the_layer_that_would_get_a_stale_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    for name, options in OPTIONS.items():
+        right = converted(lambda: Model(Attention()), **options)
+        expected = right(batch())
+        with monkeypatch.context() as patch:
+            # One static scale for all.
+            patch.setattr(Behind, "factor", 1)
+            wrong = converted(lambda: Model(Behind()), **options)
+        with monkeypatch.context() as patch:
+            patch.setenv(SWITCH, "check")
+            assert torch.equal(right(batch()), expected), name
+            with pytest.raises(fp4pass.errors.StateError, match=r"block\.k: .*block\.q .*\.data"):
+                wrong(batch())
+            patch.setenv(SWITCH, "0")
+            x = batch()
+            y = wrong(x)
+            inner = wrong.block
+            assert torch.equal(y, inner.o(inner.q(batch()) + inner.k(3 * batch()))), name
+
+
+def test_the_check_tells_a_nan_from_another_value_by_its_bits() -> None:
+    x, (first, second) = torch.full((3,), torch.nan), (Reader(), Reader())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "check")
+        with running(Reader.caller):
+            assert first(x).isnan() and second(x).isnan()
+            x.data.zero_()
+            with pytest.raises(fp4pass.errors.StateError, match="same forward"):
+                Reader()(x)
+
+
+def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    for value, inputs in (("1", 2), ("", 2), ("0", 4), ("check", 2)):
+        monkeypatch.setenv(SWITCH, value)
+        with counted() as seen:
+            model(batch())
+        assert len(set(map(id, seen))) == 2 and len(seen) == (4 if value == "check" else inputs)
+    monkeypatch.setenv(SWITCH, "off")
+    with pytest.raises(fp4pass.errors.OptionError, match="FP4PASS_INPUT_CACHE: expected 1 "):
+        model(batch())
+
+
+def test_lists_of_layers_and_adapters_share_as_layers_by_themselves() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(K, K) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(layer(x) for layer in self.layers)
+
+    with counted() as seen:
+        converted(Listed)(batch())
+    assert len(seen) == 1
+
+
+def test_what_reads_no_quantized_input_has_no_hooks() -> None:
+    model = converted(weight_only=True, static=True)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not any("called_by" in key for key in vars(model.q))
