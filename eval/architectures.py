@@ -58,7 +58,7 @@ def main() -> None:
 
 def outcomes() -> ModuleType:
     """Return the test module that makes the models and says what becomes of them."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "checkpoint")]
+    sys.path[:0] = [str(TESTS / "lib"), str(TESTS / "checkpoint")]
     try:
         return importlib.import_module("test_architectures")
     finally:

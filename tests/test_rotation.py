@@ -16,9 +16,9 @@ import torch
 from commands import CALIBRATED, run, run_json
 from kernels.cases import cases
 from kernels.test_rotate import matrix
+from nn.test_input_cache import unshared
 from products import assert_product
 from small_models import TINY, assert_same_bits, language_model, logits, tokens
-from test_input_cache import unshared
 from torch import Tensor, fx, nn
 from torch._inductor import config
 from torch.nn import functional as F

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import mlp
 from torch import Tensor, nn
 
 import fp4pass
@@ -27,7 +28,6 @@ from fp4pass.errors import (
 )
 from fp4pass.integrations import quantized_cache
 from fp4pass.nn.kv_cache import CACHE_FORMATS
-from tests.small_models import mlp
 
 transformers = pytest.importorskip("transformers")
 caches = pytest.importorskip("caches")

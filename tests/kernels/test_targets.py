@@ -96,7 +96,7 @@ KERNELS, MODELS, EVERYTHING = range(3)
 def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequest) -> None:
     cache = request.config.cache.mkdir("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "lib"), str(ROOT / "tests")))
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     command = [sys.executable, __file__, str(arch), str(extent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_input_cache import MODULES, UNCOUNTED, Attention, Behind, Heads, K, batch, unshared
+from nn.test_input_cache import MODULES, UNCOUNTED, Attention, Behind, Heads, K, batch, unshared
 from torch import Tensor, nn
 
 import fp4pass

@@ -9,8 +9,8 @@ from typing import Any
 import mixtures
 import pytest
 import torch
+from nn.test_input_cache import counted
 from small_models import language_model, tokens
-from test_input_cache import counted
 from torch import Tensor, nn
 
 import fp4pass
