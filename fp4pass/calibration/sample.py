@@ -20,8 +20,8 @@ from .._compat import FAULTS
 from .._compat.torch import is_compiled
 from .._compat.transformers_cache import cache_given, cache_module
 from ..core.clock import Clock
-from ..core.memory import memory_limits
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.machine import memory_limits
 from ..core.progress import Progress, shown
 from ..errors import ABOVE_0, OptionError, expected, require_flags, require_number
 from ..quantization.observers.batches import device_of, require_loaded

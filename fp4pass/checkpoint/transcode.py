@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..core.atomic import replacing
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, as_option, require_flags, some, unknown_name
 from ..record.rows import Report

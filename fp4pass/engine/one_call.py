@@ -17,8 +17,8 @@ from ..calibration.sample import sampling_seconds
 from ..calibration.target import Target
 from ..calibration.to_batches import SEQ_LEN
 from ..calibration.tokens import Tokens
-from ..core.devices import require_device
-from ..core.globs import covering_globs
+from ..core.machine import require_device
+from ..core.names import covering_globs
 from ..distributed import ranks
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers

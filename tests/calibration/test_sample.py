@@ -15,7 +15,7 @@ import fp4pass
 from fp4pass.calibration import sample
 from fp4pass.calibration.sample import rows_at_once, sampling_seconds
 from fp4pass.calibration.scripts import Row, Script, chat_script
-from fp4pass.core.memory import Memory
+from fp4pass.core.machine import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
