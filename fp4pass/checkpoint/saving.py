@@ -19,7 +19,7 @@ from .._compat.transformers import tied_weights
 from ..core.atomic import replacing
 from ..core.fingerprint import digest_of, dtype_name
 from ..core.paths import path_of
-from ..core.progress import current, shown
+from ..core.progress import shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
 from ..nn.experts import QUANTIZED
@@ -270,7 +270,6 @@ def _save(
             size = sum(layer.dense_bytes for layer in layers.values())
             contents = Contents(chosen.name, names_of, size, readers.names, str(readers))
             page.write(folder, state, contents)
-    current().step(("sync",), writer.size)
     _log.info("%s: %s", target, readers)
 
 
