@@ -32,7 +32,7 @@ TABLES = {
         "performance.md",
         "--json generate-h200.json generate-peers-h200.json",
     ),
-    "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
+    "bench/gptq": ("quality.md", "--json gptq-h200.json"),
     "bench/kernels": ("performance.md", "--json kernels-h200.json"),
     "bench/mixture": ("moe.md", "--json mixture-h200.json"),
     "bench/primitives": ("tensors.md", "--json primitives-h200.json"),
@@ -42,7 +42,7 @@ TABLES = {
     ),
     "quality/compute": (
         "quality.md",
-        "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
+        "--text compute/doclm-qwen3-17m.json",
     ),
     "quality/kv_cache": ("quality.md", ""),
     "quality/merging": ("transformers.md", "--json merging-smollm2.json"),
