@@ -17,7 +17,6 @@ import fp4pass
 from fp4pass.checkpoint import reader, writer
 from fp4pass.core.progress import Progress
 from fp4pass.engine import layer_runner
-from fp4pass.errors import OptionError
 from fp4pass.evaluation import evaluate
 from fp4pass.methods import Gptq
 from fp4pass.quantization import quantize
@@ -250,21 +249,6 @@ def test_progress_false_prints_nothing(call: str, tmp_path: Path) -> None:
             fp4pass.save(made, tmp_path / "out", **quiet)
             fp4pass.load(tmp_path / "out", model=model(), **quiet)
     assert seen.text == ""
-
-
-def test_progress_is_true_or_false(tmp_path: Path) -> None:
-    made = fp4pass.convert(model(), method="sse", **OPTIONS)
-    wrong: Any = {"progress": 1}
-    for call in (
-        lambda: fp4pass.convert(model(), method="sse", **OPTIONS, **wrong),
-        lambda: fp4pass.calibrate(fp4pass.prepare(model()), batches(), **wrong),
-        lambda: fp4pass.save(made, tmp_path / "a", **wrong),
-        lambda: fp4pass.load(tmp_path / "a", model=model(), **wrong),
-        lambda: fp4pass.quantize_checkpoint(TINY, tmp_path / "a", method="sse", **wrong),
-    ):
-        with pytest.raises(OptionError, match="progress: expected True or False, got 1"):
-            call()
-    assert not (tmp_path / "a").exists()
 
 
 def test_the_bar_hears_of_weights_and_not_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
