@@ -18,7 +18,6 @@ from .engine.conversion import Conversion
 from .engine.engine import Engine
 from .engine.one_call import OneCall
 from .engine.recording import record_layers
-from .errors import require_flags
 from .nn.kv_cache import KV_CACHE
 from .quantization import checks
 from .quantization.observers.attention import convert_mha_projections
@@ -77,7 +76,6 @@ def prepare(
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
     root, rules = unwrap(model), check_rules(rules)
-    require_flags(sequential=sequential)
     before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
@@ -134,7 +132,6 @@ def calibrate(
         >>> fp4pass.convert(model)[0].input_global_scale.shape
         torch.Size([1])
     """
-    require_flags(progress=progress)
     unwrap(model, data)
     state = checks.require_prepared(model)
     batches = calibration.batches(data, tokenizer, model=model)
@@ -209,7 +206,6 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    require_flags(progress=progress)
     rules = check_rules(rules)
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}

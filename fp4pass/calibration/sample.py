@@ -20,7 +20,7 @@ from .._compat.torch import is_compiled
 from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
-from ..errors import ABOVE_0, OptionError, expected, require_flags, require_number
+from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded
 from ..quantization.observers.reached import unobserved
 from ..record.state import unwrap
@@ -91,7 +91,6 @@ def sample(
     require_number("seed", "an integer", seed)
     require_number("temperature", positive, temperature, float, ABOVE_0)
     require_number("chat_share", "a number in [0, 1]", chat_share, float, 0, 1)
-    require_flags(progress=progress)
     target = None if path is None else _file_to_write(path)
     _require_writer(root)
     tokenizer = _text_tokenizer(tokenizer)

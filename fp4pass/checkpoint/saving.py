@@ -21,7 +21,7 @@ from ..core.fingerprint import digest_of, dtype_name
 from ..core.paths import path_of
 from ..core.progress import shown
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, StateError, require_flags, some
+from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
@@ -127,7 +127,6 @@ def save(
         ['fp4pass.json', 'model.safetensors']
     """
     root = unwrap(model, directory)
-    require_flags(progress=progress)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)

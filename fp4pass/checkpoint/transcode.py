@@ -16,7 +16,7 @@ from .. import ops
 from ..core.atomic import replacing
 from ..core.paths import path_of
 from ..core.progress import current, shown
-from ..errors import CheckpointError, as_option, require_flags, some, unknown_name
+from ..errors import CheckpointError, as_option, some, unknown_name
 from ..record.rows import Report
 from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales
@@ -88,7 +88,6 @@ def transcode(
     """
     if to not in transcode_targets():
         raise unknown_name("to: Layout", to, transcode_targets())
-    require_flags(progress=progress)
     limit = bytes_of(max_shard_size)
     reader = open_checkpoint(source, any_blocks=to == DENSE)
     require_config(reader.folder, reader.config, reader.own)

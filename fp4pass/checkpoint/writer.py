@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
-from ..errors import CheckpointError, OptionError, expected, require_type
+from ..errors import CheckpointError, OptionError, expected
 from .layouts import Layout, PackedLayer, matches
 from .source_files import write_json, write_manifest
 
@@ -97,7 +97,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def bytes_of(size: int | str) -> int:
     """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
-    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, require_type
+from ..errors import OptionError
 
 # Compute capability from which NVIDIA GPUs have tensor cores for FP4: Blackwell.
 FP4_CAPABILITY = (10, 0)
@@ -40,7 +40,6 @@ def require_device(name: torch.device | str, what: str) -> None:
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor on a device. Raises OptionError if that is not there."""
-    require_type("device", "a device such as 'cuda:0'", device, torch.device, str, int)
     try:
         return tensor.to(device=device)
     except (RuntimeError, AssertionError, TypeError):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, OptionError, ShapeError, expected, require_type, unknown_name
+from ..errors import CheckpointError, OptionError, ShapeError, expected, unknown_name
 from .devices import moved
 from .fingerprint import fingerprint
 from .formats import FORMATS, WHOLE, Format, get_format
@@ -116,22 +116,16 @@ class TensorRecord(ABC):
     def _size(self) -> str:
         return " x ".join(map(str, self.shape)) or "scalar"
 
-    def _require_facts(self, kind: type) -> None:
-        """Raise OptionError for a scheme, a shape or a dtype that is none."""
-        name = type(self).__name__
-        require_type(f"{name}.{self.scheme_field}", f"a {kind.__name__}", self.scheme, kind)
-        require_type(f"{name}.shape", "a tuple of sizes", self.shape, tuple)
-        for size in self.shape:
-            require_type(f"{name}.shape", "a tuple of sizes", size, int)
-        require_type(f"{name}.dtype", "a floating-point dtype", self.dtype, torch.dtype)
+    def _require_float(self) -> None:
+        """Raise OptionError for a dtype that is not floating point."""
         if not self.dtype.is_floating_point:
+            name = type(self).__name__
             raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
 
     def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
         tensor: Tensor = getattr(self, field)
         name = f"{type(self).__name__}.{field}"
-        require_type(name, "a torch.Tensor", tensor, Tensor)
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ShapeError(
                 f"{name}: expected {shape} {dtype} for a {self._size} tensor in "
@@ -173,8 +167,7 @@ class QuantState(TensorRecord):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        self._require_facts(Format)
-        require_type("QuantState.global_scale", "a positive number", self.global_scale, float, int)
+        self._require_float()
         if not 0.0 < self.global_scale < math.inf:
             raise OptionError(
                 expected("QuantState.global_scale", "a positive number", self.global_scale)

@@ -17,7 +17,7 @@ from ..checkpoint.source_files import MANIFEST
 from ..core.fingerprint import fingerprint
 from ..core.paths import path_of
 from ..core.progress import current, shown
-from ..errors import CheckpointError, require_flags
+from ..errors import CheckpointError
 from .declared import check_declared
 from .kinds import Finding
 from .model import build_model, check_model
@@ -107,7 +107,6 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         >>> found.layout, found.findings
         ('compressed-tensors', ())
     """
-    require_flags(progress=progress)
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")

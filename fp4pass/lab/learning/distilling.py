@@ -21,7 +21,6 @@ from ...errors import (
     OptionError,
     StateError,
     expected,
-    require_flags,
     require_number,
 )
 from ...quantization.observers.batches import device_of
@@ -99,7 +98,6 @@ def distill(
         >>> found.best.kl <= found.history[0].kl
         True
     """
-    require_flags(progress=progress)
     require_number("steps", "1, 2, ...", steps, least=1)
     require_number("seed", "an integer", seed)
     require_share(share)
