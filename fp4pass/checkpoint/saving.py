@@ -19,9 +19,9 @@ from .._compat.transformers import tied_weights
 from ..core.atomic import replacing
 from ..core.files import path_of
 from ..core.fingerprint import digest_of, dtype_name
-from ..core.progress import current, shown
+from ..core.progress import shown
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, StateError, require_flags, some
+from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
@@ -127,7 +127,6 @@ def save(
         ['fp4pass.json', 'model.safetensors']
     """
     root = unwrap(model, directory)
-    require_flags(progress=progress)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
@@ -270,7 +269,6 @@ def _save(
             size = sum(layer.dense_bytes for layer in layers.values())
             contents = Contents(chosen.name, names_of, size, readers.names, str(readers))
             page.write(folder, state, contents)
-    current().step(("sync",), writer.size)
     _log.info("%s: %s", target, readers)
 
 

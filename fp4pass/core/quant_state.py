@@ -115,16 +115,20 @@ class TensorRecord(ABC):
     def _size(self) -> str:
         return " x ".join(map(str, self.shape)) or "scalar"
 
+    def _require_float(self) -> None:
+        """Raise OptionError for a dtype that is not floating point."""
+        if not self.dtype.is_floating_point:
+            name = type(self).__name__
+            raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
+
     def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
         tensor: Tensor = getattr(self, field)
-        if not self.dtype.is_floating_point:
-            what = f"{type(self).__name__}.dtype"
-            raise OptionError(expected(what, "a floating-point dtype", self.dtype))
+        name = f"{type(self).__name__}.{field}"
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ShapeError(
-                f"{type(self).__name__}.{field}: expected {shape} {dtype} for a {self._size} "
-                f"tensor in {self.scheme.key}, got {tuple(tensor.shape)} {tensor.dtype}."
+                f"{name}: expected {shape} {dtype} for a {self._size} tensor in "
+                f"{self.scheme.key}, got {tuple(tensor.shape)} {tensor.dtype}."
             )
 
 
@@ -162,6 +166,7 @@ class QuantState(TensorRecord):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        self._require_float()
         if not 0.0 < self.global_scale < math.inf:
             raise OptionError(
                 expected("QuantState.global_scale", "a positive number", self.global_scale)

@@ -21,7 +21,6 @@ from ...errors import (
     ShapeError,
     StateError,
     expected,
-    require_flags,
     require_number,
 )
 from ...nn.experts import QUANTIZED
@@ -87,7 +86,6 @@ def trainable(
         >>> loss.backward()
         >>> model = learning.freeze(student)
     """
-    require_flags(others=others)
     require_share(share)
     root, source = unwrap(model), unwrap(original)
     state = _require_trainable(root)
