@@ -276,7 +276,9 @@ class FinishedLayers(FinishedWork):
         begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config
-            for each in members if config is not None else ():
+            if config is None:
+                continue
+            for each in members:
                 parts = tensors[members[0].name]
                 store_packed(each.module, parts, config, transposed=each.transposed)
         self._add(_Kept(path, _packed_of(name, layer)))
@@ -291,11 +293,9 @@ class FinishedLayers(FinishedWork):
         path = self.folder / f"{name}.safetensors"
         if ranks().rank == 0:
             rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
-            facts = {"key": self.key, "identity": identity, "rows": [row.record() for row in rows]}
             tensors: dict[str, Tensor] = {}
-            first: dict[int, str] = {}
             # Each is in the file under its name, as a checkpoint has it, none shared.
-            shared = facts["shared"] = dict[str, str]()
+            first, shared = dict[int, str](), dict[str, str]()
             for full, module in packed.items():
                 for part, tensor in module._buffers.items():
                     if tensor is not None:
@@ -303,6 +303,8 @@ class FinishedLayers(FinishedWork):
                         one = shared[key] = first.setdefault(id(tensor), key)
                         host = tensor.detach().cpu().contiguous()
                         tensors[key] = host if one == key else host.clone()
+            facts: dict[str, Any] = {"key": self.key, "identity": identity, "shared": shared}
+            facts["rows"] = [row.record() for row in rows]
             written = self._writers.submit(_write_layer, path, tensors, facts)
         self._add(_Kept(path, packed, written))
 
