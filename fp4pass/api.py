@@ -18,7 +18,6 @@ from .engine.conversion import Conversion
 from .engine.engine import Engine
 from .engine.one_call import OneCall
 from .engine.recording import record_layers
-from .engine.schedule import later_costs
 from .methods.base import MethodChoice
 from .nn.kv_cache import KV_CACHE, CacheName
 from .quantization import checks
@@ -166,7 +165,7 @@ def convert(
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
     again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
     take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
-    and calibrates a model that is not, and logs first how long all of it will take.
+    and calibrates a model that is not.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -231,8 +230,7 @@ def _convert_whole(
 ) -> nn.Module:
     """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
     with ExitStack() as stack:
-        bar = stack.enter_context(shown("", progress))
-        bar.foresee(later_costs(call.plan))
+        stack.enter_context(shown("", progress))
         remember_tokenizer(model, tokenizer)
         # One layer after the other is calibrated in the dtype that it is converted in.
         runs = call.needs_data or not (data is None and tokenizer is None)

@@ -19,7 +19,7 @@ from .checkpoint.source_files import MANIFEST
 from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
 from .core.atomic import require_free
-from .core.paths import path_of
+from .core.files import path_of
 from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, as_option, expected

@@ -124,7 +124,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: save(directory=""), "directory: expected a path"),
     (lambda: save(directory="a\0b"), "directory: expected a path"),
     (lambda: save(directory="/proc/x"), "/proc/x cannot be made"),
-    (lambda: save(overwrite="no"), "overwrite: expected True or False, got 'no'"),
     (lambda: save(layout="foo"), "layout: Layout 'foo' does not exist"),
     (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with its unit"),
     (lambda: save(max_shard_size=-1), "max_shard_size: expected"),

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import E2M1, E4M3, E8M0
+from ..core.machine import has_fp4_tensor_cores
 from ..errors import OptionError, expected
 from .config import LinearConfig
 from .schemes import scheme_name
