@@ -30,8 +30,7 @@ from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_f
 from ..core.machine import moved
 from ..core.packing import unpack_codes
 from ..errors import DtypeError, OptionError, ShapeError
-from ..quantization.tensor.blocks import element_values, require_float
-from ..quantization.tensor.functional import error_metrics, quantize_blocks
+from ..quantization.functional import element_values, error_metrics, quantize_blocks, require_float
 
 _OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
 
