@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..checkpoint import MANIFEST, dense_problem, well_formed
 from ..checkpoint.layouts import CACHE_SCALES
+from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.paths import path_of
 from ..core.progress import track
-from ..errors import CheckpointError, UnreadError, require_flags, some
+from ..errors import CheckpointError, UnreadError, some
 from .config import build_model, check_config, check_ignored, check_model
 from .folder import Folder, read_folder
 from .kinds import Finding
@@ -104,7 +104,6 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         >>> found.layout, found.findings
         ('compressed-tensors', ())
     """
-    require_flags(progress=progress)
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")

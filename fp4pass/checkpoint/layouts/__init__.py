@@ -7,7 +7,7 @@
 
 from ..source_files import Shapes
 from . import compressed_tensors, deepseek, finegrained_fp8, gpt_oss, modelopt, own, quark
-from .base import CACHE_SCALES, LAYOUTS, WEIGHTS, Layout, register_layout
+from .base import CACHE_SCALES, LAYOUTS, WEIGHTS, Layout, LayoutName, register_layout
 from .compressed_tensors import CompressedTensors
 from .foreign import expected_shapes, read_layers
 from .known import get_layout, layout_of, side_files
