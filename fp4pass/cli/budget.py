@@ -142,5 +142,5 @@ class Asked:
         given = recipe.arguments()
         for name in ("fmt", "weight_only", "block", "kv_cache"):
             given.pop(name, None)
-        given |= self.limit
-        return allocate(model, schemes=self.schemes, data=data, tokenizer=tokenizer, **given)
+        given |= {**self.limit, "schemes": self.schemes}
+        return allocate(model, data=data, tokenizer=tokenizer, **given)

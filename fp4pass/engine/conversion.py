@@ -25,9 +25,8 @@ from ..quantization.plan import Plan, plan_layers, with_statistics
 from ..quantization.recipe import recipe_of
 from ..quantization.unreached import with_unreached
 from ..record.config import LinearConfig, Rule, check_rules
-from ..record.rows import Row
+from ..record.rows import Row, say_once, tensor_core_note
 from ..record.state import PreparedState, config_of, smoothing_of
-from ..record.tensor_cores import say_once, tensor_core_note
 from .layer_stack import Stack
 from .recording import Recording, recording_of
 from .schedule import find_stacks, outside

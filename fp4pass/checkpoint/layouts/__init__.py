@@ -11,6 +11,7 @@ from .base import (
     LAYOUTS,
     WEIGHTS,
     Layout,
+    LayoutName,
     get_layout,
     layout_of,
     register_layout,

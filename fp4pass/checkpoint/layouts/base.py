@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -338,6 +338,9 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {}
+
+# The names of those that `save` writes, as type checkers know them.
+LayoutName = Literal["compressed-tensors", "compressed-tensors-hadamard", "modelopt", "gpt-oss"]
 
 
 def register_layout(cls: type[Layout]) -> type[Layout]:
