@@ -133,7 +133,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if reason:
         return
     config: Any = root.config
-    cache = layout.cache_config(state.recipe.get(KV_CACHE))
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
     # Engines look for the names on disk.
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]
