@@ -223,9 +223,9 @@ def _missed(found: Folder, model: FloatModel | None) -> Iterator[str]:
         linears[name] = name.rpartition(".")[2] in roles
         if model is not None and target is not None:
             linears[name] = target.removesuffix(".weight") in model.linears
-    for weight in () if model is None else sorted(model.tied):
-        name = weight.removesuffix(".weight")
-        linears.setdefault(name, name in model.linears and name not in found.records)
+    if model is not None:
+        names = {name.removesuffix(".weight") for name in model.tied}
+        linears |= dict.fromkeys(sorted((names & model.linears) - set(found.records)), True)
     ignored = found.layout.ignored(found.declared) or ()
     for name in (name for name, is_linear in linears.items() if is_linear):
         try:

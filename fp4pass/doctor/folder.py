@@ -105,8 +105,9 @@ class Folder:
     def say(self, kind: str, where: str | Stored, found: str, file: str = "") -> None:
         """Note what is wrong with a tensor, a layer or a file."""
         if isinstance(where, Stored):
-            where, file = where.name, where.file
-        self.findings.append(Finding(kind, where, file, found))
+            file = where.file
+        name = where.name if isinstance(where, Stored) else where
+        self.findings.append(Finding(kind, name, file, found))
 
     def fact(self, key: str) -> Any:
         """Return what the config says of the model, or of its part for text."""
