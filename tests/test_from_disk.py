@@ -12,7 +12,7 @@ from mixtures import ids
 from small_models import TINY, assert_same_bits, language_model, tokens
 
 import fp4pass
-from fp4pass.checkpoint import layer_files
+from fp4pass.checkpoint import finished
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.quantization import search
 from fp4pass.record.config import OPTIONS
@@ -142,9 +142,9 @@ def test_a_mixture_goes_on_after_an_interruption(
             raise KeyboardInterrupt
         keep(folder, name, *args)
 
-    expected, keep = run("whole"), layer_files.FinishedLayers.keep
+    expected, keep = run("whole"), finished.FinishedLayers.keep
     with monkeypatch.context() as patch:
-        patch.setattr(layer_files.FinishedLayers, "keep", cut)
+        patch.setattr(finished.FinishedLayers, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             run("parts")
     assert [path.name for path in tmp_path.glob(".parts*/*.safetensors")] == [

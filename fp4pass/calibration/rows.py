@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..checkpoint.float_models import reading, require_hub
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import CalibrationError, OptionError, expected, some
 from .documents import (
     Document,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import is_compiled
-from ..core.memory import memory_limits
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.machine import memory_limits
 from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded

@@ -275,7 +275,7 @@ def _needs_text(recipe: Recipe) -> bool:
 def _require_possible(recipe: Recipe, to: str, stream: bool) -> None:
     """Refuse recipes that the layout cannot hold, before hours of work."""
     layout = get_layout(to)
-    layout.cache_config(recipe.kv_cache)
+    layout.cache.config(recipe.kv_cache, layout.name)
     if recipe.kv_cache is not None and stream:
         raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..checkpoint.checks import dense_problem
 from ..checkpoint.layouts import CACHE_SCALES
 from ..checkpoint.source_files import MANIFEST
+from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError
 from .declared import check_declared

@@ -15,8 +15,8 @@ from torch import nn
 from .. import calibration
 from ..calibration.processor import Processor
 from ..calibration.to_batches import SEQ_LEN, Target
-from ..core.devices import require_device
-from ..core.globs import covering_globs
+from ..core.machine import require_device
+from ..core.names import covering_globs
 from ..distributed import ranks
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers

@@ -20,7 +20,7 @@ from ..kernels.rotate.naive import rotate_weight
 from ..methods import Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
-from ..record.config import LinearConfig
+from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
 from .kept import forget_kept
@@ -272,7 +272,7 @@ def resolve_compute(
     return (config.override({"compute": "input"}), why) if why else (config, "")
 
 
-def set_compute(model: nn.Module, compute: str) -> nn.Module:
+def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
     """Choose the arithmetic of products of many rows, in place, and return the model.
 
     Layers that cannot be computed so stay as they are; `report` says why.

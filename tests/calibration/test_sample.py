@@ -14,7 +14,7 @@ from small_models import language_model
 import fp4pass
 from fp4pass.calibration import sample
 from fp4pass.calibration.sample import Script, chat_script, rows_at_once
-from fp4pass.core.memory import Memory
+from fp4pass.core.machine import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
