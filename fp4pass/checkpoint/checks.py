@@ -175,4 +175,4 @@ def cache_format_in(reader: CheckpointReader) -> str | None:
     if reader.own is not None:
         found: str | None = reader.own["recipe"].get(KV_CACHE)
         return found
-    return reader.layout.cache_format(reader.declared)
+    return reader.layout.cache.format(reader.declared)

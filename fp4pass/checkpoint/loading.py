@@ -135,9 +135,9 @@ def _read(
     packed = reader.packed_names()
     tensors = {}
     size, bar = sum(path.stat().st_size for path in {*reader.files.values()}), current()
-    bar.expect({("read",): size}, {"bytes": size})
+    bar.expect(size, "bytes")
     for name, tensor in reader.checked([name for name in reader.files if name not in left]):
-        bar.step(("read",), tensor.nbytes, {"bytes": tensor.nbytes})
+        bar.step(tensor.nbytes)
         if name in packed:
             path, part, layer = packed[name]
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces

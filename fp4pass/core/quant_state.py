@@ -18,12 +18,11 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, ShapeError, expected, unknown_name
-from .devices import moved
+from .files import parse_json, path_of
 from .fingerprint import fingerprint
 from .formats import FORMATS, WHOLE, Format, get_format
+from .machine import moved
 from .packing import PACKINGS
-from .paths import path_of
-from .plain_files import parse_json
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors, and in it the
 # fingerprint of each tensor and the checksum of the rest. safetensors writes several entries in any
@@ -286,7 +285,11 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         record: type[TensorRecord] = other_record(facts["scheme"]) or QuantState
         given = {**facts, "shape": shape, "dtype": dtype}
         state = record._read(tensors["qdata"], tensors["scale"], given)
-        _require_checksums(tensors, facts)
+        if _CHECKSUMS not in facts:
+            raise ValueError("it has no checksums, and may be damaged")
+        found, noted = _checksums(tensors, facts), facts[_CHECKSUMS]
+        if damaged := [name for name in found if noted.get(name) != found[name]]:
+            raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         way_out = "" if _IMPORT in str(error) else ". Save it again."
         raise CheckpointError(
@@ -301,16 +304,6 @@ def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[
     sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
     others = {key: value for key, value in facts.items() if key != _CHECKSUMS}
     return {**sums, _METADATA: hashlib.sha256(json.dumps(others).encode()).hexdigest()}
-
-
-def _require_checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError for a file that is not, to the bit, what was written."""
-    if _CHECKSUMS not in facts:
-        raise ValueError("it has no checksums, and may be damaged")
-    found, noted = _checksums(tensors, facts), facts[_CHECKSUMS]
-    if found != noted:
-        damaged = [name for name in found if name not in noted or found[name] != noted[name]]
-        raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
 
 
 def save_state(

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.devices import moved
 from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
+from ..core.machine import moved
 from ..core.packing import unpack_codes
 from ..errors import DtypeError, OptionError, ShapeError
 from ..quantization.tensor.blocks import element_values, require_float

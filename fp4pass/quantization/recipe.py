@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.files import parse_file, path_of
 from ..core.fingerprint import digest_of
-from ..core.paths import path_of
-from ..core.plain_files import parse_file
 from ..distributed import ranks
 from ..errors import (
     Fp4PassError,

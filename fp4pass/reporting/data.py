@@ -15,7 +15,7 @@ from ..core.progress import track
 from ..errors import OptionError, expected
 from ..methods import squared_errors
 from ..methods.scale_stats import scale_counts, scale_offsets
-from ..record.tensor_cores import tensor_core_note
+from ..record.rows import tensor_core_note
 from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
 from .text import finite, mean

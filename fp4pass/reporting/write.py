@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..errors import CheckpointError, OptionError, as_option, expected
 from . import charts, figures
 from .data import gather

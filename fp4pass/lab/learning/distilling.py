@@ -194,9 +194,7 @@ def _train(
     marks = {math.ceil(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
     losses: list[Tensor] = []
     began = time.perf_counter() - run.seconds
-    bar.expect({("steps",): steps - run.step}, {"steps": steps})
-    bar.step(("steps",), 0, {"steps": run.step})
-
+    bar.expect(steps, "steps", run.step)
     while run.step < steps:
         found, _ = divergence(student, teacher, batches.at(run.step, seed))
         _require_finite(found.item(), student, teacher, f"step {run.step + 1}")
@@ -204,7 +202,7 @@ def _train(
         optimizer.step(run.step)
         losses.append(found.detach())
         run.step += 1
-        bar.step(("steps",), 1, {"steps": 1})
+        bar.step()
         if run.step not in marks:
             continue
         # The mean over processes is that over their tokens: all have the same number.

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import ranks, require_initialized
 from ...engine.layer_device import LayerDevice

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import recompile_hooked
 from ...checkpoint.finish import finish
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...distributed import sharded_parameter
 from ...errors import (
     NonFiniteError,

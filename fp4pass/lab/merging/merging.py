@@ -16,7 +16,7 @@ from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
 from ...calibration.tokens import Tokens
 from ...checkpoint.finish import finish
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import is_sharded, ranks, require_initialized
 from ...errors import CalibrationError, OptionError, StateError
