@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from .._compat.diffusers import is_diffusers
-from .._compat.transformers import own_config, saves_adapters, saving_model, untie
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained, own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..nn.experts import finalize_stacks

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..api import convert
-from ..calibration.packing import collate
-from ..calibration.to_batches import SEQ_LEN
+from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout

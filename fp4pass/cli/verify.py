@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Exit, Option
 
-from ..calibration.sources import read_text
+from ..calibration.rows import read_text
 from ..calibration.windows import token_windows
 from ..checkpoint import float_models
 from ..checkpoint.loading import load

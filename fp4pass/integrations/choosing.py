@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._compat.sentence_transformers import loads_model
+from .._compat.transformers_loading import loads_model
 from ..checkpoint import in_config
 from ..checkpoint.layouts import CompressedTensors
 
