@@ -170,7 +170,7 @@ def _save(
     if not chosen.engines:
         written, split = layers, {}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
-    cache = chosen.cache_config(state.recipe.get(KV_CACHE))
+    cache = chosen.cache.config(state.recipe.get(KV_CACHE), chosen.name)
     records = {modules[name]: layer for name, layer in layers.items()}
     if of_transformers:
         require_no_others(root, records)

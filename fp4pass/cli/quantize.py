@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..api import convert
-from ..calibration.packing import collate
-from ..calibration.to_batches import SEQ_LEN
+from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
@@ -276,7 +275,7 @@ def _needs_text(recipe: Recipe) -> bool:
 def _require_possible(recipe: Recipe, to: str, stream: bool) -> None:
     """Refuse recipes that the layout cannot hold, before hours of work."""
     layout = get_layout(to)
-    layout.cache_config(recipe.kv_cache)
+    layout.cache.config(recipe.kv_cache, layout.name)
     if recipe.kv_cache is not None and stream:
         raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():

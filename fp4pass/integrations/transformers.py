@@ -14,8 +14,8 @@ from .._compat.transformers import (
     register_quantization,
     require_transformers,
     tied,
+    unread_parameters,
 )
-from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.unread import require_float
 from ..errors import CheckpointError, OptionError
 from ..methods.base import MethodChoice
