@@ -52,9 +52,8 @@ def _quantize(
         found = get_format(fmt)
         eight_bits = found.has_global_scale and found.element.bits == 8
         global_scale = 1 / found.element.max if eight_bits else 1.0
-    blocks = quantize_blocks(
-        W, fmt, objective, dim=dim, inputs=X, block_hessian=H_blocks, global_scale=global_scale
-    )
+    options: dict[str, Any] = {"objective": objective, "global_scale": global_scale}
+    blocks = quantize_blocks(W, fmt, dim=dim, inputs=X, block_hessian=H_blocks, **options)
     result = (blocks.steps(), blocks.packed if packed else blocks.values())
     return (*result, blocks.dequantize()) if return_dequant else result
 
