@@ -14,7 +14,7 @@ from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import OptionError, expected
 from ..methods import squared_errors
-from ..methods.scale_stats import scale_counts, scale_offsets
+from ..methods.search import scale_counts, scale_offsets
 from ..record.rows import tensor_core_note
 from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed

@@ -20,7 +20,7 @@ from fp4pass.checkpoint.layouts import PackedLayer
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.methods.scale_stats import scale_counts, scale_offsets
+from fp4pass.methods.search import scale_counts, scale_offsets
 from fp4pass.reporting.text import mean
 
 for package in ("transformers", "jinja2"):
