@@ -33,8 +33,9 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import report
 from ..record.quality import get_quality
 from ..record.rows import Report
-from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.source import open_packed
+from ..reporting.charts import ERRORS
+from ..reporting.data import layer_facts, summarize
+from ..reporting.models import open_packed
 from ..reporting.text import size
 from . import screen, sources
 from .budget import Asked, Budget, Schemes
