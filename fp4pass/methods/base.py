@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, expected, require_type, unknown_name
+from ..errors import OptionError, expected, unknown_name
 from ..ops.checks import require_weight
 from .statistics import Stats
 
@@ -139,6 +139,15 @@ class Method:
 METHODS: dict[str, Method] = {}
 
 
+class MethodOptions(Protocol):
+    """The options of a method: an object of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+MethodChoice = Literal["naive", "sse", "hessian", "gptq"] | MethodOptions
+
+
 def method(
     name: str, options: type, needs: tuple[str, ...] = (), **more: Any
 ) -> Callable[[MethodFunction], MethodFunction]:
@@ -212,7 +221,6 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
         >>> fp4pass.methods.method_from_dict({"name": "hessian", "codes": "joint"}).codes
         'joint'
     """
-    require_type("method", "a mapping with a name", data, Mapping)
     rest = dict(data)
     name = rest.pop("name", None)
     if not isinstance(name, str):

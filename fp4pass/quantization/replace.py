@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
-from .._compat.torch_hooks import recompile_hooked
+from .._compat.torch import recompile_hooked
 from ..graph.inductor import install_passes
 from ..graph.match import find_linears, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx, nn
 
-from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
+from .._compat.transformers import HEADS, newly_initialized, output_embeddings, task_heads
 from .._compat.transformers_loading import names_in_model
 from ..errors import RuleError, nearest
 from ..graph.match import weight_readers

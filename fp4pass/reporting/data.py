@@ -16,8 +16,7 @@ from ..core.progress import track
 from ..errors import OptionError
 from ..methods import squared_errors
 from ..methods.scale_stats import scale_counts, scale_offsets
-from ..record.rows import Row
-from ..record.tensor_cores import tensor_core_note
+from ..record.rows import Row, tensor_core_note
 from .charts import ERRORS
 from .models import CODES, FloatModel, PackedModel, Source, open_float, open_packed
 from .text import finite, mean
