@@ -18,8 +18,8 @@ from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
 from fp4pass.evaluation import output_errors
 from fp4pass.parity import Linear4bit, Linear8bitLt, codebook_quantize, swap
+from fp4pass.quantization.functional import error_metrics, global_scale_for, quantize_blocks
 from fp4pass.quantization.tensor import load_state
-from fp4pass.quantization.tensor.functional import error_metrics, global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 BLOCKS, IDS = X.view(4, 4, 16), torch.ones(20, dtype=torch.long)

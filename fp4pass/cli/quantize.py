@@ -27,9 +27,9 @@ from ..from_disk import finished_layers, quantize_checkpoint
 from ..lab.budget import Allocation
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
-from ..quantization.report import report
 from ..record.quality import get_quality
 from ..record.rows import Report
+from ..record.state import report
 from ..reporting.charts import ERRORS
 from ..reporting.data import layer_facts, summarize
 from ..reporting.models import open_packed

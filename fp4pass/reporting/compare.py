@@ -23,11 +23,10 @@ from ..errors import CheckpointError
 from ..methods import Stats, resolve_method
 from ..nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
-from ..quantization.plan import LayerPlan, plan_layers
+from ..quantization.plan import BY_CALIBRATION, LayerPlan, plan_layers
 from ..quantization.quantize import with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.search import dense_weight
-from ..quantization.unreached import BY_CALIBRATION
 from ..record.rows import Report
 
 # Of weight errors that were summed in another order, relative.
