@@ -30,8 +30,9 @@ from ..quantization.recipe import Recipe
 from ..record.quality import get_quality
 from ..record.rows import Report
 from ..record.state import report
-from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.source import open_packed
+from ..reporting.charts import ERRORS
+from ..reporting.data import layer_facts, summarize
+from ..reporting.models import open_packed
 from ..reporting.text import size
 from . import screen, sources
 from .budget import Asked, Budget, Schemes
