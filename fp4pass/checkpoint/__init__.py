@@ -6,8 +6,7 @@
 
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import open_checkpoint, read_experts
-from .reader import CheckpointReader
+from .reader import CheckpointReader, open_checkpoint, read_experts
 from .saving import save
 from .transcode import transcode
 

@@ -11,7 +11,7 @@ from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import float_models
 from ..checkpoint.layouts import LAYOUTS, get_layout
-from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
 from ..checkpoint.writer import bytes_of

@@ -13,8 +13,7 @@ from ..calibration.windows import token_windows
 from ..checkpoint import float_models
 from ..checkpoint.checks import problems
 from ..checkpoint.loading import load
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.source_files import MANIFEST
 from ..core.progress import track
 from ..doctor import FolderCheck, check_folder

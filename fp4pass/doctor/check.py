@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.checks import dense_problem
 from ..checkpoint.layouts import CACHE_SCALES
+from ..checkpoint.reader import dense_problem
 from ..checkpoint.source_files import MANIFEST
 from ..core.fingerprint import fingerprint
 from ..core.paths import path_of

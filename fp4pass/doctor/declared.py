@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._compat.transformers import vocabulary_files
-from ..checkpoint.beside import TOKENIZER_FILES
+from ..checkpoint.copied_files import TOKENIZER_FILES
 from ..checkpoint.layouts import matches
 from ..checkpoint.source_files import config_changes
 from ..core.plain_files import parse_json

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..checkpoint.layouts import PackedLayer, expected_shapes, fused_problems, matches, read_layers
-from ..checkpoint.source_files import MANIFEST
-from ..checkpoint.unread import unread_layers
+from ..checkpoint.source_files import MANIFEST, unread_layers
 from ..core.formats import FORMATS, Format
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE

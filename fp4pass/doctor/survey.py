@@ -210,7 +210,7 @@ def _layout_of(
                 "Load it with transformers."
             )
         # Of another library: opening it says so.
-        from ..checkpoint.opening import open_checkpoint
+        from ..checkpoint.reader import open_checkpoint
 
         open_checkpoint(folder, any_version=True)
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")

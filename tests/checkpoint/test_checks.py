@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from small_models import Saved, change, change_json
 
 from fp4pass.checkpoint.checks import problems
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 
 ATTENTION = "model.layers.1.self_attn"
 MLP = "model.layers.1.mlp"

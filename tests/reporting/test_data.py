@@ -17,7 +17,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint.layouts import PackedLayer
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.methods.scale_stats import scale_counts, scale_offsets
