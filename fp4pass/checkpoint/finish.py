@@ -30,7 +30,7 @@ from ..quantization.restore import enable_dequantize
 from ..record.rows import Refined, Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
 from .copied_files import beyond_model
-from .layer_files import ConvertedState, LayerFile
+from .finished import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     NamesOnDisk,

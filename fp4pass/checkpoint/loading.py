@@ -26,8 +26,8 @@ from .._compat.torch import model_class
 from .._compat.transformers import ignored_tensors, stays_float32, untie, whole_modules
 from .._compat.transformers_loading import names_in_model
 from .._compat.transformers_quantizers import mark_initialized
-from ..core.devices import require_device
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.machine import require_device
 from ..core.progress import current, shown
 from ..errors import CheckpointError, OptionError, expected, nearest, some
 from ..graph.match import is_linear
@@ -98,7 +98,7 @@ def load(
     folder = PackedFolder(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         size = sum(path.stat().st_size for path in {*reader.files.values()})
-        current().expect({("read",): size}, {"bytes": size})
+        current().expect(size, "bytes")
         tensors = folder.read(name for name in folder.disk.files if name not in folder.carried)
         tensors |= {each.parameter: each.weight() for each in folder.dense}
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
@@ -347,7 +347,7 @@ class PackedFolder:
         """
         found, bar = dict[str, Tensor](), current()
         for name, tensor in self.disk.checked(names):
-            bar.step(("read",), tensor.nbytes, {"bytes": tensor.nbytes})
+            bar.step(tensor.nbytes)
             if name not in self._packed:
                 found[name] = tensor
                 continue

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._version import __version__
 from ..core.atomic import interrupted
+from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError, expected, nearest, some
 from ..nn.expert_scales import dequantize_stack

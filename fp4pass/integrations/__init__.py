@@ -2,15 +2,14 @@
 
 `Fp4PassConfig` quantizes a model while transformers or diffusers loads it, `PackedConfig` keeps one
 packed that is so already, `quantized_cache` gives one that was converted with `kv_cache` its cache,
-`compile_for_drafts` compiles one for assisted generation, and `python -m
-fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put adapters on
-converted models.
+and `python -m fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put
+adapters on converted models.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +22,17 @@ from .._compat.transformers_quantizers import choose_config
 from ..checkpoint.finish import IN_CONFIG
 from ..checkpoint.layouts import CompressedTensors
 from ..nn.experts import QUANTIZED
+from ..quantization.adapters import around_packed, refuse_merge
 
 if TYPE_CHECKING:
     from ..quantization.observers.kv_cache import quantized_cache
-    from .drafts import compile_for_drafts
     from .transformers import Fp4PassConfig, PackedConfig
 
-__all__ = ["Fp4PassConfig", "PackedConfig", "compile_for_drafts", "quantized_cache"]
+__all__ = ["Fp4PassConfig", "PackedConfig", "quantized_cache"]
 
 _MODULES = {
     "Fp4PassConfig": ".transformers",
     "PackedConfig": ".transformers",
-    "compile_for_drafts": ".drafts",
     "quantized_cache": "..quantization.observers.kv_cache",
 }
 
@@ -118,19 +116,12 @@ def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
         yield
 
 
-def _merge(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
-    """Merge adapters on packed layers for PEFT's `merge_and_unload`; others are left to it."""
-    if not any(isinstance(module, QUANTIZED) for module in tuner.model.modules()):
-        return None
-    from .peft import merge_and_unload
-
-    return merge_and_unload(tuner, adapters)
+def _before_merge(tuner: Any) -> None:
+    """Raise StateError, before anything is changed, where PEFT would merge into packed layers."""
+    if around_packed(tuner.model):
+        refuse_merge()
 
 
-around_adapters(_around, _merge)
-
-
+around_adapters(_around, _before_merge)
 choose_config(_KEPT_PACKED, _ASKED, _choose)
-
-
 register_quantizer(METHOD, _read_described, _diffusers_quantizer)

@@ -19,7 +19,7 @@ from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.model_layers import NamesOnDisk, split_stacks
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..nn.linear import GLOBAL, KINDS, PACKED, SCALE
