@@ -429,6 +429,12 @@ class PackedFolder:
             if (empty := empty_buffers(layer, (PACKED, SCALE))[part]) is not None:
                 tensors[join(path, part)] = empty
         self.join_stacks(tensors)
+        is_cached = cache_format_in(self.disk) is not None
+        cached = [n for n in self.disk.plain() if is_cached and n.endswith(CACHE_SCALES)]
+        self._on_disk += [self.disk.on_disk.get(name, name) for name in cached]
+        scales = dict(self.disk.tensors(cached)) | self.disk.cache_scales
+        self.hold_cache(scales)
+        self._cache_scales = {} if self._cache is None else scales
         modules: dict[str, Any] = dict(self.model.named_modules(remove_duplicate=False))
         for name, layer in self.layers.items():
             advice = "Load it with the class that config.json names."
@@ -441,12 +447,6 @@ class PackedFolder:
         for owner in self.model.modules():
             if isinstance(owner, QuantizedExperts):
                 mark_initialized(owner)
-        is_cached = cache_format_in(self.disk) is not None
-        cached = [n for n in self.disk.plain() if is_cached and n.endswith(CACHE_SCALES)]
-        self._on_disk += [self.disk.on_disk.get(name, name) for name in cached]
-        scales = dict(self.disk.tensors(cached)) | self.disk.cache_scales
-        self.hold_cache(scales)
-        self._cache_scales = {} if self._cache is None else scales
         for name in self._cache_scales:
             path, _, key = name.rpartition(".")
             self.model.get_submodule(path)._non_persistent_buffers_set.add(key)

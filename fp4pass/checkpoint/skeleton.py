@@ -22,7 +22,7 @@ from .._compat.transformers import (
     tied_weights,
 )
 from .._compat.transformers_loading import names_in_model
-from ..core.globs import without_numbers
+from ..core.names import without_numbers
 from ..errors import CheckpointError, Fp4PassError, expected, some
 from ..nn.experts import weight_name
 from ..quantization.observers.attention import calling_projections

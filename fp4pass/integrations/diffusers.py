@@ -60,7 +60,7 @@ class DescribedLayers:
             self._skipped = {
                 str(why): list(names) for why, names in declared.get("skipped", {}).items()
             }
-            self._recipe = dict(declared.get("recipe", {}))
+            self._recipe = {**declared.get("recipe", {})}
             self._layers = dict(self._described(declared, is_float32))
             if not self._layers:
                 raise ValueError("schemes: expected at least one packed layer, got none")
