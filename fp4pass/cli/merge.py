@@ -7,8 +7,7 @@ from typing import Annotated, Any, cast
 
 from typer import Argument, Option
 
-from ..calibration.packing import collate
-from ..calibration.to_batches import SEQ_LEN
+from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.layouts import LAYOUTS, LayoutName, get_layout
 from ..checkpoint.opening import open_checkpoint
