@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from .._compat.diffusers import declare, is_diffusers
-from .._compat.transformers import own_config, saves_adapters, saving_model, untie
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained, own_config, saves_adapters, saving_model, untie
 from .._version import __version__
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..graph.inductor import install_passes
@@ -137,7 +136,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if reason:
         return
     config: Any = root.config
-    cache = layout.cache_config(state.recipe.get(KV_CACHE))
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
     # Engines look for the names on disk.
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]

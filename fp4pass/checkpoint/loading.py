@@ -24,8 +24,7 @@ from torch import Tensor, fx, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import ignored_tensors, stays_float32, untie, whole_modules
-from .._compat.transformers_loading import names_in_model
-from .._compat.transformers_quantizers import mark_initialized
+from .._compat.transformers_loading import mark_initialized, names_in_model
 from ..core.files import path_of
 from ..core.machine import require_device
 from ..core.progress import current, shown

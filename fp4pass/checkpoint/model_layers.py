@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .._compat.torch import model_class
+from .._compat.transformers import is_pretrained
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
-from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, as_option

@@ -426,7 +426,7 @@ def cache_format_in(reader: CheckpointReader) -> str | None:
     if reader.own is not None:
         found: str | None = reader.own["recipe"].get(KV_CACHE)
         return found
-    return reader.layout.cache_format(reader.declared)
+    return reader.layout.cache.format(reader.declared)
 
 
 def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
@@ -434,7 +434,7 @@ def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
     named = {
         name: f"{name.removesuffix(disk)}{own}"
         for name in reader.files
-        for own, disk in reader.layout.cache_names.items()
+        for own, disk in reader.layout.cache.names.items()
         if name.endswith(f".{disk}")
     }
     return dataclasses.replace(
@@ -494,24 +494,17 @@ def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
                 )
 
 
-def missing_input_scales(reader: CheckpointReader) -> dict[str, str]:
-    """Return the names of scales of inputs that a folder of another library lacks, by layer."""
-    # Ours has them, or means that each input gets one of its own.
-    return {
-        layer: reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
-        for layer, facts in ({} if reader.own else reader.layers).items()
-        if facts.has_input_scale and INPUT_GLOBAL not in reader.names(layer)
-    }
-
-
 def require_input_scales(reader: CheckpointReader, besides: Container[str] = ()) -> None:
     """Raise CheckpointError for a scale of inputs that is missing, but for some layers."""
-    missing = missing_input_scales(reader)
-    for name in (missing[layer] for layer in missing if layer not in besides):
-        raise CheckpointError(
-            f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the folder "
-            "again; or make it dense, which needs none, by fp4pass transcode --to bf16."
-        )
+    # Ours has them, or means that each input gets one of its own.
+    for layer, facts in ({} if reader.own else reader.layers).items():
+        is_missing = facts.has_input_scale and INPUT_GLOBAL not in reader.names(layer)
+        if is_missing and layer not in besides:
+            name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
+            raise CheckpointError(
+                f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the "
+                "folder again; or make it dense, which needs none, by fp4pass transcode --to bf16."
+            )
 
 
 def dense_problem(tensor: Tensor, is_buffer: bool) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..._compat.accelerate import offloaded_tensors
-from ..._compat.torch_hooks import recompile_hooked
+from ..._compat.torch import recompile_hooked
 from ...checkpoint.finish import finish
 from ...checkpoint.finished import ConvertedState
 from ...distributed import sharded_parameter
