@@ -28,7 +28,6 @@ from .layouts import (
     Layout,
     PackedLayer,
     Piece,
-    Shapes,
     expected_shapes,
     join,
     layout_of,
@@ -37,6 +36,7 @@ from .layouts import (
 )
 from .source_files import (
     MANIFEST,
+    Shapes,
     find_shards,
     read_json,
     read_manifest,
