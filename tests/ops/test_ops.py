@@ -26,7 +26,7 @@ from fp4pass.kernels.norm.naive import square_sums_ref
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.ops.registration import OPERATORS, implementation_on
-from fp4pass.parity import operators as parity
+from fp4pass.parity import codebooks as parity
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.
