@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.experts.statistics import expert_hessian, hessian_of_all
+from ..kernels.experts.naive import expert_hessian, hessian_of_all
 from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
 from ..kernels.statistics.naive import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..core.quant_state import QuantState
 from ..errors import ShapeError, expected
-from ..kernels.common.float_scales import bands
+from ..kernels.common.rounding import bands
 from ..kernels.statistics.naive import HESSIAN_BLOCK, ieee_products
 from .statistics import Stats
 

@@ -11,7 +11,7 @@ import torch
 
 from ..core.fused import FUSED
 from ..distributed import Ranks
-from ..kernels.common.float_scales import scale_of
+from ..kernels.common.rounding import scale_of
 from ..kernels.search.float_scales import candidate_scales
 from ..methods import resolve_method
 from .plan import LayerPlan, joined

@@ -20,7 +20,7 @@ from ..errors import (
     require_type,
     unknown_name,
 )
-from ..kernels.fp8.naive import COMPUTES
+from ..kernels.compute_fp8.naive import COMPUTES
 from ..kernels.quantize.naive import ACTIVATION_SCALES
 from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK

@@ -105,9 +105,9 @@ def run(
     def change(graph: fx.Graph) -> None:
         counts.extend(fuse_gates(graph, eligible) for _ in range(2))
         for node in graph.nodes:
-            if node.target is ops.linear_gated:
-                value = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
-                found = node.meta["val"]
+            if node.target is ops.linear_group:
+                (value,) = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+                (found,) = node.meta["val"]
                 assert value.shape == found.shape and value.dtype == found.dtype
                 assert value.stride() == found.stride()
         left.append(calls(graph))
@@ -131,7 +131,7 @@ def equal(found: Any, expected: Any) -> bool:
 def test_a_gate_is_one_call_with_the_bits_of_eager(name: str) -> None:
     x = numbers(3, K)
     found, counts, left = run(ALIKE[name], x)
-    assert counts == [1, 0] and left == {"linear_gated": 1}
+    assert counts == [1, 0] and left == {"linear_group": 1}
     assert equal(found, ALIKE[name](x))
 
 
@@ -147,7 +147,7 @@ def test_other_dtypes_and_more_dimensions(dtype: torch.dtype) -> None:
 def test_what_is_no_gate_stays(name: str) -> None:
     x = numbers(3, K)
     _, counts, left = run(UNLIKE[name], x)
-    assert counts == [0, 0] and "linear_gated" not in left
+    assert counts == [0, 0] and "linear_group" not in left
 
 
 def test_more_rows_and_dynamic_shapes_stay() -> None:
@@ -162,9 +162,9 @@ def test_on_a_cpu_nothing_changes() -> None:
 
 # Of two layers: products with a gate of their own, and what is left to `group_linears`.
 MODELS = {
-    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4},
-    "phi3": {"linear_gated": 2, "linear": 6},
-    "gemma3": {"linear_gated": 2, "linear_group": 2, "linear": 4},
+    "llama": {"linear_group": 4, "linear": 4},
+    "phi3": {"linear_group": 2, "linear": 6},
+    "gemma3": {"linear_group": 4, "linear": 4},
     "gpt2": {"linear": 8},
 }
 

@@ -116,11 +116,11 @@ def test_dynamic_shapes_and_a_cpu() -> None:
 
 # Of two layers: two norms each, of which the first of all is of no sum.
 MODELS = {
-    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
-    "qwen3": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
-    "phi3": {"linear_gated": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
+    "llama": {"linear_group": 4, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
+    "qwen3": {"linear_group": 4, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
+    "phi3": {"linear_group": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
     # Norms multiply by 1 + weight in float32, and stand before the residuals.
-    "gemma3": {"linear": 4, "linear_gated": 2, "linear_group": 2},
+    "gemma3": {"linear": 4, "linear_group": 4},
 }
 
 

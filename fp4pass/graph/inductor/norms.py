@@ -15,7 +15,7 @@ from .fusions import addends_of, has_few_rows, is_norm, on_gpu, rms_norm
 from .pattern import NARROW_DTYPES, dtype_of, match, replace
 
 # A norm is worth a launch of its own where one of these reads it.
-PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group, ops.linear_gated)
+PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
 
 
 def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
