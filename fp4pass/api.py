@@ -18,36 +18,34 @@ from .engine.conversion import Conversion
 from .engine.engine import Engine
 from .engine.one_call import OneCall
 from .engine.recording import record_layers
-from .engine.schedule import later_costs
-from .errors import require_flags
-from .nn.kv_cache import KV_CACHE
+from .methods.base import MethodChoice
+from .nn.kv_cache import KV_CACHE, CacheName
 from .quantization import checks
 from .quantization.observers.attention import convert_mha_projections
 from .quantization.observers.batches import run_batches
 from .quantization.observers.computing import fast_dtype
 from .quantization.observers.kv_cache import observe_cache
-from .quantization.plan import plan_layers
+from .quantization.plan import plan_layers, planned_row
 from .quantization.replace import attach_observers
-from .quantization.report import planned_row
 from .quantization.restore import unprepared_on_error
 from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
+from .record.quality import QualityName
 from .record.rows import Report
-from .record.signatures import with_options
+from .record.schemes import Scheme
 from .record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@with_options
 @convert_mha_projections
 def prepare(
     model: nn.Module,
-    method: object = None,
+    method: MethodChoice | None = None,
     *,
     rules: Rules = (),
     sequential: bool = False,
-    kv_cache: str | None = None,
+    kv_cache: CacheName | None = None,
     **options: Unpack[SchemeOptions],
 ) -> nn.Module:
     """Put observers in front of the linear layers of `model`, in place, and return it.
@@ -78,7 +76,6 @@ def prepare(
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
     root, rules = unwrap(model), check_rules(rules)
-    require_flags(sequential=sequential)
     before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
@@ -132,10 +129,9 @@ def calibrate(
     Example:
         >>> model = fp4pass.prepare(model)
         >>> model = fp4pass.calibrate(model, batches, progress=False)
-        >>> fp4pass.convert(model)[0].input_global_scale.shape
+        >>> fp4pass.convert(model, "nvfp4")[0].input_global_scale.shape
         torch.Size([1])
     """
-    require_flags(progress=progress)
     unwrap(model, data)
     state = checks.require_prepared(model)
     batches = calibration.batches(data, tokenizer, model=model)
@@ -145,18 +141,17 @@ def calibrate(
     return model
 
 
-@with_options
 @convert_mha_projections
 def convert(
     model: nn.Module,
-    fmt: str | None = None,
-    method: object = None,
+    fmt: Scheme | None = None,
+    method: MethodChoice | None = None,
     *,
-    quality: str | None = None,
+    quality: QualityName | None = None,
     data: Any = None,
     tokenizer: Any = None,
     rules: Rules = (),
-    kv_cache: str | None = None,
+    kv_cache: CacheName | None = None,
     resume: str | os.PathLike[str] | None = None,
     stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
@@ -169,7 +164,7 @@ def convert(
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
     again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
     take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
-    and calibrates a model that is not, and logs first how long all of it will take.
+    and calibrates a model that is not.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -210,7 +205,6 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    require_flags(progress=progress)
     rules = check_rules(rules)
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
@@ -235,8 +229,7 @@ def _convert_whole(
 ) -> nn.Module:
     """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
     with ExitStack() as stack:
-        bar = stack.enter_context(shown("", progress))
-        bar.foresee(later_costs(call.plan))
+        stack.enter_context(shown("", progress))
         remember_tokenizer(model, tokenizer)
         # One layer after the other is calibrated in the dtype that it is converted in.
         runs = call.needs_data or not (data is None and tokenizer is None)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from .._compat.diffusers import is_diffusers
-from .._compat.transformers import own_config, saves_adapters, saving_model, untie
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained, own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..nn.experts import finalize_stacks
@@ -28,8 +27,8 @@ from ..quantization.restore import enable_dequantize
 from ..record.rows import Refined, Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
 from .beside import beyond_model
+from .finished import ConvertedState, LayerFile
 from .in_config import declare_layers
-from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     NamesOnDisk,
@@ -133,7 +132,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if reason:
         return
     config: Any = root.config
-    cache = layout.cache_config(state.recipe.get(KV_CACHE))
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
     # Engines look for the names on disk.
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]

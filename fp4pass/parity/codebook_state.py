@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.quant_state import OTHER_RECORDS, OtherRecord
 from ..errors import OptionError
-from ..quantization.tensor.quantizer import not_finite, without_statistics
+from ..quantization.tensor import not_finite, without_statistics
 from .codebooks import CODEBOOKS, Codebook, get_codebook
 from .operators import dequantize_codebook, quantize_codebook
 
@@ -52,7 +52,7 @@ class CodebookState(OtherRecord):
     scheme_field: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
-        self._require_facts(Codebook)
+        self._require_float()
         count = math.prod(self.shape)
         self._require_tensor("qdata", (self.codebook.packed_bytes(count),), torch.uint8)
         self._require_tensor("absmax", (self.codebook.blocks_of(count),), torch.float32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,33 @@ from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..methods import Stats, resolve_method
+from ..methods import Certificate, MethodResult, Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
-from ..record.config import LinearConfig
+from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
-from .kept import forget_kept
-from .plan import LayerPlan, Plan, scale_groups
-from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
-from .report import converted_row, planned_row
-from .search import Found, exact_scales, gather_parts, joined_rows, search_parts, survey
-from .search_costs import SearchStore, layer_places, search_cost, search_kind
-from .stacks import packed_class
-from .tensor_scales import shared_tensor_scales
+from .plan import LayerPlan, Plan, forget_kept, planned_row, scale_groups
+from .replace import (
+    begin_replacing,
+    drop_unused_copies,
+    packed_class,
+    rewrite_graph,
+    store_packed,
+)
+from .search import (
+    Found,
+    SearchStore,
+    exact_scales,
+    gather_parts,
+    joined_rows,
+    search_parts,
+    shared_tensor_scales,
+    survey,
+)
+
+# Tokens below which the own statistics of an expert say little.
+_FEW = 32
 
 # The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -146,20 +160,19 @@ def _packed(
     """Yield the layers of each weight, and it packed, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
-    places = layer_places(members[0].name for members in weights)
+    places = _layer_places(members[0].name for members in weights)
     if group.size == 1:
         for members in own:
-            with _counted(members[0], cache, places):
+            with _counted(members[0], places):
                 packed = _pack(members, search_parts(members[0], 0, cache))
             yield members, packed
         return
     own_parts: dict[int, list[Found]] = {}
     # Others search theirs meanwhile.
-    costs = [sum(search_cost(first) for first, *_ in each) for each in (weights, own)]
-    shares = (costs[0] / (costs[1] or 1), len(weights) / (len(own) or 1))
+    share = len(weights) / (len(own) or 1)
     with group.together():
         for members in own:
-            with _counted(members[0], cache, places, shares):
+            with _counted(members[0], places, share):
                 parts = search_parts(members[0], group.rank, cache)
             own_parts[members[0].weight_key] = parts
     found = gather_parts(group, [members[0] for members in weights], own_parts)
@@ -177,24 +190,21 @@ def _packed(
 
 
 @contextmanager
-def _counted(
-    layer: LayerPlan,
-    cache: SearchStore | None,
-    places: Mapping[str, str],
-    shares: tuple[float, float] = (1, 1),
-) -> Iterator[None]:
-    """Count the weight of a layer, whose search the body is, as done.
-
-    shares: the costs and the number of all weights in those of this process.
-    """
-    progress, found = current(), 0 if cache is None else cache.found
+def _counted(layer: LayerPlan, places: Mapping[str, str], count: float = 1) -> Iterator[None]:
+    """Count the weight of a layer, whose search the body is, as done."""
     if layer.name in places:
-        progress.begin(places[layer.name])
+        current().begin(places[layer.name])
     yield
-    # The results of a run before take no time.
-    is_new = cache is None or cache.found == found
-    cost = search_cost(layer) * shares[0]
-    progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
+    current().step(count)
+
+
+def _layer_places(names: Iterable[str]) -> dict[str, str]:
+    """Return "layer i/n" for names of linears in numbered layers, none if there is one layer."""
+    layers = {name: match[0] for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.)", name))}
+    order = {layer: i + 1 for i, layer in enumerate(dict.fromkeys(layers.values()))}
+    if len(order) < 2:
+        return {}
+    return {name: f"layer {order[layer]}/{len(order)}" for name, layer in layers.items()}
 
 
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
@@ -211,7 +221,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
+    rows = [_converted_row(layer, results, stats, *errors, note) for layer in members]
     input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
@@ -222,6 +232,44 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         input_scales = first.kept.input_scales()
     tensors = kind.buffers_of(states, input_scales)
     return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
+
+
+def _converted_row(
+    layer: LayerPlan,
+    results: Sequence[MethodResult],
+    stats: Stats,
+    weight_error: float,
+    output_error: float | None,
+    note: str,
+) -> Row:
+    """Return the row of a layer that is converted, from the results of each of its matrices."""
+    certificate = Certificate.joined([result.certificate for result in results])
+    return Row(
+        name=layer.name,
+        shape=layer.shape,
+        config=layer.config,
+        bits=layer.config.format.bits_per_weight(layer.shape),
+        weight_error=weight_error,
+        output_error=output_error,
+        tokens=stats.tokens,
+        **_expert_tokens(stats),
+        proved=None if certificate is None else certificate.proved,
+        gap=None if certificate is None else certificate.gap,
+        note=note,
+    )
+
+
+def _expert_tokens(stats: Stats) -> dict[str, Any]:
+    """Return the fields of a row that say how often experts were reached."""
+    if stats.counts is None or stats.routing is None or not stats.tokens:
+        return {}
+    counts, routing = stats.counts.cpu(), stats.routing.cpu()
+    spread = (counts.min(), counts.median(), counts.max())
+    return {
+        "unreached": tuple((counts == 0).nonzero().flatten().tolist()),
+        "expert_tokens": tuple(map(int, spread)),
+        "rare_routing": float(routing[counts < _FEW].sum() / routing.sum().clamp(min=1e-30)),
+    }
 
 
 def _replace(
@@ -268,7 +316,7 @@ def resolve_compute(
     return (config.override({"compute": "input"}), why) if why else (config, "")
 
 
-def set_compute(model: nn.Module, compute: str) -> nn.Module:
+def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
     """Choose the arithmetic of products of many rows, in place, and return the model.
 
     Layers that cannot be computed so stay as they are; `report` says why.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import require_type, unknown_name
+from ..errors import unknown_name
 from ..methods import Gptq, Hessian, Sse
 
 # The key of fp4pass.json, and the keyword of `convert`.
 QUALITY = "quality"
+QualityName = Literal["fast", "good", "best"]
 
 # Tokens that a model writes to calibrate the scales of its inputs alone, for the largest value.
 INPUT_TOKENS = 1 << 12
@@ -69,7 +70,6 @@ QUALITIES: dict[str, Quality] = {
 
 def get_quality(name: str) -> Quality:
     """Return the recipe of a name. Raises OptionError for any other."""
-    require_type(QUALITY, f"one of {', '.join(QUALITIES)}", name, str)
     if name not in QUALITIES:
         raise unknown_name("Quality", name, QUALITIES)
     return QUALITIES[name]

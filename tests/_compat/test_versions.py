@@ -133,7 +133,6 @@ GONE = {
     "passes of fp4pass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "hooks that torch.compile": "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "C++ for packed weights": "torch._inductor.lowering.make_fallback",
-    "kernels of Inductor": "torch._inductor.codegen.triton.TritonKernel._filter_pdl",
     "kernels in Gluon": "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 }
 
@@ -176,7 +175,7 @@ def lies(value: object) -> Callable[..., Any]:
 WRONG: dict[str, tuple[str, Any]] = {
     "short way past the dispatcher": ("torch._C._functorch.peek_interpreter_stack", lies(None)),
     "copies of an exported graph": ("torch.fx.GraphModule.__deepcopy__", lambda self, memo: self),
-    "observers in a model": ("fp4pass._compat.torch_hooks._change_dictionaries", lies(None)),
+    "observers in a model": ("fp4pass._compat.torch._change_dictionaries", lies(None)),
     "passes of fp4pass": ("torch._inductor.fx_passes.post_grad.post_grad_passes", lies(None)),
 }
 

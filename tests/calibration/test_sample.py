@@ -13,9 +13,8 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import rows_at_once, sampling_seconds
-from fp4pass.calibration.scripts import Row, Script, chat_script
-from fp4pass.core.memory import Memory
+from fp4pass.calibration.sample import Script, chat_script, rows_at_once
+from fp4pass.core.machine import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
@@ -124,12 +123,11 @@ def test_a_turn_without_a_token_of_its_own_ends_with_what_the_template_puts_ther
     plain = "<s> w5 {{ messages[0].content }} w6 w7 {% if add_generation_prompt %}w8{% endif %}"
     script = chat_script(tokenizer(plain), frozenset({EOS}))
     assert script == Script((BOS, 5), frozenset({EOS}), ({(6, 7, 8): ()}, {}))
-    row = Row(script)
-    for token in (6, 7, 9, 6, 7, 8, EOS):
-        assert row.given() is None
-        row.add(token)
+    following = script.follow()
+    assert next(following) is None
+    assert [following.send(token) for token in (6, 7, 9, 6, 7, 8)] == [None] * 6
     # The template has no second round, so the next conversation begins.
-    assert [row.given() for _ in range(3)] == [BOS, 5, None]
+    assert [following.send(EOS), next(following), next(following)] == [BOS, 5, None]
 
 
 def test_a_template_with_a_system_prompt_or_parts_of_content_is_read() -> None:
@@ -358,37 +356,3 @@ def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
         limits = [Memory(10**13, 10**13), Memory(10**13, free)]
         monkeypatch.setattr(MODULE, "memory_limits", lambda limits=limits: limits)
         assert rows_at_once(model, 100, device) == rows
-
-
-# ---- the time that it takes ------------------------------------------------------------------
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five windows of a text and three of a chat, at most two at once; a step takes its rows."""
-    found = [(Script((0,), frozenset()), 5), (Script((0,), frozenset()), 3)]
-    monkeypatch.setattr(MODULE, "scripts_of", lambda *args: found)
-    monkeypatch.setattr(MODULE, "rows_at_once", lambda *args: 2)
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("scripts")
-def test_each_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def step(model: Any, rows: int, length: int, device: torch.device) -> float:
-        asked.append((rows, length))
-        return float(rows)
-
-    monkeypatch.setattr(MODULE, "_step_seconds", step)
-    # Three batches of two, and two of two.
-    assert sampling_seconds(language_model(), None, 8 * 16, 16) == (3 + 2) * 16 * 2.0
-    assert asked == [(2, 8), (2, 8)]
-
-
-@pytest.mark.usefixtures("scripts")
-def test_steps_are_run_or_the_time_is_not_known() -> None:
-    model = language_model()
-    assert (sampling_seconds(model, None, 8 * 16, 16) or 0.0) > 0.0
-    model.forward = None
-    assert sampling_seconds(model, None, 8 * 16, 16) is None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.scaled_mm import has_fp8
+from ..._compat.torch import has_fp8
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import (

@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
@@ -15,13 +15,15 @@ from torch import nn
 from ...core.progress import shown
 from ...engine.schedule import planned_stacks
 from ...errors import OptionError, StateError, some
+from ...methods.base import MethodChoice
 from ...quantization.checks import require_layers
 from ...quantization.observers.computing import fast_dtype
 from ...quantization.plan import plan_layers
 from ...quantization.recipe import with_quality
-from ...quantization.stacks import caller_of
-from ...record.config import LinearConfig, LinearOptions, Rules, check_rules
-from ...record.signatures import with_options
+from ...quantization.scan import caller_of
+from ...record.config import LinearConfig, LinearOptions, Rules, check_options, check_rules
+from ...record.quality import QualityName
+from ...record.schemes import Scheme
 from ...record.state import unwrap
 from .checks import bits_of, budget_of, options_of, require_possible, schemes_of, settled, too_few
 from .choosing import Schemes, best_within, curve, extremes, uniform
@@ -39,23 +41,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # The schemes to choose from, where none are given.
-SCHEMES = ("nvfp4a16", "fp8a16", "bf16")
+SCHEMES: Final = ("nvfp4a16", "fp8a16", "bf16")
 
 # Bits by which the smallest size may be less once it is known which layers are reached.
 _NEAR = 0.05
 
 
-@with_options
 def allocate(
     model: nn.Module,
     *,
     bits: float | None = None,
     kl: float | None = None,
-    schemes: Sequence[str] = SCHEMES,
+    schemes: Sequence[Scheme | Literal["bf16", "float"]] = SCHEMES,
     data: Any = None,
     tokenizer: Any = None,
-    method: object = None,
-    quality: str | None = None,
+    method: MethodChoice | None = None,
+    quality: QualityName | None = None,
     rules: Rules = (),
     windows: int = 8,
     held_out: int = 16,
@@ -138,6 +139,7 @@ def measured(
     """
     options = dict(recipe)
     quality, rules = options.pop("quality", None), check_rules(options.pop("rules", ()))
+    check_options(options)
     root = unwrap(model, data, tokenizer)
     names, keeps_float = schemes_of(schemes)
     options = options_of(options.pop("method", None), quality, options)

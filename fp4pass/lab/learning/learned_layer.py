@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...core.globs import without_numbers
+from ...core.names import without_numbers
 from ...kernels.statistics.naive import HESSIAN_BLOCK
 from ...methods import STATISTICS, Stats
 from ...nn.experts import QUANTIZED

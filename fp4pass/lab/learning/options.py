@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...errors import require_flags, require_number, unknown_name
+from ...errors import require_number, unknown_name
 
 TOKEN_WEIGHTS = ("inverse", "none")
 
@@ -60,7 +60,6 @@ class Refine:
         ):
             wanted = f"a number from 0 {'on' if most == math.inf else f'to {most}'}"
             require_number(f"Refine: {name}", wanted, getattr(self, name), float, 0, most)
-        require_flags(scales=self.scales)
         if self.token_weights not in TOKEN_WEIGHTS:
             raise unknown_name("Refine: token_weights", self.token_weights, TOKEN_WEIGHTS)
 

@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import ranks, require_initialized
 from ...engine.layer_device import LayerDevice
 from ...engine.layer_stack import Stack
 from ...engine.recording import Recording
 from ...engine.schedule import stacks_of
-from ...errors import CalibrationError, OptionError, StateError, expected, require_flags
+from ...errors import CalibrationError, OptionError, StateError, expected
 from ...nn.experts import QUANTIZED
 from ...quantization.observers.batches import (
     call_arguments,
@@ -92,7 +92,6 @@ def refine(
     options = Refine() if options is None else options
     if not isinstance(options, Refine):
         raise OptionError(expected("options", "fp4pass.Refine(...)", type(options).__name__))
-    require_flags(progress=progress)
     root, first = unwrap(model), unwrap(original)
     state = _require_models(root, first)
     stacks = _stacks(root, first)

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from ... import calibration
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
-from ...calibration.tokens import Tokens
+from ...calibration.processor import Processor
 from ...checkpoint.finish import finish
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import is_sharded, ranks, require_initialized
-from ...errors import CalibrationError, OptionError, StateError, require_flags
+from ...errors import CalibrationError, OptionError, StateError
 from ...methods import Stats
 from ...nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ...quantization.adapters import around_packed, base_of, parents, unload
@@ -109,7 +109,6 @@ def merge(
         >>> merged.layers, type(merged.model[0]).__name__
         ({'0': 'sse'}, 'QuantizedLinear')
     """
-    require_flags(progress=progress)
     outer = unwrap(model)
     root = base_of(outer)
     state = _require_converted(outer, root)
@@ -193,7 +192,7 @@ def _batches(
     if data is not None:
         own = list(calibration.batches(data, tokenizer, model=root))
     elif needs or (tokenizer is not None and held_out is None):
-        reader = Tokens(tokenizer, root).processor
+        reader = Processor(tokenizer, root).processor
         written = calibration.sample(root, reader, tokens=_TOKENS if needs else _JUDGING)
         own = list(written.split(_BATCH))
     if held_out is not None:
