@@ -20,7 +20,7 @@ from ..._compat.torch import meta_of, statically_equal
 from ...kernels.linear.naive import Around
 from ...kernels.reduce.naive import LARGEST
 from .fusions import addends_of, has_few_rows, is_like, is_norm, on_gpu, rms_norm
-from .gates import around_of, format_of, put_group
+from .gates import AROUND, around_of, format_of, put_group
 from .pattern import NARROW_DTYPES, Bound, dtype_of, match, replace
 
 aten = torch.ops.aten
@@ -130,7 +130,7 @@ def _replace(graph: fx.Graph, place: _Place) -> None:
     added.meta = meta_of(total, val=(value, sums))
     items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
     total.replace_all_uses_with(items[0])
-    norm = Around(squares=items[1], norm_weight=place.weight, eps=place.eps)
+    norm = AROUND(squares=items[1], norm_weight=place.weight, eps=place.eps)
     for user in list(place.norm.users):
         _read_squares(graph, user, items[0], norm)
 
@@ -142,7 +142,7 @@ def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         return ops.all_reduce_add, (x, residual, group)
     x, packed, scale, global_scale, bias, fmt, *compute = product.args
     weights = ([each] for each in (packed, scale, global_scale, bias))
-    options = (fmt, *(compute or ["input"]), *Around(residual=residual))
+    options = (fmt, *(compute or ["input"]), *AROUND(residual=residual))
     return ops.linear_group, (x, *weights, *options)
 
 

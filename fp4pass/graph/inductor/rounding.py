@@ -18,10 +18,9 @@ from torch import fx
 
 from ... import ops
 from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
-from ...kernels.linear.naive import Around
 from ...kernels.norm.naive import WIDEST
 from .fusions import addends_of, is_activation, is_norm, rms_norm
-from .gates import GATES, has_kernels, put_group
+from .gates import AROUND, GATES, has_kernels, put_group
 from .pattern import CAST, dtype_of, insert, match
 
 aten = torch.ops.aten
@@ -56,7 +55,7 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
             rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
             rounded = rounded or _round(graph, readers[0], x)
         for node in readers:
-            put_group(graph, node, rounded[0], [node], Around(factors=rounded[1]))
+            put_group(graph, node, rounded[0], [node], AROUND(factors=rounded[1]))
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))
