@@ -118,7 +118,7 @@ def test_the_order_of_imports_names_every_module() -> None:
 
 @pytest.mark.core
 def test_kernels_know_formats_and_not_models() -> None:
-    allowed = {"errors", "_compat/scaled_mm", "_compat/torch", "_compat/triton"}
+    allowed = {"errors", "_compat/torch", "_compat/triton"}
     for path in (ROOT / "kernels").rglob("*.py"):
         outside = top_level_imports(path) - set(sys.stdlib_module_names)
         assert outside <= {"torch", "triton"}, path

@@ -27,8 +27,8 @@ from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
 from ..quantization.observers.kv_cache import scales_apart
 from ..record.state import get_state, has_adapters, unwrap
-from .beside import Beside, read_carried
 from .card import Card, Contents
+from .copied_files import Beside, read_carried
 from .engines import Folder, of_engines
 from .finished import ConvertedState, files_to_take
 from .layouts import (
@@ -44,6 +44,7 @@ from .layouts import (
 )
 from .model_layers import (
     NamesOnDisk,
+    SplitStack,
     all_names,
     describe_layers,
     ignored_layers,
@@ -52,12 +53,11 @@ from .model_layers import (
     require_equal_parts,
     require_no_others,
     require_static_scales,
+    split_layers,
 )
 from .readers import CACHE_IN_FLOAT, Facts, of_stock, who_reads
 from .skeleton import require_made_by_config
-from .source_files import MANIFEST
-from .split_stacks import SplitStack, split_layers
-from .unread import require_writable
+from .source_files import MANIFEST, require_writable
 from .upload import require_repository, upload
 from .writer import CheckpointWriter, bytes_of
 

@@ -30,8 +30,7 @@ from ..kernels.common.tiles import (
     unpack_block,
     wider,
 )
-from ..kernels.quantize.block_tiles import largest_bits
-from ..kernels.quantize.word_tiles import join_halves
+from ..kernels.quantize.tiles import join_halves, largest_bits
 from .codebooks import Codebook, dequantize_codebook_ref, linear_codebook_ref, table_of
 
 # Lanes and warps of a program; how often a lane takes eight elements, when quantizing and back.
