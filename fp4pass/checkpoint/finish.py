@@ -28,7 +28,7 @@ from ..record.rows import Refined, Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
 from .beside import beyond_model
 from .finished import ConvertedState, LayerFile
-from .in_config import declare_layers
+from .in_config import SaveMethod, declare_layers
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     NamesOnDisk,
@@ -40,7 +40,6 @@ from .model_layers import (
     require_static_scales,
 )
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
-from .save_method import SaveMethod
 from .skeleton import require_made_by_config
 from .unread import require_writable
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,13 +30,37 @@ from ..record.state import ModelState, get_state, has_adapters
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import describe_layers, require_no_others
 from .reader import packed_problem
-from .save_method import SaveMethod
 
 # The `quant_method` of folders that diffusers writes.
 METHOD = "fp4pass"
 
 # Errors of plain values that somebody has edited.
 _FAULTS = (Fp4PassError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True, eq=False)
+class SaveMethod:
+    """A `save_pretrained` that checks a model before its class saves it.
+
+    Attributes:
+        root: the model.
+        check: called with the model, `reason` and the options of the call.
+        reason: why the model cannot be saved so, "" if it can.
+    """
+
+    root: Any
+    check: Callable[..., None]
+    reason: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the class's own method, which pipelines look at for its options."""
+        return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and save it."""
+        self.check(self.root, self.reason, **kwargs)
+        return type(self.root).save_pretrained(self.root, *args, **kwargs)
 
 
 def config_of_layers(layers: Mapping[str, PackedLayer], state: ModelState) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.kept import KeptWeight, keep_weight
 from .float_source import FloatSource, Fp8Weight
 from .layouts import PackedLayer, Piece, join, join_part, joined_record
-from .model_layers import stored_shape
+from .model_layers import stacks_in, stored_shape
 from .reader import CheckpointReader, packed_problem
-from .split_stacks import stacks_in
 
 
 def keep_weights(model: Any, source: FloatSource) -> None:

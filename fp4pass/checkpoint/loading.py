@@ -29,11 +29,10 @@ from .checks import cache_format_in, require_input_scales
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
-from .model_layers import all_names, stored_shape
+from .model_layers import all_names, stacks_in, stored_shape
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
 from .skeleton import build_skeleton, check_skeleton, dense_here, fit_tensors, model_names
-from .split_stacks import stacks_in
 
 
 def load(

@@ -26,10 +26,10 @@ from .beyond import carried_names, without_ignored
 from .checks import cache_format_in, require_input_scales
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
 from .loading import finish_loaded, hold_cache, join_stacks
+from .model_layers import stacks_in
 from .opening import open_checkpoint
 from .reader import CheckpointReader, packed_problem, renamed
 from .skeleton import dense_here, model_names, module_for
-from .split_stacks import stacks_in
 
 _SMALL = (GLOBAL, INPUT_GLOBAL)
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.model_layers import NamesOnDisk
+from ..checkpoint.model_layers import NamesOnDisk, split_stacks
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader, as_in_model
 from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
-from ..checkpoint.split_stacks import split_stacks
 from ..checkpoint.unread import require_float
 from ..core.files import path_of
 from ..core.quant_state import QuantState
