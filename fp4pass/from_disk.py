@@ -25,12 +25,11 @@ from .distributed import ranks
 from .errors import CalibrationError, OptionError, as_option, expected
 from .methods.base import MethodChoice
 from .quantization.recipe import Recipe
-from .quantization.report import report
 from .record.config import LinearOptions, Rules, check_rules
 from .record.quality import QualityName
 from .record.rows import Report
 from .record.schemes import Scheme
-from .record.state import config_of
+from .record.state import config_of, report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

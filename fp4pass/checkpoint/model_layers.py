@@ -1,9 +1,10 @@
-"""Describe the packed layers of a model: how they are packed, and where they lie on disk."""
+"""Describe the packed layers of a model in memory: how they are packed, and their names on disk."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, as_option
 from ..nn.experts import (
+    ExpertStack,
     QuantizedExperts,
     QuantizedExpertStack,
     packed_stacks,
@@ -27,16 +29,8 @@ from ..record.config import LinearConfig
 from ..record.rows import Row
 from ..record.schemes import scheme_name
 from ..record.state import ModelState, has_adapters
-from .beside import COPIED, NOT_COPIED
-from .layouts import (
-    Layout,
-    PackedLayer,
-    Piece,
-    below,
-    fused_problems,
-    has_whole_tiles,
-    join,
-)
+from .copied_files import COPIED, NOT_COPIED
+from .layouts import Layout, PackedLayer, Piece, below, fused_problems, has_whole_tiles, join
 
 # The end of the name of a layer's weight.
 _WEIGHT = ".weight"
@@ -81,6 +75,13 @@ def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, .
     if view is None or (len(view.shape) == len(shape) and not view.spare):
         return ()
     return view.shape
+
+
+def whole_record(piece: PackedLayer, stack: ExpertStack) -> PackedLayer:
+    """Return the record of a stack in a model, packed as a layer that is a piece of it."""
+    view, shape = stack.view, tuple(stack.dense.shape)
+    stored = stored_shape(view, shape)
+    return dataclasses.replace(piece, shape=shape, transposed=view.transposed, stored_shape=stored)
 
 
 def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
@@ -235,6 +236,9 @@ class NamesOnDisk:
         return {disk: name for name, disk in found.items() if disk != name}
 
 
+# Stacks of experts whose layers lie on disk one by one.
+
+
 @dataclass(frozen=True)
 class SplitStack:
     """A stack [E, N, K] that lies in a folder in layers.
@@ -340,7 +344,9 @@ def split_layers(
         split[name] = known[name]
         for piece in known[name].pieces:
             shape = (piece.stop - piece.start, layer.shape[2])
-            written[piece.name] = replace(layer, shape=shape, transposed=False, stored_shape=())
+            written[piece.name] = dataclasses.replace(
+                layer, shape=shape, transposed=False, stored_shape=()
+            )
     return written, split, whole
 
 

@@ -28,7 +28,7 @@ from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
 from ..quantization.observers.kv_cache import scales_apart
 from ..record.state import get_state, has_adapters, unwrap
-from .beside import Beside, read_carried
+from .copied_files import Beside, read_carried
 from .finished import ConvertedState, LayerFile, files_to_take
 from .layouts import (
     BUFFERS,
@@ -56,8 +56,7 @@ from .model_layers import (
 from .publish import Card, require_repository, upload
 from .readers import Facts, Readers, judge
 from .skeleton import require_made_by_config
-from .source_files import MANIFEST
-from .unread import require_writable
+from .source_files import MANIFEST, require_writable
 from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from ..core.files import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, as_option, some, unknown_name
 from ..record.rows import Report
-from .beside import copy_beside
-from .checks import cache_format_in, require_input_scales
+from .copied_files import copy_beside
 from .layouts import (
     CACHE_SCALES,
     LAYOUTS,
@@ -34,8 +33,13 @@ from .layouts import (
     side_files,
 )
 from .model_layers import ignored_layers
-from .opening import open_checkpoint
-from .reader import CheckpointReader, declared_config
+from .reader import (
+    CheckpointReader,
+    cache_format_in,
+    declared_config,
+    open_checkpoint,
+    require_input_scales,
+)
 from .readers import DEQUANTIZE, of_engines
 from .source_files import MANIFEST, require_config, well_formed, write_json
 from .writer import CheckpointWriter, ShardWriter, bytes_of

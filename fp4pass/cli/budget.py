@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from ..calibration.packing import Example, collate
-from ..calibration.to_batches import batches
+from ..calibration.to_batches import Example, batches, collate
 from ..core.files import parse_file
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from post_grad import calls, compiled, fresh
+from post_grad import compiled, run_passes
 from torch import Tensor, fx
 from torch._inductor import config
 
 from fp4pass import ops
-from fp4pass.graph.inductor.merge import group_linears
 from fp4pass.graph.inductor.rounding import round_rows
 
 ROWS, K, N = 70, 64, 32
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 def weight(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -45,18 +41,13 @@ def inputs(rows: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x
 
 
+def every_row(graph: fx.Graph) -> int:
+    return round_rows(graph, lambda node, rows: True)
+
+
 def run(function: Callable[..., Any], *given: Tensor) -> tuple[Any, int, dict[str, int]]:
     """The result of a compiled function, how many products the pass changed, and the calls."""
-    counts, left = [], {}
-
-    def change(graph: fx.Graph) -> None:
-        counts.extend(round_rows(graph, lambda node, rows: True) for _ in range(2))
-        group_linears(graph)
-        graph.lint()
-        left.update(calls(graph))
-
-    torch._dynamo.reset()
-    found = compiled(function, change)(*given)
+    found, counts, left = run_passes(function, given, every_row)
     assert counts[1] == 0
     return found, counts[0], left
 
@@ -82,10 +73,9 @@ def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
     assert changed == count and left == {"linear_rounded": count}
 
 
-@pytest.mark.parametrize("activation", [F.silu, pytest.param(F.gelu, marks=pytest.mark.slow)])
-def test_a_gate_is_rounded_with_its_factor(activation: Callable[[Tensor], Tensor]) -> None:
+def test_a_gate_is_rounded_with_its_factor() -> None:
     def function(x: Tensor) -> list[Tensor]:
-        gated = activation(x) * (x + 1)
+        gated = F.silu(x) * (x + 1)
         return [product(gated), product(gated, KEY)]
 
     x = inputs()

@@ -70,5 +70,5 @@ def test_a_weight_passes_seven_files(method: str) -> None:
         ("ops/checks.py", "_hessian"),
         ("kernels/search/reference.py", "search_ref"),
         ("kernels/statistics/naive.py", "weight_amax"),
-        ("methods/weight_errors.py", "squared_errors"),
+        ("methods/statistics.py", "squared_errors"),
     ]

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ... import calibration
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
-from ...calibration.tokens import Tokens
+from ...calibration.processor import Processor
 from ...checkpoint.finish import finish
 from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
@@ -192,7 +192,7 @@ def _batches(
     if data is not None:
         own = list(calibration.batches(data, tokenizer, model=root))
     elif needs or (tokenizer is not None and held_out is None):
-        reader = Tokens(tokenizer, root).processor
+        reader = Processor(tokenizer, root).processor
         written = calibration.sample(root, reader, tokens=_TOKENS if needs else _JUDGING)
         own = list(written.split(_BATCH))
     if held_out is not None:
