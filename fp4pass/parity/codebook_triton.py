@@ -30,8 +30,7 @@ from ..kernels.common.tiles import (
     unpack_block,
     wider,
 )
-from ..kernels.quantize.block_tiles import largest_bits
-from ..kernels.quantize.word_tiles import join_halves
+from ..kernels.quantize.tiles import join_halves, largest_bits
 from .codebook_reference import dequantize_codebook_ref, linear_codebook_ref
 from .codebooks import Codebook, value_table
 
