@@ -25,9 +25,8 @@ from .quantization.observers.attention import convert_mha_projections
 from .quantization.observers.batches import run_batches
 from .quantization.observers.computing import fast_dtype
 from .quantization.observers.kv_cache import observe_cache
-from .quantization.plan import plan_layers
+from .quantization.plan import plan_layers, planned_row
 from .quantization.replace import attach_observers
-from .quantization.report import planned_row
 from .quantization.restore import unprepared_on_error
 from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
 from .record.quality import QualityName

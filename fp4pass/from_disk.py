@@ -14,9 +14,9 @@ from torch import nn
 from .api import convert
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import LayoutName, get_layout
+from .checkpoint.publish import require_repository
 from .checkpoint.saving import save
 from .checkpoint.source_files import MANIFEST
-from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
 from .core.atomic import require_free
 from .core.files import path_of
@@ -25,12 +25,11 @@ from .distributed import ranks
 from .errors import CalibrationError, OptionError, as_option, expected
 from .methods.base import MethodChoice
 from .quantization.recipe import Recipe
-from .quantization.report import report
 from .record.config import LinearOptions, Rules, check_rules
 from .record.quality import QualityName
 from .record.rows import Report
 from .record.schemes import Scheme
-from .record.state import config_of
+from .record.state import config_of, report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,11 +4,23 @@
 `open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
 """
 
+# ruff: noqa: F401
+
+from .copied_files import TOKENIZER_FILES
+from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import open_checkpoint, read_experts
-from .reader import CheckpointReader
+from .reader import CheckpointReader, dense_problem, open_checkpoint, read_experts
+from .readers import SERVED
 from .saving import save
+from .source_files import (
+    MANIFEST,
+    config_changes,
+    read_json,
+    read_manifest,
+    unread_layers,
+    well_formed,
+)
 from .transcode import transcode
 
 __all__ = [

@@ -15,8 +15,7 @@ from ..errors import CalibrationError, StateError, as_option
 from ..nn.experts import add_stacks
 from ..quantization.observers.visible_tokens import Kept
 from ..quantization.plan import LayerPlan, Plan
-from ..quantization.scan import SkippedLayer
-from ..quantization.stacks import caller_of
+from ..quantization.scan import SkippedLayer, caller_of
 from .layer_calls import (
     Call,
     Given,

@@ -13,8 +13,7 @@ from ..errors import RuleError, nearest
 from ..graph.match import weight_readers
 from ..record.config import Rule
 from ..record.source_folder import source_folder, tensor_files
-from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
-from .stacks import caller_of
+from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, caller_of, is_router, operator_of
 
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; add a rule to quantize it"

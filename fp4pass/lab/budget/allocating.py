@@ -20,7 +20,7 @@ from ...quantization.checks import require_layers
 from ...quantization.observers.computing import fast_dtype
 from ...quantization.plan import plan_layers
 from ...quantization.recipe import with_quality
-from ...quantization.stacks import caller_of
+from ...quantization.scan import caller_of
 from ...record.config import LinearConfig, LinearOptions, Rules, check_options, check_rules
 from ...record.quality import QualityName
 from ...record.schemes import Scheme

@@ -13,7 +13,7 @@ from ...core.names import covering_globs, without_numbers
 from ...engine.layer_stack import Stack
 from ...quantization.plan import LayerPlan, Plan, joined
 from ...quantization.rules import matching_rule
-from ...quantization.stacks import caller_of
+from ...quantization.scan import caller_of
 from ...record.config import Rule
 from ...record.schemes import scheme_fields
 
