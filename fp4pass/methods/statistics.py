@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import ops
 from ..core.quant_state import QuantState
 from ..errors import ShapeError, expected
-from ..kernels.common.float_scales import bands
-from ..kernels.experts.statistics import expert_hessian, hessian_of_all
+from ..kernels.common.rounding import bands
+from ..kernels.experts.naive import expert_hessian, hessian_of_all
 from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
 from ..kernels.statistics.naive import (
     HESSIAN_BLOCK,

@@ -110,7 +110,7 @@ def equal(found: Any, expected: Any) -> bool:
 def test_a_gate_is_one_call_with_the_bits_of_eager(name: str) -> None:
     x = numbers(3, K)
     found, counts, left = run(ALIKE[name], x)
-    assert counts == [1, 0] and left == {"linear_gated": 1}
+    assert counts == [1, 0] and left == {"linear_group": 1}
     assert equal(found, ALIKE[name](x))
 
 
@@ -126,7 +126,7 @@ def test_other_dtypes_and_more_dimensions(dtype: torch.dtype) -> None:
 def test_what_is_no_gate_stays(name: str) -> None:
     x = numbers(3, K)
     _, counts, left = run(UNLIKE[name], x)
-    assert counts == [0, 0] and "linear_gated" not in left
+    assert counts == [0, 0] and "linear_group" not in left
 
 
 def test_more_rows_and_dynamic_shapes_stay() -> None:

@@ -30,18 +30,13 @@ WEIGHTS_AND_INPUTS = {
     "bert": {"quantize": 6, "activate_quantize": 2},
 }
 ROWS = {
-    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
-    "phi3": {"linear_gated": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
-    "gemma3": {"linear": 4, "linear_gated": 2, "linear_group": 2},
+    "llama": {"linear_group": 4, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
+    "phi3": {"linear_group": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
+    "gemma3": {"linear": 4, "linear_group": 4},
     "gpt2": {"linear": 8},
 }
 # The first norm is of no sum, and the head is a dense product.
-ROW = {
-    "llama": {
-        **{"linear_group": 1, "linear": 1, "linear_add": 3, "rms_norm": 1},
-        **{"linear_normed_group": 1, "linear_normed_gated": 2},
-    },
-}
+ROW = {"llama": {"linear_group": 7, "linear": 1, "rms_norm": 1}}
 CASES = [
     (name, fmt, rows, expected)
     for fmt, rows, table in (("mxfp4", 9, WEIGHTS_AND_INPUTS), ("nvfp4a16", 7, ROWS))

@@ -49,27 +49,27 @@ def layer(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
 NORMS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "one product": (
         lambda x, y: product(rms_norm(layer(x, y)), GATE),
-        {"linear_add": 1, "linear_normed_group": 1},
+        {"linear_group": 2},
     ),
     "a sum that is read later, the other way around": (
         lambda x, y: ((s := product(x, SQUARE) + y), product(rms_norm(s), GATE), s + 1),
-        {"linear_add": 1, "linear_normed_group": 1},
+        {"linear_group": 2},
     ),
     "a bias": (
         lambda x, y: product(rms_norm(layer(x, y, BIAS)), GATE),
-        {"linear_add": 1, "linear_normed_group": 1},
+        {"linear_group": 2},
     ),
     "several products": (
         lambda x, y: (product(n := rms_norm(layer(x, y)), GATE), product(n, UP)),
-        {"linear_add": 1, "linear_normed_group": 1},
+        {"linear_group": 2},
     ),
     "a gate": (
         lambda x, y: F.silu(product(n := rms_norm(layer(x, y)), GATE)) * product(n, UP),
-        {"linear_add": 1, "linear_normed_gated": 1},
+        {"linear_group": 2},
     ),
     "the sum of several processes": (
         lambda x, y: product(rms_norm(y + ops.all_reduce(product(x, SQUARE), "", False)), GATE),
-        {"linear": 1, "all_reduce_add": 1, "linear_normed_group": 1},
+        {"linear": 1, "all_reduce_add": 1, "linear_group": 1},
     ),
 }
 
@@ -110,7 +110,7 @@ def test_a_norm_is_computed_in_launches_of_products(name: str) -> None:
 def test_what_is_no_such_norm_stays(name: str) -> None:
     x, y = numbers(1, K), 2 * numbers(1, K).flip(-1)
     found, counts, left = run(NO_NORMS[name], (x, y))
-    assert counts == [0, 0] and not {"linear_add", "all_reduce_add"} & left.keys()
+    assert counts == [0, 0] and not {"linear_group", "all_reduce_add"} & left.keys()
     assert equal(found, NO_NORMS[name](x, y))
 
 

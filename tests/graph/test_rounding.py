@@ -70,7 +70,7 @@ def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
     x = inputs()
     found, changed, left = run(function, x)
     torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
-    assert changed == count and left == {"linear_rounded": count}
+    assert changed == count and left == {"linear_group": count}
 
 
 def test_a_gate_is_rounded_with_its_factor() -> None:
@@ -81,7 +81,7 @@ def test_a_gate_is_rounded_with_its_factor() -> None:
     x = inputs()
     found, changed, left = run(function, x)
     torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
-    assert changed == 2 and left == {"activate_round": 1, "linear_rounded": 2}
+    assert changed == 2 and left == {"activate_round": 1, "linear_group": 2}
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_a_norm_is_rounded_with_the_sum_before(adds: bool) -> None:
     x, y = inputs(), inputs().flip(0)
     found, changed, left = run(function, x, y)
     torch.testing.assert_close(found, function(x, y), rtol=0, atol=0, equal_nan=True)
-    assert changed == 3 and left == {"norm_round": 2, "linear_rounded": 3}
+    assert changed == 3 and left == {"norm_round": 2, "linear_group": 3}
 
 
 def test_a_sum_is_computed_once() -> None:
@@ -133,7 +133,7 @@ def test_a_norm_of_wide_rows_is_rounded_by_inductor(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(
         found, product(rms_norm(inputs(), row)), rtol=0, atol=0, equal_nan=True
     )
-    assert changed == 1 and left == {"linear_rounded": 1}
+    assert changed == 1 and left == {"linear_group": 1}
 
 
 def test_a_norm_that_is_read_is_rounded_by_inductor() -> None:
@@ -144,7 +144,7 @@ def test_a_norm_that_is_read_is_rounded_by_inductor() -> None:
     x = inputs()
     found, changed, left = run(function, x)
     torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
-    assert changed == 1 and left == {"linear_rounded": 1}
+    assert changed == 1 and left == {"linear_group": 1}
 
 
 def test_one_input_is_rounded_once() -> None:

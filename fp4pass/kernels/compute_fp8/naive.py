@@ -59,7 +59,7 @@ def norm_round_ref(
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     values, factor = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
-    return values.view(x.shape), factor.view(*x.shape[:-1], 1)
+    return values.contiguous().view(x.shape), factor.view(*x.shape[:-1], 1)
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels for E4M3 codes, on a GPU or in Triton's interpreter, against the references."""
+"""Kernels for FP8 weights and inputs, on a GPU or in the interpreter, against the references."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.common.e4m3_tiles import supports_e4m3
-from fp4pass.kernels.dequantize.e4m3_triton import dequantize_e4m3
+from fp4pass.kernels.common.tiles import supports_e4m3
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.linear.e4m3_triton import (
+from fp4pass.kernels.dequantize.triton import dequantize_e4m3
+from fp4pass.kernels.linear.fp8_weights_triton import (
     has_tensor_cores,
-    linear_e4m3,
-    linear_quantized_e4m3,
+    linear_fp8_weights,
+    linear_quantized_fp8_weights,
     sizes_of,
 )
 from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
-from fp4pass.kernels.quantize.e4m3_triton import (
+from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
+from fp4pass.kernels.quantize.triton import (
     activate_quantize_e4m3,
     norm_quantize_e4m3,
     quantize_e4m3,
 )
-from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = quiet
@@ -125,9 +125,9 @@ def test_products(fmt: Format, dtype: torch.dtype) -> None:
         wide = stored._replace(bias=None if bias is None else bias.double())
         rows = PackedInput(*quantize_ref(x, None, fmt), None)
         for found, exact, kept in (
-            (linear_e4m3(x, stored, fmt), linear_ref(x.double(), wide, fmt), 2.0**-20),
+            (linear_fp8_weights(x, stored, fmt), linear_ref(x.double(), wide, fmt), 2.0**-20),
             (
-                linear_quantized_e4m3(x, rows, stored, fmt),
+                linear_quantized_fp8_weights(x, rows, stored, fmt),
                 linear_quantized_ref(x.double(), rows, wide, fmt),
                 KEPT,
             ),
@@ -149,7 +149,7 @@ def test_blocks_of_many_rows(k: int) -> None:
     for m in (128, 130, 512):
         x = numbers(m, k, torch.bfloat16) * torch.linspace(0.01, 9, m, device=DEVICE)[:, None]
         rows = PackedInput(*quantize_ref(x.bfloat16(), None, fmt), None)
-        found = linear_quantized_e4m3(x.bfloat16(), rows, stored, fmt)
+        found = linear_quantized_fp8_weights(x.bfloat16(), rows, stored, fmt)
         exact = linear_quantized_ref(x.double(), rows, stored, fmt)
         mass = x.double().abs() @ dense.abs().t()
         assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + mass * KEPT).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
+from fp4pass.kernels.compute_fp8 import naive as fp8
+from fp4pass.kernels.compute_fp8.operands_triton import expanded, operands, round_rows, sorted_rows
+from fp4pass.kernels.compute_fp8.triton import SIZES, multiplies_dense, tiles_of
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.expand_triton import expanded
-from fp4pass.kernels.fp8.operands_triton import operands, sorted_rows
-from fp4pass.kernels.fp8.round_triton import round_rows
-from fp4pass.kernels.fp8.triton import SIZES, multiplies_dense, tiles_of
+from fp4pass.kernels.linear import triton as linear
+from fp4pass.kernels.linear.naive import Around
 from fp4pass.kernels.norm.naive import WIDEST
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
@@ -27,9 +28,17 @@ linear_ref, linear_quantized_ref = (
     flat(name, "reference") for name in ("linear", "linear_quantized")
 )
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
-linear_group_triton, linear_rounded_triton = flat("linear_group"), flat("linear_rounded")
+linear_group_triton = flat("linear_group")
 linear_quantized_group_triton = flat("linear_quantized_group")
 activate_round_triton, norm_round_triton = flat("activate_round"), flat("norm_round")
+
+
+def linear_rounded_triton(x: Tensor, factors: Tensor, *stored: Any) -> Tensor:
+    """The product of E4M3 rows with their factors; stored: columns of a weight, a format."""
+    *weight, fmt = stored
+    around = Around(factors=factors)
+    return linear.linear_group_triton(x, [PackedWeight(*weight)], fmt, around=around)[0]
+
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -378,8 +387,8 @@ def test_rounded_rows_multiply_an_expanded_weight(
         return y.to(torch.bfloat16)
 
     place = "fp4pass.kernels.{}.triton.{}"
-    monkeypatch.setattr(place.format("fp8", "scaled_mm"), product)
-    monkeypatch.setattr(place.format("fp8", "multiplies_dense"), lambda *_: True)
+    monkeypatch.setattr(place.format("compute_fp8", "scaled_mm"), product)
+    monkeypatch.setattr(place.format("compute_fp8", "multiplies_dense"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
     fmt = get_format(key)
