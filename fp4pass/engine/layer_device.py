@@ -57,6 +57,12 @@ class LayerDevice:
         for pool in (self._readers, self._copiers):
             pool.shutdown(cancel_futures=True)
 
+    def start(self, layers: Sequence[nn.Module]) -> None:
+        """Begin to read and to bring the first layers."""
+        for layer in layers[:1]:
+            self.read(layer)
+        self.look_ahead(layers)
+
     def look_ahead(self, layers: Sequence[nn.Module]) -> None:
         """Begin to bring the first of the layers that come, and to read the second."""
         for layer in layers[:1]:

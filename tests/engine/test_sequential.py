@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -679,30 +678,6 @@ def test_a_prepared_model_can_be_copied() -> None:
     assert_same_bits(ours, converted(model(), rules=NO_HEAD))
     both = fp4pass.convert(twin, "nvfp4", method="gptq")
     assert_same_bits(both, converted(model(), rules=NO_HEAD, data=batches(4)))
-
-
-def test_calls_in_two_threads_are_refused() -> None:
-    module = prepared(model(), "gptq")
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            go_on.wait(10)
-
-    fresh = fp4pass.prepare(model(), "gptq", sequential=True)
-    hook = fresh.layers[1].register_forward_pre_hook(wait)
-    data = batches()
-    thread = threading.Thread(target=fresh, args=(data[0],))
-    thread.start()
-    inside.wait(10)
-    with pytest.raises(CalibrationError, match="Two threads run batches"):
-        fresh(data[1])
-    go_on.set()
-    thread.join()
-    hook.remove()
-    fp4pass.calibrate(fresh, data[1:], progress=False)
-    assert_same_bits(fp4pass.convert(fresh, "nvfp4"), fp4pass.convert(module, "nvfp4"))
 
 
 @pytest.mark.slow
