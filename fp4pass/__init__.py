@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .lab.budget import allocate
-    from .lab.learning import Refine, distill, refine
+    from .lab.learning import distill
     from .lab.merging import merge
     from .parallel import parallelize
 
@@ -36,8 +36,6 @@ _LATER = {
     "evaluate": ".evaluation",
     "merge": ".lab.merging",
     "parallelize": ".parallel",
-    "Refine": ".lab.learning",
-    "refine": ".lab.learning",
     "smooth": ".engine.smoothing",
     "trace": ".graph.export",
 }
@@ -51,7 +49,6 @@ __all__ = [
     "Naive",
     "QuantState",
     "Recipe",
-    "Refine",
     "Report",
     "Sse",
     "__version__",
@@ -69,7 +66,6 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_checkpoint",
-    "refine",
     "report",
     "save",
     "set_compute",

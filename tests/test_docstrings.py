@@ -182,7 +182,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.lab.learning": learned,
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
-    "fp4pass.refine": with_stack,
     "fp4pass.reporting.draw_allocation": with_stack,
     "fp4pass.smooth": normed,
 }

@@ -258,7 +258,7 @@ def finish_loaded(
             if row.name not in names
             and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
         ]
-        finish(model, reader.own["recipe"], [*loose, *rows], carried=files, refined=own.refined)
+        finish(model, reader.own["recipe"], [*loose, *rows], carried=files)
         return
     rows = list(loose)
     for name, module in model.named_modules():

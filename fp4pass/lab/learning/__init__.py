@@ -1,7 +1,6 @@
 """Learn what a converted model stores: codes, block scales, norms and biases.
 
-`refine` has one layer after the other learn to give what it gives in the float model, `distill`
-trains a whole model to predict what the original predicts. For a loop of one's own, `trainable`
+`distill` trains a whole model to predict what the original predicts. For a loop of one's own, `trainable`
 gives the quantized layers of a converted model latent weights to learn, `parameter_groups` a rate
 to each parameter, `kl_loss` is the loss, and `freeze` makes the student a converted model again.
 """
@@ -9,20 +8,16 @@ to each parameter, `kl_loss` is the loss, and `freeze` makes the student a conve
 from .distilling import distill
 from .loss import kl_loss
 from .optimizer import parameter_groups
-from .options import Refine
 from .record import Distillation, Evaluated
-from .refining import refine
 from .student import freeze, trainable
 
 __all__ = [
     "Distillation",
     "Evaluated",
-    "Refine",
     "distill",
     "freeze",
     "kl_loss",
     "parameter_groups",
-    "refine",
     "trainable",
 ]
 

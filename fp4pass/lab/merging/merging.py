@@ -318,4 +318,4 @@ def _finish(
     forget_state(outer)
     merged = [*state.recipe.get("merged", ()), record.to_dict()]
     recipe = {**state.recipe, "merged": merged}
-    finish(root, recipe, found, carried=state.carried, refined=state.report.refined)
+    finish(root, recipe, found, carried=state.carried)
