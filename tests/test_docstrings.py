@@ -140,11 +140,6 @@ def transformers_model(folder: Path) -> dict[str, Any]:
     return {"model": model, "batches": [ids], "AutoModelForCausalLM": load}
 
 
-def compiled_decoder(folder: Path) -> dict[str, Any]:
-    fp4pass.save(fp4pass.convert(decoder(), "nvfp4a16", "naive"), folder / "decoder")
-    return {"folder": folder / "decoder", "ids": torch.ones(1, 8, dtype=torch.long)}
-
-
 def mixture(folder: Path) -> dict[str, Any]:
     return {"mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)}
 
@@ -176,7 +171,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
-    "fp4pass.integrations.compile_for_drafts": compiled_decoder,
     "fp4pass.integrations.PackedConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
     "fp4pass.lab.learning": learned,

@@ -38,9 +38,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "fuse_gates": ("fuse_gates",),
     "fuse_norms": ("fuse_norms",),
     "fuse_residuals": ("fuse_residuals",),
-    "launch_early": ("launch_early",),
     "split_argmax": ("split_argmax",),
-    "join_counters": ("join_counters",),
 }
 # Tokens before the step.
 POSITION = 512

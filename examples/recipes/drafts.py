@@ -5,7 +5,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.integrations import compile_for_drafts
 
 MODEL = "examples/tiny_lm"
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -23,11 +22,6 @@ prompt = tokenizer(
 options = {"max_new_tokens": 32, "do_sample": False}
 plain = model.generate(**prompt, **options)
 # --8<-- [end:load]
-
-# --8<-- [start:compile]
-# A cache for 256 tokens; forwards of up to 5 of them are compiled.
-compile_for_drafts(model, 256, tokens=5)
-# --8<-- [end:compile]
 
 # --8<-- [start:lookup]
 # Four tokens that stood behind the last ones before.

@@ -1,15 +1,13 @@
-"""Private APIs of Inductor: operators that become C++ on a CPU, kernels that start early."""
+"""Private APIs of Inductor: operators that become C++ on a CPU."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from . import part
 
@@ -234,102 +232,3 @@ def _define(wrapper: Any, call: CppCall) -> str:
             source = f"async_compile.cpp_pybinding({list(call.parameters)!r}, r'''\n{source}''')"
         wrapper.define_kernel(name, source, gpu=False, cpp_definition=declaration)
     return known[call.source]
-
-
-# In the `meta` of the output of a graph whose kernels start early.
-_EARLY = "fp4pass_launch_early"
-
-
-@part(
-    "torch",
-    "kernels of Inductor that are launched early",
-    "A step of one token takes some microseconds longer on GPUs from sm_90 on.",
-)
-def _starts_kernels_early() -> None:
-    from torch._inductor.codegen.triton import TritonKernel
-
-    kernel_class: Any = TritonKernel
-    _ = kernel_class._enable_pdl_codegen, kernel_class._filter_pdl
-    _ = kernel_class._handle_pdl_before_access, kernel_class._handle_pdl_after_load
-    _ = kernel_class.GDC_WAIT, kernel_class.GDC_LAUNCH
-
-
-def launch_early(graph: fx.Graph) -> int:
-    """Have the Triton kernels of a graph launched early; return 1, or 0 if nothing changes.
-
-    On GPUs from sm_90 on each is launched while the kernel before it runs, waits for it before all
-    else, and lets the next one be launched. Kernels of other graphs stay as they are.
-    """
-    output = graph.output_node()
-    values = (node.meta.get("val") for node in graph.nodes)
-    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
-    if _EARLY in output.meta or not any(map(_has_early_launches, devices)):
-        return 0
-    if not _starts_kernels_early.works():
-        return 0
-    _teach_kernels_to_wait()
-    output.meta[_EARLY] = True
-    return 1
-
-
-@functools.cache
-def _teach_kernels_to_wait() -> None:
-    """Change how Inductor writes the Triton kernels of graphs that are to start early."""
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.virtualized import V
-
-    kernel_class: Any = TritonKernel
-    names = ("_handle_pdl_before_access", "_handle_pdl_after_load")
-    is_enabled, remove_repeated = kernel_class._enable_pdl_codegen, kernel_class._filter_pdl
-
-    def is_launched_early() -> bool:
-        # Of kernels that several were joined to, V.kernel is none.
-        return (isinstance(V.kernel, TritonKernel) and _starts_early(V.kernel)) or is_enabled()
-
-    # Under `config.triton.enable_pdl` a kernel that reads nothing writes without a wait, and what
-    # comes behind it may start before what was in front of it has ended.
-    def wait_first(self: Any, code: Any) -> None:
-        if _starts_early(self):
-            code._lines[:0] = [self.GDC_WAIT, *[self.GDC_LAUNCH] * _lets_next_start(self)]
-        else:
-            remove_repeated(self, code)
-
-    def unless_early(method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not _starts_early(self):
-                method(self, *args, **kwargs)
-
-        return run
-
-    kernel_class._enable_pdl_codegen = staticmethod(is_launched_early)
-    kernel_class._filter_pdl = wait_first
-    for name in names:
-        setattr(kernel_class, name, unless_early(getattr(kernel_class, name)))
-
-
-def _starts_early(kernel: Any) -> bool:
-    """Return whether a kernel that Inductor writes is launched before its turn."""
-    from torch._inductor.select_algorithm import TritonTemplateKernel
-    from torch._inductor.virtualized import V
-
-    # A cooperative kernel is launched in another way, and templates write their own code.
-    if isinstance(kernel, TritonTemplateKernel) or kernel.cooperative_reduction:
-        return False
-    module: Any = V.graph.module
-    wanted = _EARLY in module.graph.output_node().meta
-    return wanted and _has_early_launches(V.graph.get_current_device_or_throw())
-
-
-def _has_early_launches(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _lets_next_start(kernel: Any) -> bool:
-    """Return whether the kernel behind one may be launched while it runs."""
-    from torch._inductor.virtualized import V
-
-    # Products of one row read codes and scales, which are bytes, before they wait.
-    arguments = kernel.args
-    written = {*arguments.output_buffers, *arguments.inplace_buffers}
-    return all(V.graph.get_dtype(name).itemsize > 1 for name in written)

@@ -19,11 +19,7 @@ QUANTIZED_MARK = "hqq_quantized"
 Around = Callable[[Any, Any, str], AbstractContextManager[None]]
 
 
-# Merges the adapters of a tuner and returns the model; None leaves it to PEFT.
-Merge = Callable[[Any, Sequence[str] | None], Any]
-
-
-def around_adapters(around: Around, merge: Merge) -> None:
+def around_adapters(around: Around, before_merge: Callable[[Any], None]) -> None:
     """Have PEFT put adapters into models within a context, once it is imported.
 
     PEFT has a registry of classes of layers for each config, and none for all configs. Its own
@@ -31,7 +27,7 @@ def around_adapters(around: Around, merge: Merge) -> None:
 
     Args:
         around: the context.
-        merge: takes a tuner of PEFT that is to merge, and the names of adapters.
+        before_merge: is called with a tuner of PEFT that is to merge.
     """
 
     def wrap(module: ModuleType) -> None:
@@ -46,18 +42,9 @@ def around_adapters(around: Around, merge: Merge) -> None:
         unload = tuner.merge_and_unload
 
         @functools.wraps(unload)
-        def merge_and_unload(
-            self: Any,
-            progressbar: bool = False,
-            safe_merge: bool = False,
-            adapter_names: list[str] | None = None,
-        ) -> Any:
-            merged = merge(self, adapter_names)
-            return (
-                merged
-                if merged is not None
-                else unload(self, progressbar, safe_merge, adapter_names)
-            )
+        def merge_and_unload(self: Any, *args: Any, **kw: Any) -> Any:
+            before_merge(self)
+            return unload(self, *args, **kw)
 
         tuner.inject_adapter, tuner.merge_and_unload = inject_adapter, merge_and_unload
 

@@ -2,15 +2,14 @@
 
 `Fp4PassConfig` quantizes a model while transformers or diffusers loads it, `PackedConfig` keeps one
 packed that is so already, `quantized_cache` gives one that was converted with `kv_cache` its cache,
-`compile_for_drafts` compiles one for assisted generation, and `python -m
-fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put adapters on
-converted models.
+and `python -m fp4pass.integrations.lm_eval` is lm-eval with packed folders. PEFT's own configs put
+adapters on converted models.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +19,19 @@ from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_quantizers import choose_config
 from ..nn.experts import QUANTIZED
+from ..quantization.adapters import around_packed, refuse_merge
 from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
 
 if TYPE_CHECKING:
     from ..quantization.observers.kv_cache import quantized_cache
-    from .drafts import compile_for_drafts
     from .packed_folders import PackedConfig
     from .transformers import Fp4PassConfig
 
-__all__ = ["Fp4PassConfig", "PackedConfig", "compile_for_drafts", "quantized_cache"]
+__all__ = ["Fp4PassConfig", "PackedConfig", "quantized_cache"]
 
 _MODULES = {
     "Fp4PassConfig": ".transformers",
     "PackedConfig": ".packed_folders",
-    "compile_for_drafts": ".drafts",
     "quantized_cache": "..quantization.observers.kv_cache",
 }
 
@@ -62,19 +60,12 @@ def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
         yield
 
 
-def _merge(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
-    """Merge adapters on packed layers for PEFT's `merge_and_unload`; others are left to it."""
-    if not any(isinstance(module, QUANTIZED) for module in tuner.model.modules()):
-        return None
-    from .peft import merge_and_unload
-
-    return merge_and_unload(tuner, adapters)
+def _before_merge(tuner: Any) -> None:
+    """Raise StateError, before anything is changed, where PEFT would merge into packed layers."""
+    if around_packed(tuner.model):
+        refuse_merge()
 
 
-around_adapters(_around, _merge)
-
-
+around_adapters(_around, _before_merge)
 choose_config(KEPT_PACKED, ASKED, choose)
-
-
 register_quantizer(METHOD, read_described, diffusers_quantizer)

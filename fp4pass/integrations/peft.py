@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,13 @@ from .._compat.peft import (
     variants,
 )
 from ..core.paths import path_of
-from ..errors import Fp4PassError, OptionError, StateError, expected, some
-from ..lab.merging import merge
+from ..errors import OptionError, StateError, expected, some
 from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..nn.linear import QuantizedLinear
-from ..quantization.adapters import around_packed, refuse_merge
-from ..record.state import get_state
+from ..quantization.adapters import refuse_merge
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
-
-# The file of a folder that PEFT wrote.
-_ADAPTER = "adapter_config.json"
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -137,38 +132,6 @@ def _require_dense_copies(config: Any, model: nn.Module) -> None:
                 )
 
 
-def merge_and_unload(tuner: Any, adapters: Sequence[str] | None) -> nn.Module | None:
-    """Merge adapters as PEFT's method of this name does, without data.
-
-    Layers are quantized again by "sse", as long as that leaves the adapter in them.
-
-    Args:
-        tuner: what PEFT puts adapters into models with.
-        adapters: the names of those to merge; None for the active ones.
-
-    Returns:
-        The model; None if no packed layer has adapters.
-
-    Raises:
-        StateError: as `fp4pass.merge` has it.
-    """
-    if not around_packed(tuner.model):
-        return None
-    if get_state(tuner.model) is None:
-        raise StateError(
-            "merge_and_unload: the record of the conversion is with the model around the adapters. "
-            "Call fp4pass.merge(model) with that."
-        )
-    active = tuner.active_adapters
-    if adapters is not None:
-        tuner.set_adapter(list(adapters))
-    try:
-        return merge(tuner).model
-    except Fp4PassError:
-        tuner.set_adapter(active)
-        raise
-
-
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Return a converted model with the adapter of a folder that PEFT wrote.
 
@@ -176,8 +139,8 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         OptionError: the folder has no adapter, or it does not fit the model.
     """
     path = path_of(folder, "adapter")
-    if not (path / _ADAPTER).is_file():
-        wanted = f"a folder that PEFT wrote, with {_ADAPTER}"
+    if not (path / "adapter_config.json").is_file():
+        wanted = "a folder that PEFT wrote, with adapter_config.json"
         raise OptionError(expected("adapter", wanted, str(path)))
     try:
         with warnings.catch_warnings():

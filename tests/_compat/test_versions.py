@@ -133,7 +133,6 @@ GONE = {
     "passes of fp4pass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "hooks that torch.compile": "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "C++ for packed weights": "torch._inductor.lowering.make_fallback",
-    "kernels of Inductor": "torch._inductor.codegen.triton.TritonKernel._filter_pdl",
     "kernels in Gluon": "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 }
 

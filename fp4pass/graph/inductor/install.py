@@ -17,11 +17,9 @@ from ..._compat import torch as compat
 from ...errors import unknown_name
 from .argmax import split_argmax
 from .attention import fuse_attention
-from .counters import join_counters
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
-from .launches import launch_early
 from .merge import group_linears, share_calls
 from .norms import fuse_norms
 from .observers import share_observers
@@ -43,8 +41,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_residuals,
     fuse_norms,
     split_argmax,
-    join_counters,
-    launch_early,
 )
 
 # The environment variable with the names of passes that do not run, separated by commas.

@@ -1,4 +1,4 @@
-"""The pass for norms before products: kernels of their own, which start early."""
+"""The pass for norms before products: kernels of their own."""
 
 from __future__ import annotations
 
