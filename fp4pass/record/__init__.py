@@ -1,1 +1,26 @@
 """The records of a model: options, schemes and qualities, its state, and rows of a report."""
+
+from .config import LinearConfig, LinearOptions, Rule, Rules, check_rules
+from .quality import get_quality
+from .rows import Report, Row
+from .schemes import scheme_fields, schemes
+from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
+
+__all__ = [
+    "LinearConfig",
+    "LinearOptions",
+    "ModelState",
+    "Report",
+    "Row",
+    "Rule",
+    "Rules",
+    "check_rules",
+    "forget_state",
+    "get_quality",
+    "get_state",
+    "remember_tokenizer",
+    "scheme_fields",
+    "schemes",
+    "set_state",
+    "unwrap",
+]
