@@ -18,8 +18,6 @@ from .engine.conversion import Conversion
 from .engine.engine import Engine
 from .engine.one_call import OneCall
 from .engine.recording import record_layers
-from .engine.schedule import later_costs
-from .errors import require_flags
 from .nn.kv_cache import KV_CACHE
 from .quantization import checks
 from .quantization.observers.attention import convert_mha_projections
@@ -78,7 +76,6 @@ def prepare(
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
     root, rules = unwrap(model), check_rules(rules)
-    require_flags(sequential=sequential)
     before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
@@ -135,7 +132,6 @@ def calibrate(
         >>> fp4pass.convert(model)[0].input_global_scale.shape
         torch.Size([1])
     """
-    require_flags(progress=progress)
     unwrap(model, data)
     state = checks.require_prepared(model)
     batches = calibration.batches(data, tokenizer, model=model)
@@ -169,7 +165,7 @@ def convert(
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
     again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
     take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
-    and calibrates a model that is not, and logs first how long all of it will take.
+    and calibrates a model that is not.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -210,7 +206,6 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    require_flags(progress=progress)
     rules = check_rules(rules)
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
@@ -235,8 +230,7 @@ def _convert_whole(
 ) -> nn.Module:
     """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
     with ExitStack() as stack:
-        bar = stack.enter_context(shown("", progress))
-        bar.foresee(later_costs(call.plan))
+        stack.enter_context(shown("", progress))
         remember_tokenizer(model, tokenizer)
         # One layer after the other is calibrated in the dtype that it is converted in.
         runs = call.needs_data or not (data is None and tokenizer is None)

@@ -130,13 +130,6 @@ def named(what: str) -> str:
     return f"{as_option(name) if name in _flags.get() else name}{colon}{rest}"
 
 
-def require_type(what: str, wanted: str, value: object, *kinds: type) -> None:
-    """Raise OptionError unless a value is of one of some types; a bool is not a number."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        plain = value is None or isinstance(value, str | int | float)
-        raise OptionError(expected(what, wanted, repr(value) if plain else type(value).__name__))
-
-
 def require_number(
     what: str,
     wanted: str,
@@ -146,18 +139,9 @@ def require_number(
     most: float = _LARGEST,
 ) -> None:
     """Raise OptionError unless a number is an int, or of `kind`, and from `least` to `most`."""
-    require_type(what, wanted, value, int, kind)
-    if not abs(value) <= _LARGEST:
-        got = repr(value) if isinstance(value, float) else "a number beyond 64 bits"
-        raise OptionError(expected(what, wanted, got))
-    if not least <= value <= most:
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not (is_number and abs(value) <= _LARGEST and least <= value <= most):
         raise OptionError(expected(what, wanted, repr(value)))
-
-
-def require_flags(**flags: object) -> None:
-    """Raise OptionError for an argument that is neither True nor False."""
-    for name, value in flags.items():
-        require_type(name, "True or False", value, bool)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:

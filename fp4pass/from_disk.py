@@ -19,10 +19,10 @@ from .checkpoint.source_files import MANIFEST
 from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
 from .core.atomic import require_free
-from .core.paths import path_of
+from .core.files import path_of
 from .core.progress import shown
 from .distributed import ranks
-from .errors import CalibrationError, OptionError, as_option, expected, require_flags
+from .errors import CalibrationError, OptionError, as_option, expected
 from .quantization.recipe import Recipe
 from .quantization.report import report
 from .record.config import LinearOptions, Rules, check_rules
@@ -115,7 +115,6 @@ def quantize_checkpoint(
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
-    require_flags(progress=progress)
     if push_to_hub is not None:
         require_repository(push_to_hub)
     if device is None:

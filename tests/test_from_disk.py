@@ -12,7 +12,7 @@ from mixtures import ids
 from small_models import TINY, assert_same_bits, language_model, tokens
 
 import fp4pass
-from fp4pass.checkpoint import layer_files
+from fp4pass.checkpoint import finished
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.quantization import search
 from fp4pass.record.config import OPTIONS
@@ -91,8 +91,6 @@ def test_going_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monk
         return before(*args)
 
     monkeypatch.setattr(search, "_search", interrupted)
-    # A trial for the time searches a layer, too.
-    monkeypatch.setattr("fp4pass.engine.one_call.try_layer", lambda *a, **b: None)
     with pytest.raises(KeyboardInterrupt):
         quantized(tmp_path / "q")
     # Two layers of seven linears are finished, and the folder is not there yet.
@@ -144,9 +142,9 @@ def test_a_mixture_goes_on_after_an_interruption(
             raise KeyboardInterrupt
         keep(folder, name, *args)
 
-    expected, keep = run("whole"), layer_files.FinishedLayers.keep
+    expected, keep = run("whole"), finished.FinishedLayers.keep
     with monkeypatch.context() as patch:
-        patch.setattr(layer_files.FinishedLayers, "keep", cut)
+        patch.setattr(finished.FinishedLayers, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             run("parts")
     assert [path.name for path in tmp_path.glob(".parts*/*.safetensors")] == [

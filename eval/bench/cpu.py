@@ -32,7 +32,7 @@ from eval.record import Results, Row, facts
 SHAPES = ((1, 1), (1, 128), (8, 512))
 FORMATS = ("nvfp4", "mxfp4")
 HIDDEN, DEPTH, TOKENS = (512, 2048), 8, (1, 2, 3, 4, 128, 2048)
-SHOWN_TOKENS = (1, 4, 128, 2048)
+SHOWN_TOKENS = (1, 128)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -116,7 +116,7 @@ def extra_bytes(call: Call) -> int:
 
 
 def page(result: Row) -> str:
-    """Return the tables of the page: products beside dense ones, and whole models."""
+    """Return the table of the page: products beside dense ones."""
     cells = []
     for row in result["products"]:
         if row["tokens"] in SHOWN_TOKENS:
@@ -129,26 +129,7 @@ def page(result: Row) -> str:
             cells.append([*first, number(us["dense"]), *ratios])
     ratio = [f"{fmt} / dense: eager, compiled" for fmt in FORMATS]
     header = ["hidden", "dtype", "tokens", "dense, us", *ratio]
-    lines = [*origin(result), table(header, cells, left=2)]
-    cells = [
-        [
-            *(row["model"], row["format"], row["inputs"], row["dtype"]),
-            " x ".join(map(str, row["shape"])),
-            *(f"{row[name]:.4g}" for name in ("original_ms", "eager_ms", "compiled_ms")),
-            f"{row['bytes_after'] / 1e6:.1f} ({row['original_bytes'] / 1e6:.1f})",
-            f"{row['eager_extra_bytes'] / 1e6:.2f} ({row['original_extra_bytes'] / 1e6:.2f})",
-        ]
-        for row in result["rows"]
-        if row["inputs"] == "float" and row["dtype"] == "bfloat16"
-    ]
-    header = ["model", "format", "inputs", "dtype", "tokens", "original, ms", "eager", "compiled"]
-    lines += [
-        "A forward, weights only. Weights are all parameters and buffers, after the forwards;",
-        "extra is the most that an eager forward takes beyond them. In brackets: the original's.",
-        "",
-        table([*header, "weights, MB", "extra, MB"], cells, left=4),
-    ]
-    return "\n".join(lines)
+    return "\n".join([*origin(result), table(header, cells, left=2)])
 
 
 if __name__ == "__main__":

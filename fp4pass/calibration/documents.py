@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import CalibrationError
 
 Row = Mapping[str, Any]

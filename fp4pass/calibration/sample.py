@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import FAULTS
 from .._compat.torch import is_compiled
-from .._compat.transformers_cache import cache_given, cache_module
-from ..core.clock import Clock
-from ..core.memory import memory_limits
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.machine import memory_limits
 from ..core.progress import Progress, shown
-from ..errors import ABOVE_0, OptionError, expected, require_flags, require_number
+from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded
 from ..quantization.observers.reached import unobserved
 from ..record.state import unwrap
@@ -34,14 +31,8 @@ _log = logging.getLogger(__name__)
 # Windows that are written at once, at most: on a GPU, and elsewhere.
 _GPU_ROWS, _CPU_ROWS = 128, 64
 
-# A kind of work, of the progress bar.
-_TOKENS = ("tokens",)
-
 # Tokens of a config that stand for images and sound, which are no text.
 _KINDS = ("image", "video", "audio", "vision")
-
-# Tokens that are written for the time of one.
-_STEPS = 3
 
 
 def sample(
@@ -100,7 +91,6 @@ def sample(
     require_number("seed", "an integer", seed)
     require_number("temperature", positive, temperature, float, ABOVE_0)
     require_number("chat_share", "a number in [0, 1]", chat_share, float, 0, 1)
-    require_flags(progress=progress)
     target = None if path is None else _file_to_write(path)
     _require_writer(root)
     tokenizer = _text_tokenizer(tokenizer)
@@ -122,7 +112,7 @@ def sample(
     waiting = iter(drawn.to(device))
     found: list[Tensor] = []
     with shown("sample", progress) as bar, ExitStack() as stack:
-        bar.expect({_TOKENS: count * seq_len}, {"tokens": count * seq_len})
+        bar.expect(count * seq_len, "tokens")
         stack.enter_context(_as_before(root))
         barred = _barred(root, tokenizer).to(device)
         for script, number in scripts:
@@ -248,13 +238,13 @@ def _write(
     rows, seq_len = drawn.shape
     prompt = torch.tensor([script.prompt[:seq_len]] * rows, device=barred.device)
     length = prompt.shape[1]
-    bar.step(_TOKENS, rows * length, {"tokens": rows * length})
+    bar.step(rows * length)
     if length == seq_len:
         return prompt.cpu()
     follow = Follow(script, drawn[:, length:], barred, temperature, length)
 
     def step(input_ids: Tensor, scores: Tensor) -> Tensor:
-        bar.step(_TOKENS, rows, {"tokens": rows})
+        bar.step(rows)
         return follow(input_ids, scores)
 
     # `step` leaves one token to choose from.
@@ -283,49 +273,3 @@ def _save(windows: Tensor, tokenizer: Any, target: Path) -> None:
         for ids in windows.tolist():
             line = {"text": tokenizer.decode(ids), "input_ids": ids}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def sampling_seconds(model: Any, tokenizer: Any, tokens: int, seq_len: int) -> float | None:
-    """Return the seconds in which `sample` writes some tokens, None for a model without a cache.
-
-    Steps are timed behind half a window, where they take as long as they do on average.
-
-    Args:
-        model: as `sample` takes it.
-        tokenizer: its tokenizer or processor.
-        tokens: how many are to be written.
-        seq_len: tokens of a window.
-    """
-    device = device_of(model) or torch.device("cpu")
-    reader = getattr(tokenizer, "tokenizer", tokenizer)
-    seconds = 0.0
-    try:
-        rows = rows_at_once(model, seq_len, device)
-        for _, number in scripts_of(model, reader, seq_len, math.ceil(tokens / seq_len)):
-            parts = math.ceil(number / rows)
-            size = math.ceil(number / parts)
-            seconds += parts * seq_len * _step_seconds(model, size, seq_len // 2, device)
-    except FAULTS:
-        return None
-    return seconds
-
-
-@torch.no_grad()
-def _step_seconds(model: Any, rows: int, length: int, device: torch.device) -> float:
-    """Return the seconds in which `rows` windows get a token behind `length` others."""
-    start = torch.zeros(1, length, dtype=torch.int64, device=device)
-    cache = cache_module().DynamicCache(config=model.config)
-    given = cache_given(model, cache)
-    model(start, use_cache=True, **given)
-    cache.batch_repeat_interleave(rows)
-
-    def step() -> None:
-        output = model(start[:, :1].expand(rows, 1), use_cache=True, **given)
-        output.logits[:, -1].float().softmax(-1).cpu()
-
-    step()
-    clock, steps = Clock(device), list[float]()
-    for _ in range(_STEPS):
-        step()
-        steps.append(clock.lap())
-    return min(steps)

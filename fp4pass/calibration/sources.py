@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..checkpoint.float_models import reading, require_hub
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import CalibrationError, OptionError, expected, some
 from .documents import is_chat, is_document, require_columns
 from .rows import Rows

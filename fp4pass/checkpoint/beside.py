@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._compat.torch import model_class
 from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..errors import OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import OptionError, expected
 from ..record.source_folder import tensor_files
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .._compat.transformers import whole_modules
-from ..core.devices import require_device
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.machine import require_device
 from ..errors import OptionError, expected, nearest
 from .layouts import BUFFERS
 from .source_files import find_shards

@@ -28,8 +28,8 @@ from ..quantization.restore import enable_dequantize
 from ..record.rows import Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
 from .beside import beyond_model
+from .finished import ConvertedState, LayerFile
 from .in_config import declare_layers
-from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     NamesOnDisk,

@@ -18,7 +18,6 @@ from ..errors import (
     OptionError,
     StateError,
     expected,
-    require_type,
     some,
 )
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
@@ -81,7 +80,8 @@ class DescribedLayers:
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         try:
             for key in ("skipped", "recipe"):
-                require_type(key, "a mapping", declared.get(key, {}), Mapping)
+                if not isinstance(found := declared.get(key, {}), Mapping):
+                    raise OptionError(expected(key, "a mapping", found))
             self._layers = dict(self._described(is_float32))
             if not self._layers:
                 raise ValueError("schemes: expected at least one packed layer, got none")

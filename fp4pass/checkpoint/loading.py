@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.progress import current, shown
-from ..errors import CheckpointError, OptionError, expected, require_flags, some
+from ..errors import CheckpointError, OptionError, expected, some
 from ..nn.experts import QUANTIZED, add_stack, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL
@@ -70,7 +70,6 @@ def load(
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))
         True
     """
-    require_flags(progress=progress)
     if isinstance(directory, nn.Module):
         wanted = "a path, as a string or a pathlib.Path"
         raise OptionError(
@@ -136,9 +135,9 @@ def _read(
     packed = reader.packed_names()
     tensors = {}
     size, bar = sum(path.stat().st_size for path in {*reader.files.values()}), current()
-    bar.expect({("read",): size}, {"bytes": size})
+    bar.expect(size, "bytes")
     for name, tensor in reader.checked([name for name in reader.files if name not in left]):
-        bar.step(("read",), tensor.nbytes, {"bytes": tensor.nbytes})
+        bar.step(tensor.nbytes)
         if name in packed:
             path, part, layer = packed[name]
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces

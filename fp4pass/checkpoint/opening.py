@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._version import __version__
 from ..core.atomic import interrupted
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError, some
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE

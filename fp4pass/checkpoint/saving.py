@@ -17,11 +17,11 @@ from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
 from ..core.atomic import replacing
+from ..core.files import path_of
 from ..core.fingerprint import digest_of, dtype_name
-from ..core.paths import path_of
-from ..core.progress import current, shown
+from ..core.progress import shown
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, StateError, require_flags, some
+from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
@@ -30,7 +30,7 @@ from ..record.state import get_state, has_adapters, unwrap
 from .beside import Beside, read_carried
 from .card import Card, Contents
 from .engines import Folder, of_engines
-from .layer_files import ConvertedState, files_to_take
+from .finished import ConvertedState, files_to_take
 from .layouts import (
     BUFFERS,
     CompressedTensors,
@@ -127,7 +127,6 @@ def save(
         ['fp4pass.json', 'model.safetensors']
     """
     root = unwrap(model, directory)
-    require_flags(progress=progress)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
@@ -194,7 +193,7 @@ def _save(
     paths = names.layers
     pieces = {name: [Piece(paths.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
-    files = files_to_take(modules, state, chosen, packed, {*split, *paths}, limit)
+    files = files_to_take(modules, state.files, chosen, packed, {*split, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
     problems, ignored, declared = dict[str, str](), list[str](), dict[str, Any]()
     if of_transformers:
@@ -270,7 +269,6 @@ def _save(
             size = sum(layer.dense_bytes for layer in layers.values())
             contents = Contents(chosen.name, names_of, size, readers.names, str(readers))
             page.write(folder, state, contents)
-    current().step(("sync",), writer.size)
     _log.info("%s: %s", target, readers)
 
 

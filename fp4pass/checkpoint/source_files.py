@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .._version import __version__
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import CheckpointError, Fp4PassError, expected
 
 # The recipe, the report and the checksums, for which no layout has a place.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .. import ops
 from ..core.atomic import replacing
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..core.progress import current, shown
-from ..errors import CheckpointError, as_option, require_flags, some, unknown_name
+from ..errors import CheckpointError, as_option, some, unknown_name
 from ..record.rows import Report
 from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales
@@ -88,7 +88,6 @@ def transcode(
     """
     if to not in transcode_targets():
         raise unknown_name("to: Layout", to, transcode_targets())
-    require_flags(progress=progress)
     limit = bytes_of(max_shard_size)
     reader = open_checkpoint(source, any_blocks=to == DENSE)
     require_config(reader.folder, reader.config, reader.own)
@@ -162,10 +161,10 @@ def _say_of_engines(reader: CheckpointReader, declared: Mapping[str, Any]) -> No
 def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield the checked tensors, and count their bytes."""
     size, progress = sum(path.stat().st_size for path in {*reader.files.values()}), current()
-    progress.expect({("tensors",): size}, {"bytes": size})
+    progress.expect(size, "bytes")
     for name, tensor in reader.checked():
         yield name, tensor
-        progress.step(("tensors",), tensor.nbytes, {"bytes": tensor.nbytes})
+        progress.step(tensor.nbytes)
 
 
 def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:

@@ -12,20 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.fingerprint import fingerprint
-from ..core.progress import Progress, current
-from ..core.time_left import Kind
-from ..errors import CheckpointError, OptionError, expected, require_type
+from ..core.progress import current
+from ..errors import CheckpointError, OptionError, expected
 from .layouts import Layout, PackedLayer, matches
 from .source_files import write_json, write_manifest
-
-# Seconds of a byte, as on a laptop with an SSD; those of this machine are measured on the way.
-_SECONDS: dict[Kind, float] = {("digest",): 1e-9, ("write",): 1e-9, ("sync",): 1e-9}
-
-
-def foresee_save(progress: Progress, size: float) -> None:
-    """Have the progress of a call know that `save` of so many bytes ends it."""
-    seconds: dict[Kind, float] = {("save", *kind): each for kind, each in _SECONDS.items()}
-    progress.foresee(dict.fromkeys(seconds, size), seconds)
 
 
 class CheckpointWriter:
@@ -40,12 +30,10 @@ class CheckpointWriter:
         self.config: dict[str, Any] = {}
         # The format of the key-value cache that is declared.
         self.cache: str | None = None
-        self.size = 0
 
     def expect(self, size: int) -> None:
         """Show the progress of tensors of `size` bytes in memory, which may be others on disk."""
-        self.size = size
-        current().expect(dict.fromkeys(_SECONDS, size), {"bytes": size}, _SECONDS)
+        current().expect(size, "bytes")
 
     def declare(
         self,
@@ -78,7 +66,7 @@ class CheckpointWriter:
         for own, each in stored.items():
             each = each.contiguous()
             self.sums[own] = fingerprint(each)
-            current().step(("digest",), each.nbytes, {"bytes": each.nbytes})
+            current().step(each.nbytes)
             self.shards.add(own, each)
 
     def add_file(self, path: Path, sums: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -109,7 +97,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def bytes_of(size: int | str) -> int:
     """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
-    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
@@ -168,7 +155,6 @@ class ShardWriter:
         mode = path.stat().st_mode
         save_file(self.part, path, metadata={"format": "pt"})
         path.chmod(mode)
-        current().step(("write",), self.size)
         self.parts.append((path, list(self.part)))
         self.part, self.size = {}, 0
         self._addresses.clear()

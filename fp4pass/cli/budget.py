@@ -12,7 +12,7 @@ from typer import Option
 
 from ..calibration.packing import Example, collate
 from ..calibration.to_batches import batches
-from ..core.plain_files import parse_file
+from ..core.files import parse_file
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
 from ..lab.budget import SCHEMES, Allocation, allocate

@@ -92,7 +92,6 @@ def calibrated(
     whole = [model] if (batches or writes) and not call.sequential else []
     sources.note_dtype("calibrates", *whole)
     with fast_dtype(*whole):
-        call.announce(None if writes else batches, tokenizer)
         if writes:
             batches = call.own_text(tokenizer)
     if not batches:

@@ -15,8 +15,8 @@ import torch
 
 from .._compat import LIBRARIES, all_parts, is_newer, is_older
 from .._version import __version__
-from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
+from ..core.machine import has_fp4_tensor_cores
 from ..kernels.cpu.library import load, serves
 from ..ops.registration import has_e4m3, unserved
 from . import screen

@@ -20,11 +20,9 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
 from ..checkpoint.upload import require_repository
-from ..checkpoint.writer import bytes_of, foresee_save
+from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
-from ..core.progress import current
 from ..engine.one_call import OwnText
-from ..engine.schedule import later_costs, packed_size
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..lab.budget import Allocation
@@ -247,8 +245,6 @@ def quantize(
             # Wrong rules raise before the calibration.
             place = chosen if by_layers else None
             call = one_call(loaded, recipe, by_layers=sequential, device=place).writing(text)
-            current().foresee(later_costs(call.plan))
-            foresee_save(current(), packed_size(loaded, call.plan))
             screen.note(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from ..checkpoint import float_models
 from ..checkpoint.opening import is_packed, open_checkpoint
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import OptionError, expected
 from ..reporting.data import gather, require_rows
 from ..reporting.text import size

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, OptionError, as_option, expected
-from . import file_locks
+from ..errors import CheckpointError, as_option, expected
+
+
+def _module(name: str) -> Any:
+    return import_module(name) if importlib.util.find_spec(name) is not None else None
+
+
+# Locks that end with the process: fcntl where it is, which opens folders, too; msvcrt on Windows.
+_fcntl, _msvcrt = _module("fcntl"), _module("msvcrt")
 
 # Of the name of a file, in every file system of note.
 _LONGEST_NAME = 255
@@ -86,20 +96,32 @@ def _left_beside(target: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the process ends or is killed; yield whether that was possible."""
-    descriptor = file_locks.open_lock(folder)
-    if descriptor is None:
+    """Lock a folder until the process ends or is killed; yield whether that was possible.
+
+    It is not if another process has it, or if the file system has no locks.
+    """
+    if _fcntl is None and _msvcrt is None:
         yield False
         return
-    free = False
+    path, flags = _lock_file(folder), os.O_RDONLY if _fcntl is not None else os.O_RDWR | os.O_CREAT
+    descriptor, free = os.open(path, flags), False
     try:
-        free = file_locks.try_lock(descriptor)
+        with contextlib.suppress(OSError):
+            if _fcntl is not None:
+                _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+            else:
+                _msvcrt.locking(descriptor, _msvcrt.LK_NBLCK, 1)
+            free = True
         yield free
     finally:
         os.close(descriptor)
-        beside = file_locks.lock_file(folder)
-        if free and beside != folder:
-            beside.unlink(missing_ok=True)
+        if free and path != folder:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(folder: Path) -> Path:
+    """Return what is locked in place of a folder: itself, or a file beside it."""
+    return folder if _fcntl is not None else folder.with_name(f"{folder.name}.lock")
 
 
 def _resolved(target: Path) -> Path:
@@ -107,7 +129,7 @@ def _resolved(target: Path) -> Path:
     found = Path(os.path.realpath(target))
     if any(map(os.path.islink, (found, *found.parents))):
         raise CheckpointError(f"{target} cannot be made: links lead in a circle. Choose another.")
-    longest = file_locks.lock_file(_beside(Path("q"), "new", "01234567"))
+    longest = _lock_file(_beside(Path("q"), "new", "01234567"))
     most = _LONGEST_NAME - len(longest.name) + 1
     lengths = [len(os.fsencode(name)) for name in found.parts]
     if max(lengths) > _LONGEST_NAME or lengths[-1] > most:
@@ -121,8 +143,6 @@ def _resolved(target: Path) -> Path:
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
-    if not isinstance(overwrite, bool):
-        raise OptionError(expected("overwrite", "True or False", repr(overwrite)))
     target = _resolved(target)
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(
@@ -155,10 +175,10 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
 
 def _sync(path: Path) -> None:
     """Wait until a file or a folder is on the disk, as far as the platform can."""
-    if path.is_dir() and not file_locks.opens_folders():
+    if path.is_dir() and _fcntl is None:
         return
     # Windows waits for nothing that is only read.
-    descriptor = os.open(path, os.O_RDONLY if file_locks.opens_folders() else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY if _fcntl is not None else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

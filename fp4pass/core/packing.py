@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError, require_type
+from ..errors import DtypeError, OptionError, ShapeError
 from .formats import Format
 
 # The packing of `pack_codes`, by the bits of a code.
@@ -43,7 +43,6 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
     `PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
     do not fill whole bytes, and OptionError for widths that have no packing.
     """
-    require_type("pack_codes: codes", "a torch.Tensor", codes, Tensor)
     if codes.dtype != torch.uint8:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
     count = _codes_together(bits)
@@ -64,7 +63,6 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
     """Return the codes [..., K] uint8 that `pack_codes` packed, with the same errors."""
-    require_type("unpack_codes: packed", "a torch.Tensor", packed, Tensor)
     if packed.dtype != torch.uint8:
         raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
     _codes_together(bits)

@@ -17,13 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, OptionError, ShapeError, expected, require_type, unknown_name
-from .devices import moved
+from ..errors import CheckpointError, OptionError, ShapeError, expected, unknown_name
+from .files import parse_json, path_of
 from .fingerprint import fingerprint
 from .formats import FORMATS, WHOLE, Format, get_format
+from .machine import moved
 from .packing import PACKINGS
-from .paths import path_of
-from .plain_files import parse_json
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors, and in it the
 # fingerprint of each tensor and the checksum of the rest. safetensors writes several entries in any
@@ -116,22 +115,16 @@ class TensorRecord(ABC):
     def _size(self) -> str:
         return " x ".join(map(str, self.shape)) or "scalar"
 
-    def _require_facts(self, kind: type) -> None:
-        """Raise OptionError for a scheme, a shape or a dtype that is none."""
-        name = type(self).__name__
-        require_type(f"{name}.{self.scheme_field}", f"a {kind.__name__}", self.scheme, kind)
-        require_type(f"{name}.shape", "a tuple of sizes", self.shape, tuple)
-        for size in self.shape:
-            require_type(f"{name}.shape", "a tuple of sizes", size, int)
-        require_type(f"{name}.dtype", "a floating-point dtype", self.dtype, torch.dtype)
+    def _require_float(self) -> None:
+        """Raise OptionError for a dtype that is not floating point."""
         if not self.dtype.is_floating_point:
+            name = type(self).__name__
             raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
 
     def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
         tensor: Tensor = getattr(self, field)
         name = f"{type(self).__name__}.{field}"
-        require_type(name, "a torch.Tensor", tensor, Tensor)
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ShapeError(
                 f"{name}: expected {shape} {dtype} for a {self._size} tensor in "
@@ -173,8 +166,7 @@ class QuantState(TensorRecord):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        self._require_facts(Format)
-        require_type("QuantState.global_scale", "a positive number", self.global_scale, float, int)
+        self._require_float()
         if not 0.0 < self.global_scale < math.inf:
             raise OptionError(
                 expected("QuantState.global_scale", "a positive number", self.global_scale)
@@ -293,7 +285,11 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         record: type[TensorRecord] = other_record(facts["scheme"]) or QuantState
         given = {**facts, "shape": shape, "dtype": dtype}
         state = record._read(tensors["qdata"], tensors["scale"], given)
-        _require_checksums(tensors, facts)
+        if _CHECKSUMS not in facts:
+            raise ValueError("it has no checksums, and may be damaged")
+        found, noted = _checksums(tensors, facts), facts[_CHECKSUMS]
+        if damaged := [name for name in found if noted.get(name) != found[name]]:
+            raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         way_out = "" if _IMPORT in str(error) else ". Save it again."
         raise CheckpointError(
@@ -308,16 +304,6 @@ def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[
     sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
     others = {key: value for key, value in facts.items() if key != _CHECKSUMS}
     return {**sums, _METADATA: hashlib.sha256(json.dumps(others).encode()).hexdigest()}
-
-
-def _require_checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError for a file that is not, to the bit, what was written."""
-    if _CHECKSUMS not in facts:
-        raise ValueError("it has no checksums, and may be damaged")
-    found, noted = _checksums(tensors, facts), facts[_CHECKSUMS]
-    if found != noted:
-        damaged = [name for name in found if name not in noted or found[name] != noted[name]]
-        raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
 
 
 def save_state(

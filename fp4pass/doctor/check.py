@@ -14,10 +14,10 @@ from torch import Tensor
 from ..checkpoint.checks import dense_problem
 from ..checkpoint.layouts import CACHE_SCALES
 from ..checkpoint.source_files import MANIFEST
+from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.paths import path_of
 from ..core.progress import current, shown
-from ..errors import CheckpointError, require_flags
+from ..errors import CheckpointError
 from .declared import check_declared
 from .kinds import Finding
 from .model import build_model, check_model
@@ -107,7 +107,6 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         >>> found.layout, found.findings
         ('compressed-tensors', ())
     """
-    require_flags(progress=progress)
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")
@@ -121,7 +120,7 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         if layers.unread:
             not_judged.append(f"{len(layers.unread)} layers in formats that fp4pass does not read")
         size = sum(each.nbytes for each in found.tensors.values())
-        current().expect({("tensors",): size}, {"bytes": size})
+        current().expect(size, "bytes")
         findings = [*found.findings, *check_structure(found, layers), *_sums(found)]
         findings += _numbers(found, layers)
         findings += check_declared(found, layers, model)
@@ -152,7 +151,7 @@ def _numbers(found: Survey, layers: Layers) -> Iterator[Finding]:
         yield from numbers.findings
         wrong |= {layer} if numbers.findings else set()
         size = sum(each.nbytes for each in layers.parts[layer].values())
-        current().step(("tensors",), size, {"bytes": size})
+        current().step(size)
     yield from _dense(found, layers, norms)
     # Where zero stands for one, all are zeros.
     vectors = {name: bool(each.any()) for name, each in norms.items() if name.endswith("weight")}
@@ -203,7 +202,7 @@ def _dense(found: Survey, layers: Layers, norms: dict[str, Tensor]) -> Iterator[
                 norms[name] = tensor.float()
         if bad:
             yield Finding("cache-scale" if is_cache else "dense-bad", name, stored.path.name, bad)
-        current().step(("tensors",), stored.nbytes, {"bytes": stored.nbytes})
+        current().step(stored.nbytes)
 
 
 def _parts(stored: Stored) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from .._compat.transformers import vocabulary_files
 from ..checkpoint.beside import TOKENIZER_FILES
 from ..checkpoint.layouts import matches
 from ..checkpoint.source_files import config_changes
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 from ..errors import Fp4PassError
 from ..nn.linear import PACKED
 from .kinds import Finding

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 
 # By the names of safetensors; codes of other dtypes are read as bytes.
 DTYPES = {

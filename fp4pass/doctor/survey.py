@@ -10,8 +10,8 @@ from typing import Any
 
 from ..checkpoint.layouts import LAYOUTS, WEIGHTS, Layout, PackedLayer, join, side_files
 from ..checkpoint.source_files import MANIFEST, VERSION, checksum_of
+from ..core.files import parse_json
 from ..core.formats import Format
-from ..core.plain_files import parse_json
 from ..errors import CheckpointError, Fp4PassError, some
 from ..nn.linear import PACKED, SCALE
 from .kinds import Finding

@@ -12,8 +12,7 @@ from torch import nn
 
 from .._compat.accelerate import offloaded_tensors
 from ..checkpoint.finish import finish
-from ..checkpoint.layer_files import FinishedLayers
-from ..checkpoint.layer_store import FinishedSearches
+from ..checkpoint.finished import FinishedLayers, FinishedSearches
 from ..checkpoint.model_layers import split_note
 from ..distributed import ranks
 from ..graph.inductor import install_passes

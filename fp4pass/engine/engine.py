@@ -16,13 +16,12 @@ from ..quantization.checks import require_statistics
 from ..quantization.observers.reached import unmapped_layers, warn_of_unmapped
 from ..quantization.plan import Plan, with_folded_rotations
 from ..quantization.quantize import quantize_layers, with_shared_scales
-from ..quantization.search_costs import search_cost, search_costs, search_kind
 from ..record.rows import Row
 from .conversion import Conversion
 from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .schedule import Work, outside, run_costs, run_kinds, schedule
+from .schedule import Work, outside, schedule
 
 
 class Engine:
@@ -45,16 +44,12 @@ class Engine:
 
     def run(self) -> dict[str, Row]:
         """Quantize the model in place, and return the row of each entry of the plan."""
-        progress = current()
-        progress.expect(search_costs(self.plan), {"weights": len(self.plan.by_weight())})
+        current().expect(len(self.plan.by_weight()), "weights")
         self.plan = with_folded_rotations(self.plan, self.root)
         if self.is_scaled:
             self.plan = with_shared_scales(self.plan, ranks())
-            progress.step(("scales",), 0.0)
         works = schedule(self.plan, self.stacks)
         self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
-        if self.recording is not None:
-            progress.expect(run_costs(works, self.is_paired))
         # Observers go before the first weight.
         unmapped = unmapped_layers(self.root)
         stored = nullcontext() if self.store is None else self.store
@@ -82,21 +77,17 @@ class Engine:
 
     def _run_layer(self, work: Work, place: torch.device) -> None:
         """Quantize a layer that is where it is worked on, or take it from the store."""
-        progress, store = current(), self.store
+        store = self.store
         identity = "" if store is None else self._identity(work)
         runner = None if self.recording is None else self._runner(work, place)
         groups = [work.own]
-        # Before its weights are replaced.
-        kinds, cost = run_kinds(work.layer)
         if runner is not None and self.is_paired:
             groups = runner.pair(work.own)
-            progress.step(kinds["pair"], cost)
         is_kept = store is not None and store.has(work.name, identity)
         if store is not None and is_kept:
             store.restore(work.name, work.layer, work.own)
-            _pass_by(work)
+            current().step(len(Plan(tuple(work.own)).by_weight()))
             if runner is not None:
-                progress.step(kinds["observe"], cost, is_typical=False)
                 self.device.bring(work.layer, place)
         elif runner is None:
             self._quantize(self._ready(Plan(tuple(work.own))))
@@ -104,12 +95,10 @@ class Engine:
             # Linear layers that read one input go before those that read their results.
             for group in groups:
                 observed = [runner.observe(group)]
-                progress.step(kinds["observe"], cost / len(groups))
                 # Its Hessians go, before those of the next group are collected.
                 self._quantize(self._ready(observed.pop()))
         if runner is not None:
             runner.advance(self.is_paired)
-            progress.step(kinds["advance"], 0.0 if work.is_last else cost)
         if store is not None and not is_kept:
             store.keep(work.name, work.layer, identity)
 
@@ -164,10 +153,3 @@ class Engine:
                 yield call.of(work.index)
             if work.index in call.given:
                 yield call.given[work.index]
-
-
-def _pass_by(work: Work) -> None:
-    """Count the weights that a run before has searched."""
-    for first, *_ in Plan(tuple(work.own)).by_weight():
-        cost = search_cost(first)
-        current().step(search_kind(first), cost, {"weights": 1}, is_typical=False)

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.memory import memory_limits
+from ..core.machine import memory_limits
 from ..errors import CalibrationError, as_option
 from ..ops.registration import opaque
 from ..quantization.observers.visible_tokens import Kept

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
-from ..core.devices import copy_async
 from ..core.fingerprint import digest_of
+from ..core.machine import copy_async
 from ..distributed import exchange_parts, own_part, ranks
 from ..errors import OptionError
 from ..nn.experts import QUANTIZED, ExpertStack, current_weight

@@ -1,4 +1,4 @@
-"""One call of `convert` for a model that is not prepared: its recipe, its data, its time."""
+"""One call of `convert` for a model that is not prepared: its recipe and its data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from .. import calibration
-from ..calibration.sample import sampling_seconds
 from ..calibration.target import Target
 from ..calibration.to_batches import SEQ_LEN
 from ..calibration.tokens import Tokens
-from ..core.devices import require_device
-from ..core.globs import covering_globs
+from ..core.machine import require_device
+from ..core.names import covering_globs
 from ..distributed import ranks
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
+from ..quantization.observers.batches import size_of
 from ..quantization.plan import Plan, plan_layers
 from ..quantization.recipe import require_undecided, with_quality
 from ..quantization.rules import matching_rule
@@ -30,15 +30,11 @@ from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
 from .schedule import planned_stacks
 from .text_part import rules_beside_text
-from .trial import size_of, try_layer
 
 _log = logging.getLogger(__name__)
 
 # Windows of a batch.
 _BATCH = 8
-
-# Seconds below which no number is said.
-_FEW = 10
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class OneCall:
         return {**self.config.options(), "rules": self.rules, "kv_cache": self.kv_cache}
 
     def batches(self, data: Any, tokenizer: Any) -> list[Any] | None:
-        """Return batches to calibrate on, once the time of all of it is said; None for no data.
+        """Return batches to calibrate on; None for no data.
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
@@ -165,18 +161,14 @@ class OneCall:
         if not self.tokens:
             if data is not None:
                 _log.info("%s needs no data: %s is not read.", self.label, as_option("data"))
-            self.announce([])
             return None
         if data is not None:
             made = calibration.batches(data, tokenizer, model=self.root)
             found = list(made)
-            self.announce(found)
             return found if made is data else self._in_turn(found)
         if tokenizer is None and not self.needs_data:
-            self.announce([])
             return None
         reader = Tokens(tokenizer, self.root).processor
-        self.announce(None, reader)
         return self.own_text(reader)
 
     def writing(self, text: OwnText) -> OneCall:
@@ -231,40 +223,6 @@ class OneCall:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
-    def announce(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> None:
-        """Log the time of the call with some batches; None for those that the model writes."""
-        line = self.time_line(batches, tokenizer)
-        if line:
-            _log.info("%s", line)
-
-    def time_line(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> str:
-        """Return a line on the time of the call, "" where several processes share the work."""
-        if ranks().size > 1:
-            return ""
-        if batches is None:
-            size, said = self.tokens, "of its own text"
-            batch = _random_batch(self.root, self.text.seq_len)
-        else:
-            size, said = sum(map(size_of, batches)), ""
-            batch = max(batches, key=size_of, default=None)
-        facts = [f"{_count_layers(self.root, self.plan)} layers"]
-        facts += [f"{size:,} tokens {said}".strip()] if size else ["no data"]
-        trial = None
-        if batch is not None or not size:
-            device = self.device if self.sequential else None
-            trial = try_layer(
-                self.root, self.plan, batch, sequential=self.sequential, device=device
-            )
-        if trial is None:
-            return f"{self.label}: {', '.join(facts)}; no estimate of the time"
-        seconds = trial.seconds(size)
-        if batches is None:
-            writing = sampling_seconds(self.root, tokenizer, self.tokens, self.text.seq_len)
-            seconds += writing or 0.0
-            facts[-1] += ", whose writing is not counted" if writing is None else ""
-        facts[-1] += "; estimated on the first layer"
-        return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
-
     def rules_beside_text(self, what: str = "text") -> list[Rule]:
         """Return rules that skip layers beside the text part that data did not reach, and log them.
 
@@ -283,19 +241,6 @@ class OneCall:
         if self.quality is not None:
             recipe = {QUALITY: self.quality, **state.recipe}
             set_state(self.root, dataclasses.replace(state, recipe=recipe))
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words, with no more digits than a trial is worth."""
-    if seconds < _FEW:
-        return "a few seconds"
-    if seconds < 60:
-        return f"about {round(seconds)} s"
-    if seconds < 3600:
-        minutes, rest = divmod(round(seconds / 10) * 10, 60)
-        return f"about {minutes} min" + (f" {rest} s" if rest else "")
-    hours, minutes = divmod(round(seconds / 300) * 5, 60)
-    return f"about {hours} h" + (f" {minutes} min" if minutes else "")
 
 
 def _first(batches: Sequence[Any], tokens: int) -> list[Any]:
@@ -349,20 +294,3 @@ def _rules_alone(
         rest = [*others, *(n for key, each in by_rule.items() if key != index for n in each)]
         found += [(glob, {**(given or {}), **recipe.alone}) for glob in covering_globs(names, rest)]
     return found
-
-
-def _count_layers(root: nn.Module, plan: Plan) -> int:
-    """Return how many layers the stacks of a model have, or else how many are quantized."""
-    stacks = planned_stacks(root, plan)
-    return sum(len(stack.layers) for stack in stacks) or len(plan.layers)
-
-
-def _random_batch(root: Any, length: int) -> torch.Tensor | None:
-    """Return windows of any tokens, for the time that they take; None for no language model."""
-    config: Any = getattr(root, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(config, "vocab_size", None)
-    if not isinstance(size, int):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(size, (_BATCH, length), generator=generator)

@@ -1,24 +1,18 @@
-"""List the work of a conversion, layer by layer, and its costs."""
+"""List the work of a conversion, layer by layer."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..core.time_left import Kind
 from ..errors import StateError, as_option
 from ..nn.experts import add_stacks
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.scan import SkippedLayer
-from ..quantization.search_costs import search_costs
 from ..quantization.stacks import caller_of
 from .layer_stack import Stack
-
-# The runs of the batches through a layer that is calibrated by itself.
-RUNS = ("pair", "observe", "advance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +32,6 @@ class Work:
     def name(self) -> str:
         """The name that it has in the model."""
         return self.stack.layer_name(self.index)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no layer of the stack is behind it."""
-        return self.index + 1 == len(self.stack.layers)
 
 
 def outside(plan: Plan, stacks: Sequence[Stack]) -> Plan:
@@ -104,37 +93,3 @@ def stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
             continue
         inside.update(m for layer in layers for m in layer.modules())
         yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
-
-
-def run_kinds(layer: nn.Module) -> tuple[dict[str, Kind], float]:
-    """Return the kind of each run of a float layer, by what it costs, and that cost."""
-    size = sum(parameter.numel() for parameter in layer.parameters())
-    return {run: ("run", run, f"{type(layer).__name__} {size}") for run in RUNS}, size
-
-
-def run_costs(works: Sequence[Work], paired: bool) -> Mapping[Kind, float]:
-    """Return the costs of calibrating layers one after the other, by kind."""
-    found: dict[Kind, float] = {}
-    for work in works:
-        kinds, cost = run_kinds(work.layer)
-        # Nothing comes behind the last one.
-        for run in RUNS[0 if paired else 1 : 2 if work.is_last else 3]:
-            found[kinds[run]] = found.get(kinds[run], 0.0) + cost
-    return found
-
-
-def later_costs(plan: Plan) -> dict[Kind, float]:
-    """Return the costs of `convert` for a plan, for `Progress.foresee` of a call around it."""
-    return {("convert", *kind): cost for kind, cost in search_costs(plan).items()}
-
-
-def packed_size(model: nn.Module, plan: Plan) -> float:
-    """Return the bytes of a model whose plan is carried out."""
-    weights = [members[0] for members in plan.by_weight()]
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    dense = sum(first.module.get_parameter("weight").nbytes for first in weights)
-    bits = sum(
-        math.prod(first.shape) * first.config.format.bits_per_weight(first.shape)
-        for first in weights
-    )
-    return size - dense + bits / 8

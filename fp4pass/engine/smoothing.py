@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import OptionError, StateError, require_flags
+from ..errors import OptionError, StateError
 from ..graph.export import trace
 from ..graph.folds import ScaleFold, unfold_scales
 from ..quantization.checks import require_float, require_layers
@@ -86,7 +86,6 @@ def smooth(
     """
     if type(strength) not in (float, int) or not 0 <= strength <= 1:
         raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
-    require_flags(progress=progress)
     root = unwrap(model)
     if not isinstance(root, fx.GraphModule):
         if require_float(root, "smooth") is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.globs import covering_globs
+from ..core.names import covering_globs
 from ..quantization.observers.observer import OBSERVERS
 from ..quantization.plan import Plan
 from ..record.config import Rule

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..core.progress import shown
-from ..errors import StateError, require_flags
+from ..errors import StateError
 from ..nn.experts import (
     ExpertStack,
     QuantizedExperts,
@@ -66,7 +66,6 @@ def output_errors(
         True
     """
     require_batches(batches)
-    require_flags(activations=activations, progress=progress)
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     handles = []

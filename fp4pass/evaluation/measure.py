@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
-from ..errors import ABOVE_0, OptionError, StateError, expected, require_flags, require_number
+from ..errors import ABOVE_0, OptionError, StateError, expected, require_number
 from ..quantization.observers.batches import device_of, require_tokens
 from ..quantization.observers.computing import fast_dtype
 from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
@@ -94,7 +94,6 @@ def evaluate(
             )
     require_number("batch_size", "at least 1", batch_size, least=1)
     require_number("top_p", "a number above 0 and at most 1", top_p, float, ABOVE_0, 1)
-    require_flags(progress=progress, within_documents=within_documents)
     options = Bootstrap(confidence, resamples, seed)
     cut = cut_windows(
         tokenizer,

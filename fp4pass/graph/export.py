@@ -14,7 +14,7 @@ from torch.export import Dim, ShapesCollection
 from .._compat.torch import call_with_copies
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
 from .._compat.transformers_heads import HEADS, head_names
-from ..errors import OptionError, ShapeError, StateError, TraceError, expected, require_flags
+from ..errors import OptionError, ShapeError, StateError, TraceError, expected
 from .plain import write_plain
 
 # Tokens in the cache of a decoder whose config allows more.
@@ -62,7 +62,6 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
-    require_flags(plain=plain)
     graph = _trace(model, example, cache_length)
     if plain:
         write_plain(graph)

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed
-from ..core.devices import require_device
+from ..core.machine import require_device
 from ..errors import Fp4PassError, OptionError, VersionError
 from ..evaluation import fast_dtype
 

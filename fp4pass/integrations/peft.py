@@ -24,7 +24,7 @@ from .._compat.peft import (
     targets,
     variants,
 )
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..errors import OptionError, StateError, expected, some
 from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..nn.linear import QuantizedLinear

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, expected, require_type, unknown_name
+from ..errors import OptionError, expected, unknown_name
 from ..ops.checks import require_weight
 from .statistics import Stats
 
@@ -212,7 +212,6 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
         >>> fp4pass.methods.method_from_dict({"name": "hessian", "codes": "joint"}).codes
         'joint'
     """
-    require_type("method", "a mapping with a name", data, Mapping)
     rest = dict(data)
     name = rest.pop("name", None)
     if not isinstance(name, str):

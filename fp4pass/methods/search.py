@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, ShapeError, expected, require_number, require_type, unknown_name
+from ..errors import OptionError, ShapeError, expected, require_number, unknown_name
 from ..kernels.search.float_scales import codes_at
 from ..kernels.statistics.naive import ieee_products
 from ..ops.checks import require_weight
@@ -49,9 +49,7 @@ def search_scales(
     """
     if not isinstance(weight, Tensor):
         raise OptionError(expected("weight", "a torch.Tensor", type(weight).__name__))
-    require_type("fmt", "a Format", fmt, Format)
     require_weight(weight, fmt)
-    require_type("global_scale", "a positive number", global_scale, float, int)
     if not 0.0 < global_scale < math.inf:
         raise OptionError(expected("global_scale", "a positive number", global_scale))
     return _search(weight, fmt, global_scale, objective, hessian)
@@ -224,9 +222,6 @@ def certify(
         >>> bool((certificate.bound <= certificate.loss).all())
         True
     """
-    require_type("weight", "a torch.Tensor", weight, Tensor)
-    require_type("state", "a QuantState", state, QuantState)
-    require_type("node_budget", "1, 2, ...", node_budget, int)
     if tuple(weight.shape) != state.shape:
         raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
     # Imported late: few programs prove anything.

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..errors import require_type, unknown_name
+from ..errors import unknown_name
 from ..quantization.tensor.quantizer import dequantize, quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS
@@ -44,9 +44,6 @@ def quantize_4bit(
 
 def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
     """Return the tensor of what `quantize_4bit` returned, in its shape and dtype."""
-    require_type("dequantize_4bit: A", "a torch.Tensor", A, Tensor)
-    what = "what quantize_4bit returned"
-    require_type("dequantize_4bit: quant_state", what, quant_state, CodebookState)
     return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
 
 

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.devices import moved
+from ..core.machine import moved
 from ..errors import OptionError, StateError, expected
 from ..graph.match import is_conv1d
 from ..nn.packed_linear import PackedLinear

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.elements import Element
 from ..core.formats import Format, get_format
-from ..errors import NonFiniteError, OptionError, ShapeError, require_type
+from ..errors import NonFiniteError, OptionError, ShapeError
 from ..kernels.search.reference import search_ref
 from ..quantization.tensor.blocks import (
     QuantizedBlocks,
@@ -73,8 +73,6 @@ def learn_codebook(
         (0.0, 1.0, 3.0)
     """
     bits = code_width(levels)
-    require_type("learn_codebook: points", "a whole number", points, int)
-    require_type("learn_codebook: name", "a string", name, str)
     if points <= levels:
         raise OptionError(
             f"learn_codebook: expected points to be more than levels={levels}, got {points}."
@@ -98,7 +96,6 @@ def learn_codebook(
 
 def code_width(levels: int) -> int:
     """Return the bits of a code for `levels` magnitudes beside 0. Raises OptionError."""
-    require_type("levels", "1 to 127 magnitudes beside 0", levels, int)
     fitting = [bits for bits in _WIDTHS if 1 <= levels < 1 << (bits - 1)]
     if not fitting:
         raise OptionError(f"levels: expected 1 to 127 magnitudes beside 0, got {levels}.")
@@ -274,7 +271,6 @@ def codebook_quantize(
     """
     caller = "codebook_quantize"
     code_width(levels)
-    require_type(f"{caller}: tolerance", "a number between 0 and 1", tolerance, float, int)
     if not 0.0 < tolerance < 1.0:
         raise OptionError(f"{caller}: expected tolerance between 0 and 1, got {tolerance}.")
     x, found, amax = read_blocks(caller, weight, dim, get_format(fmt))

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.devices import moved
 from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
+from ..core.machine import moved
 from ..core.packing import unpack_codes
-from ..errors import DtypeError, OptionError, ShapeError, require_type
+from ..errors import DtypeError, OptionError, ShapeError
 from ..quantization.tensor.blocks import element_values, require_float
 from ..quantization.tensor.functional import error_metrics, quantize_blocks
 
@@ -62,8 +62,6 @@ def _quantize(
 
 def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tensor:
     """Multiply scales and quants, which are packed codes if they are uint8."""
-    for name, given in (("scales", scales), ("quants", quants)):
-        require_type(f"{fmt}_dequantize: {name}", "a torch.Tensor", given, Tensor)
     if not -quants.ndim <= dim < quants.ndim:
         raise ShapeError(
             f"{fmt}_dequantize: expected dim to be a dimension of quants {tuple(quants.shape)}, "
@@ -157,8 +155,6 @@ def snap_to_table(x: Tensor, sorted_table: Tensor) -> Tensor:
     Entry i stands for byte i + 1, as in the tables above, and ties go to the even byte, so that
     with the table of E4M3 this is the cast to it.
     """
-    for name, given in (("x", x), ("sorted_table", sorted_table)):
-        require_type(f"snap_to_table: {name}", "a torch.Tensor", given, Tensor)
     if not x.is_floating_point():
         raise DtypeError(f"snap_to_table: expected x of a floating-point dtype, got {x.dtype}.")
     if sorted_table.ndim != 1 or not len(sorted_table):

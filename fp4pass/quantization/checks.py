@@ -10,8 +10,8 @@ from torch import nn
 from .._compat import require
 from .._compat.accelerate import require_for as require_accelerate_for
 from .._compat.transformers import require_for as require_transformers_for
-from ..core.devices import require_device
-from ..core.globs import covering_globs, without_numbers
+from ..core.machine import require_device
+from ..core.names import covering_globs, without_numbers
 from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError, as_option, as_rules
 from ..nn.experts import QUANTIZED

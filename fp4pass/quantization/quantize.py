@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,15 @@ from .kept import forget_kept
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
-from .search import Found, exact_scales, gather_parts, joined_rows, search_parts, survey
-from .search_costs import SearchStore, layer_places, search_cost, search_kind
+from .search import (
+    Found,
+    SearchStore,
+    exact_scales,
+    gather_parts,
+    joined_rows,
+    search_parts,
+    survey,
+)
 from .stacks import packed_class
 from .tensor_scales import shared_tensor_scales
 
@@ -146,20 +154,19 @@ def _packed(
     """Yield the layers of each weight, and it packed, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
-    places = layer_places(members[0].name for members in weights)
+    places = _layer_places(members[0].name for members in weights)
     if group.size == 1:
         for members in own:
-            with _counted(members[0], cache, places):
+            with _counted(members[0], places):
                 packed = _pack(members, search_parts(members[0], 0, cache))
             yield members, packed
         return
     own_parts: dict[int, list[Found]] = {}
     # Others search theirs meanwhile.
-    costs = [sum(search_cost(first) for first, *_ in each) for each in (weights, own)]
-    shares = (costs[0] / (costs[1] or 1), len(weights) / (len(own) or 1))
+    share = len(weights) / (len(own) or 1)
     with group.together():
         for members in own:
-            with _counted(members[0], cache, places, shares):
+            with _counted(members[0], places, share):
                 parts = search_parts(members[0], group.rank, cache)
             own_parts[members[0].weight_key] = parts
     found = gather_parts(group, [members[0] for members in weights], own_parts)
@@ -177,24 +184,21 @@ def _packed(
 
 
 @contextmanager
-def _counted(
-    layer: LayerPlan,
-    cache: SearchStore | None,
-    places: Mapping[str, str],
-    shares: tuple[float, float] = (1, 1),
-) -> Iterator[None]:
-    """Count the weight of a layer, whose search the body is, as done.
-
-    shares: the costs and the number of all weights in those of this process.
-    """
-    progress, found = current(), 0 if cache is None else cache.found
+def _counted(layer: LayerPlan, places: Mapping[str, str], count: float = 1) -> Iterator[None]:
+    """Count the weight of a layer, whose search the body is, as done."""
     if layer.name in places:
-        progress.begin(places[layer.name])
+        current().begin(places[layer.name])
     yield
-    # The results of a run before take no time.
-    is_new = cache is None or cache.found == found
-    cost = search_cost(layer) * shares[0]
-    progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
+    current().step(count)
+
+
+def _layer_places(names: Iterable[str]) -> dict[str, str]:
+    """Return "layer i/n" for names of linears in numbered layers, none if there is one layer."""
+    layers = {name: match[0] for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.)", name))}
+    order = {layer: i + 1 for i, layer in enumerate(dict.fromkeys(layers.values()))}
+    if len(order) < 2:
+        return {}
+    return {name: f"layer {order[layer]}/{len(order)}" for name, layer in layers.items()}
 
 
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.files import parse_file, path_of
 from ..core.fingerprint import digest_of
-from ..core.paths import path_of
-from ..core.plain_files import parse_file
 from ..distributed import ranks
 from ..errors import (
     Fp4PassError,
@@ -18,7 +17,6 @@ from ..errors import (
     as_option,
     expected,
     named_as,
-    require_type,
     unknown_name,
 )
 from ..methods import method_from_dict
@@ -59,7 +57,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.kv_cache is not None:
             get_cache_format(self.kv_cache)
-        require_type("config", "a LinearConfig", self.config, LinearConfig)
         if self.quality is not None:
             object.__setattr__(self, "config", with_quality(self.config, self.quality))
         object.__setattr__(self, "rules", check_rules(self.rules))

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,21 @@ from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_
 from ..methods.search import exact_global_scale, may_be_exact
 from ..record.config import LinearConfig
 from .plan import LayerPlan
-from .search_costs import SearchStore
 from .stacks import dense_stack
 from .tensor import dequantize
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
 Found = tuple[MethodResult, list[list[float]]]
+
+
+class SearchStore(Protocol):
+    """Searches that need not be done again."""
+
+    def get_or_search(
+        self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
+    ) -> MethodResult:
+        """Return the search that is finished for what decides it, or search and keep that."""
+        ...
 
 
 @contextmanager

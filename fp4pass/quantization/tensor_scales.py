@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..core.fused import FUSED
+from ..core.names import FUSED
 from ..distributed import Ranks
 from ..kernels.common.float_scales import scale_of
 from ..kernels.search.float_scales import candidate_scales

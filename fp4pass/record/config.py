@@ -15,9 +15,7 @@ from ..errors import (
     RuleError,
     as_option,
     expected,
-    require_flags,
     require_number,
-    require_type,
     unknown_name,
 )
 from ..kernels.fp8.naive import COMPUTES
@@ -137,9 +135,10 @@ class LinearConfig:
     input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        if self.weight_only is not None:
-            require_flags(weight_only=self.weight_only)
-        require_flags(folded=self.folded, multiplies=self.multiplies)
+        for name in ("weight_only", "folded", "multiplies"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name == "weight_only")):
+                raise OptionError(expected(name, "True or False", repr(value)))
         if self.fmt is None:
             raise OptionError(expected("fmt", "the name of a scheme", "None"))
         scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
@@ -267,7 +266,6 @@ class LinearConfig:
             >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key
             'mxfp4'
         """
-        require_type("options", "a mapping of options", options, Mapping)
         for key in options:
             if key not in [each.name for each in FIELDS]:
                 raise unknown_name("Option", key, [each.name for each in FIELDS])
@@ -301,7 +299,8 @@ class LinearConfig:
             >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
             True
         """
-        require_type("LinearConfig", "what to_dict returned", data, Mapping)
+        if not isinstance(data, Mapping):
+            raise OptionError(expected("LinearConfig", "what to_dict returned", data))
         method = data.get("method")
         if isinstance(method, Mapping):
             data = {**data, "method": method_from_dict(method)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import require_type, unknown_name
+from ..errors import unknown_name
 from ..methods import Gptq, Hessian, Sse
 
 # The key of fp4pass.json, and the keyword of `convert`.
@@ -69,7 +69,6 @@ QUALITIES: dict[str, Quality] = {
 
 def get_quality(name: str) -> Quality:
     """Return the recipe of a name. Raises OptionError for any other."""
-    require_type(QUALITY, f"one of {', '.join(QUALITIES)}", name, str)
     if name not in QUALITIES:
         raise unknown_name("Quality", name, QUALITIES)
     return QUALITIES[name]

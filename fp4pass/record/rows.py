@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import OptionError, expected, require_type
+from ..errors import OptionError, expected
 from .config import LinearConfig
 from .tensor_cores import tensor_core_note
 
@@ -101,9 +101,6 @@ class Report:
 
     rows: tuple[Row, ...]
 
-    def __post_init__(self) -> None:
-        require_type("Report: rows", "a tuple of rows", self.rows, tuple)
-
     @property
     def converted(self) -> tuple[Row, ...]:
         """The rows of the layers that are quantized, or will be."""
@@ -158,8 +155,8 @@ class Report:
             >>> fp4pass.Report.from_dict(report.to_dict()) == report
             True
         """
-        require_type("Report: data", "what Report.to_dict returned", data, Mapping)
-        require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
+        if not (isinstance(data, Mapping) and isinstance(data.get("rows"), list)):
+            raise OptionError(expected("Report: data", "what Report.to_dict returned", data))
         return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._compat.transformers_heads import is_pretrained
-from ..core.plain_files import parse_json
+from ..core.files import parse_json
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 

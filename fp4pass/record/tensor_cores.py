@@ -6,8 +6,8 @@ import functools
 import logging
 from collections.abc import Iterable
 
-from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import E2M1, E4M3, E8M0
+from ..core.machine import has_fp4_tensor_cores
 from .config import LinearConfig
 from .schemes import scheme_name
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.globs import without_numbers
-from ..core.paths import path_of
+from ..core.files import path_of
+from ..core.names import without_numbers
 from ..lab.budget import Allocation, Candidate
 from . import charts
 from .charts import Cells, Panel, Points, Scale

@@ -12,7 +12,7 @@ from typing import Any
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.progress import track
-from ..errors import OptionError, expected, require_flags, require_type
+from ..errors import OptionError, expected
 from ..methods import squared_errors
 from ..methods.scale_stats import scale_counts, scale_offsets
 from ..record.tensor_cores import tensor_core_note
@@ -44,9 +44,6 @@ def gather(
         >>> data["summary"]["layers"]
         2
     """
-    for what, given in (("name", name), ("reference_name", reference_name)):
-        require_type(what, "a string", given, str)
-    require_flags(progress=progress)
     require_rows("evaluations", evaluations)
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name, model.on_disk)
@@ -84,9 +81,9 @@ def gather(
 
 def require_rows(what: object, rows: Any) -> None:
     """Raise OptionError unless the rows of evaluations have what the page shows of a text."""
-    require_type(f"{what}", "a list of rows", rows, list, tuple)
+    if not (isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows)):
+        raise OptionError(expected(f"{what}", "a list of rows", rows))
     for row in rows:
-        require_type(f"{what}: a row", _ROW, row, Mapping)
         if missing := sorted(_SHOWN - set(row)):
             raise OptionError(expected(f"{what}", _ROW, f"a text without {', '.join(missing)}"))
 

@@ -22,7 +22,7 @@ from ..checkpoint.reader import CheckpointReader, as_in_model
 from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
 from ..checkpoint.split_stacks import split_stacks
 from ..checkpoint.unread import require_float
-from ..core.paths import path_of
+from ..core.files import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..nn.linear import GLOBAL, KINDS, PACKED, SCALE

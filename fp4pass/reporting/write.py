@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..core.paths import path_of
-from ..errors import CheckpointError, OptionError, as_option, expected, require_flags
+from ..core.files import path_of
+from ..errors import CheckpointError, OptionError, as_option, expected
 from . import charts, figures
 from .data import gather
 from .source import Source
@@ -78,7 +78,6 @@ def write_report(
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
     """Raise OptionError for all that would stop `write_page` after hours of work."""
-    require_flags(pictures=pictures, overwrite=overwrite)
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):

@@ -13,9 +13,9 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import rows_at_once, sampling_seconds
+from fp4pass.calibration.sample import rows_at_once
 from fp4pass.calibration.scripts import Row, Script, chat_script
-from fp4pass.core.memory import Memory
+from fp4pass.core.machine import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
@@ -358,37 +358,3 @@ def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
         limits = [Memory(10**13, 10**13), Memory(10**13, free)]
         monkeypatch.setattr(MODULE, "memory_limits", lambda limits=limits: limits)
         assert rows_at_once(model, 100, device) == rows
-
-
-# ---- the time that it takes ------------------------------------------------------------------
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five windows of a text and three of a chat, at most two at once; a step takes its rows."""
-    found = [(Script((0,), frozenset()), 5), (Script((0,), frozenset()), 3)]
-    monkeypatch.setattr(MODULE, "scripts_of", lambda *args: found)
-    monkeypatch.setattr(MODULE, "rows_at_once", lambda *args: 2)
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("scripts")
-def test_each_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def step(model: Any, rows: int, length: int, device: torch.device) -> float:
-        asked.append((rows, length))
-        return float(rows)
-
-    monkeypatch.setattr(MODULE, "_step_seconds", step)
-    # Three batches of two, and two of two.
-    assert sampling_seconds(language_model(), None, 8 * 16, 16) == (3 + 2) * 16 * 2.0
-    assert asked == [(2, 8), (2, 8)]
-
-
-@pytest.mark.usefixtures("scripts")
-def test_steps_are_run_or_the_time_is_not_known() -> None:
-    model = language_model()
-    assert (sampling_seconds(model, None, 8 * 16, 16) or 0.0) > 0.0
-    model.forward = None
-    assert sampling_seconds(model, None, 8 * 16, 16) is None

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from small_models import TINY, Packed, assert_same_bits, language_model, mlp, packed_model
 
 import fp4pass
-from fp4pass.core import file_locks
+from fp4pass.core import atomic
 from fp4pass.core.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 
@@ -62,7 +62,7 @@ SAVE_AND_DIE = """
     from torch import nn
     import fp4pass
     from fp4pass.checkpoint import writer
-    from fp4pass.sources import files
+    from fp4pass.checkpoint import source_files as files
 
     torch.set_num_threads(1)
     torch.manual_seed(7)
@@ -240,8 +240,8 @@ def test_a_platform_without_fcntl(
         assert where or not os.path.isdir(path), "folders cannot be opened there"
         return open_file(path, flags, *more, **where)
 
-    monkeypatch.setattr(file_locks, "_fcntl", None)
-    monkeypatch.setattr(file_locks, "_msvcrt", Locks() if has_locks else None)
+    monkeypatch.setattr(atomic, "_fcntl", None)
+    monkeypatch.setattr(atomic, "_msvcrt", Locks() if has_locks else None)
     left = tmp_path / ".q.fp4pass-new-00000000"
     left.mkdir()
     monkeypatch.setattr(os, "open", opened)

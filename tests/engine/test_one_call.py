@@ -14,7 +14,7 @@ from small_models import assert_same_bits, mlp, tokens
 from torch import nn
 
 import fp4pass
-from fp4pass.engine.one_call import OneCall, duration
+from fp4pass.engine.one_call import OneCall
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.methods import Gptq
 from fp4pass.quantization.observers.observer import OBSERVERS
@@ -277,14 +277,6 @@ def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages[0] == 'quality "fast" needs no data: data= is not read.'
 
 
-@pytest.mark.core
-def test_the_time_is_said_before_anything_is_done(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fp4pass.engine.one_call")
-    in_one()
-    line = 'quality "good": a few seconds (2 layers, 144 tokens; estimated on the first layer)'
-    assert caplog.messages[0] == line
-
-
 def test_layers_on_a_disk(tmp_path: Path) -> None:
     options = {"weight_only": True, "device": "cpu"}
     streamed = in_one(stream=tmp_path / "layers", **options)
@@ -297,21 +289,6 @@ def test_a_model_without_layers_cannot_be_best() -> None:
     with pytest.raises(OptionError, match=r"quality='best' calibrates one layer after the other"):
         fp4pass.convert(mlp(), quality="best", data=[torch.ones(2, 64)])
     fp4pass.convert(mlp().eval(), quality="good", data=[torch.ones(2, 64)], progress=False)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (3, "a few seconds"),
-        (47.4, "about 47 s"),
-        (318, "about 5 min 20 s"),
-        (600, "about 10 min"),
-        (7250, "about 2 h"),
-        (9000, "about 2 h 30 min"),
-    ],
-)
-def test_durations_have_no_more_digits_than_a_trial_is_worth(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_experts_get_what_fits_them() -> None:

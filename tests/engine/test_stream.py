@@ -274,7 +274,7 @@ def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4pass.checkpoint.layer_files.save_file", full)
+    monkeypatch.setattr("fp4pass.checkpoint.finished.save_file", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*make room"):
         converted(load(), "sse", stream=tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())

@@ -21,20 +21,19 @@ TABLES = {
     "bench/cpu": ("performance.md", "--json compiled-speed-cpu.json"),
     "bench/decode": (
         "performance.md",
-        "--json decode-h200.json decode-fp8-h200.json decode-prefill-h200.json "
-        "decode-moe-h200.json",
+        "--json decode-h200.json decode-prefill-h200.json decode-moe-h200.json",
     ),
     "bench/fp8_layers": (
         "performance.md",
-        "--json fp8-layers-h100.json fp8-parts-h100.json",
+        "--json fp8-layers-h100.json",
     ),
     "bench/fusions": ("graphs.md", "--json fusions-h200.json"),
     "bench/generate": (
         "performance.md",
-        "--json generate-h200.json generate-h100.json generate-peers-h200.json",
+        "--json generate-h200.json generate-peers-h200.json",
     ),
-    "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
-    "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
+    "bench/gptq": ("quality.md", "--json gptq-h200.json"),
+    "bench/kernels": ("performance.md", "--json kernels-h200.json"),
     "bench/mixture": ("moe.md", "--json mixture-h200.json"),
     "bench/primitives": ("tensors.md", "--json primitives-h200.json"),
     "quality/budget": (
@@ -43,7 +42,7 @@ TABLES = {
     ),
     "quality/compute": (
         "quality.md",
-        "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
+        "--text compute/doclm-qwen3-17m.json",
     ),
     "quality/kv_cache": ("quality.md", ""),
     "quality/merging": ("transformers.md", "--json merging-smollm2.json"),

@@ -280,7 +280,6 @@ def test_wrong_calls_change_nothing() -> None:
         (OptionError, "others: expected a number that is not negative, got -1", {"others": -1}),
         (OptionError, "others: expected a number that is not negative, got nan", {"others": nan()}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
-        (OptionError, "progress: expected True or False", {"progress": 1}),
         (CalibrationError, "batches: expected windows of token ids", {"batches": windows()[0]}),
         (CalibrationError, "batches: expected windows of token ids", {"batches": {"a": 1}}),
         (CalibrationError, "batches: expected at least 2 windows", {"batches": windows(1)}),

@@ -13,7 +13,7 @@ from tensor_cores import NOTE, without_tensor_cores  # noqa: F401, a fixture
 
 import fp4pass
 from fp4pass import LinearConfig
-from fp4pass.core.devices import has_fp4_tensor_cores
+from fp4pass.core.machine import has_fp4_tensor_cores
 from fp4pass.record.tensor_cores import tensor_core_note
 
 

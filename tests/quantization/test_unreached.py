@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.core.globs import covering_globs
+from fp4pass.core.names import covering_globs
 from fp4pass.errors import CalibrationError, StateError
 
 READ = "its weight is read without calling the layer"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._compat.transformers_experts import StackView
 from ...core.formats import Format
-from ...core.fused import FUSED
+from ...core.names import FUSED
 from ...errors import OptionError, expected
 from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ...record.config import LinearConfig

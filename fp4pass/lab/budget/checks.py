@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx, nn
 
 from ...distributed import ranks
-from ...engine.schedule import packed_size
 from ...errors import ABOVE_0, OptionError, StateError, expected, require_number, unknown_name
 from ...methods import Sse
 from ...quantization.checks import require_float
@@ -120,7 +119,8 @@ def too_few(bits: float, least: float) -> OptionError:
 def bits_of(root: nn.Module, plan: Plan) -> float:
     """Return the bits of a weight of the layers of a plan, once it is carried out."""
     weights = [members[0] for members in plan.by_weight()]
-    dense = sum(layer.module.get_parameter("weight").nbytes for layer in weights)
-    others = sum(parameter.nbytes for parameter in root.parameters()) - dense
     count = sum(math.prod(layer.shape) for layer in weights)
-    return 8 * (packed_size(root, plan) - others) / count
+    bits = (
+        math.prod(each.shape) * each.config.format.bits_per_weight(each.shape) for each in weights
+    )
+    return sum(bits) / count

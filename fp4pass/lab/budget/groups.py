@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.globs import covering_globs, without_numbers
+from ...core.names import covering_globs, without_numbers
 from ...engine.layer_stack import Stack
 from ...quantization.plan import LayerPlan, Plan, joined
 from ...quantization.rules import matching_rule

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ...core.progress import current
 from ...evaluation.intervals import SUMS, Bootstrap, intervals
 from ...quantization.observers.computing import fast_dtype
 from ...quantization.recipe import Recipe
@@ -79,7 +78,6 @@ class Trials:
                     sums = self.forwards.compare(model)
                 measured = (mean_kl(sums), *_interval(sums))
             self.found[schemes] = Candidate(label, *facts, *measured, schemes)
-            current().step(("model",), counts={"models": 1})
         self.found[schemes] = dataclasses.replace(self.found[schemes], label=label)
         return self.found[schemes]
 

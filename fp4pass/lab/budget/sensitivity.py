@@ -53,10 +53,7 @@ def measure(
         for scheme in dict.fromkeys([*schemes, *decided])
         for part in rounds([group for group in groups if scheme in group.schemes])
     ]
-    current().expect(
-        {("group",): sum(len(part) for _, part in works)},
-        {"groups": sum(len(part) for _, part in works)},
-    )
+    current().expect(sum(len(part) for _, part in works), "groups")
     places = {group: i for i, group in enumerate(groups)}
     for scheme, part in works:
         chosen = {name: FLOAT for group in groups for name in group.names}
@@ -68,7 +65,7 @@ def measure(
                 kl = _alone(converter.root, group, converted, forwards)
                 if math.isfinite(kl):
                     found[places[group]][scheme] = Cost(packed_bytes(converted, group), kl)
-                current().step(("group",), counts={"groups": 1})
+                current().step()
     return found
 
 

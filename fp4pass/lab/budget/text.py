@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import calibration
-from ...engine.trial import size_of
 from ...errors import CalibrationError, require_number
 from ...evaluation.measure import fitting_batch_size
+from ...quantization.observers.batches import size_of
 
 # Windows of a batch, and windows beside those that are measured, for methods that need text.
 _BATCH, _MORE = 8, 128

@@ -21,7 +21,6 @@ from ...errors import (
     OptionError,
     StateError,
     expected,
-    require_flags,
     require_number,
 )
 from ...quantization.observers.batches import device_of
@@ -99,7 +98,6 @@ def distill(
         >>> found.best.kl <= found.history[0].kl
         True
     """
-    require_flags(progress=progress)
     require_number("steps", "1, 2, ...", steps, least=1)
     require_number("seed", "an integer", seed)
     require_share(share)
@@ -196,9 +194,7 @@ def _train(
     marks = {math.ceil(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
     losses: list[Tensor] = []
     began = time.perf_counter() - run.seconds
-    bar.expect({("steps",): steps - run.step}, {"steps": steps})
-    bar.step(("steps",), 0, {"steps": run.step})
-
+    bar.expect(steps, "steps", run.step)
     while run.step < steps:
         found, _ = divergence(student, teacher, batches.at(run.step, seed))
         _require_finite(found.item(), student, teacher, f"step {run.step + 1}")
@@ -206,7 +202,7 @@ def _train(
         optimizer.step(run.step)
         losses.append(found.detach())
         run.step += 1
-        bar.step(("steps",), 1, {"steps": 1})
+        bar.step()
         if run.step not in marks:
             continue
         # The mean over processes is that over their tokens: all have the same number.

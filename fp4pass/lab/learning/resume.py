@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.files import path_of
 from ...core.fingerprint import digest_of
-from ...core.paths import path_of
 from ...distributed import reshard
 from ...errors import CheckpointError, StateError
 from .optimizer import Optimizer, local

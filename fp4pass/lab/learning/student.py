@@ -14,14 +14,13 @@ from torch import Tensor, fx, nn
 from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch_hooks import recompile_hooked
 from ...checkpoint.finish import finish
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...distributed import sharded_parameter
 from ...errors import (
     NonFiniteError,
     ShapeError,
     StateError,
     expected,
-    require_flags,
     require_number,
 )
 from ...nn.experts import QUANTIZED
@@ -87,7 +86,6 @@ def trainable(
         >>> loss.backward()
         >>> model = learning.freeze(student)
     """
-    require_flags(others=others)
     require_share(share)
     root, source = unwrap(model), unwrap(original)
     state = _require_trainable(root)

@@ -16,10 +16,10 @@ from ..._compat.accelerate import offloaded_tensors
 from ..._compat.torch import is_compiled
 from ...calibration.tokens import Tokens
 from ...checkpoint.finish import finish
-from ...checkpoint.layer_files import ConvertedState
+from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import is_sharded, ranks, require_initialized
-from ...errors import CalibrationError, OptionError, StateError, require_flags
+from ...errors import CalibrationError, OptionError, StateError
 from ...methods import Stats
 from ...nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ...quantization.adapters import around_packed, base_of, parents, unload
@@ -109,7 +109,6 @@ def merge(
         >>> merged.layers, type(merged.model[0]).__name__
         ({'0': 'sse'}, 'QuantizedLinear')
     """
-    require_flags(progress=progress)
     outer = unwrap(model)
     root = base_of(outer)
     state = _require_converted(outer, root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..._compat.accelerate import offloaded_tensors
 from ...core.fingerprint import digest_of
 from ...core.progress import current
-from ...core.time_left import Kind
 from ...distributed import require_initialized
 from ...errors import CalibrationError, StateError, expected
 from ...record.state import PreparedState, set_state, unwrap
@@ -37,6 +36,12 @@ def require_batches(batches: object) -> None:
             f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
             "batch into a list: calibrate(model, [batch])."
         )
+
+
+def size_of(batch: Any) -> int:
+    """Return the numbers in the first tensor of a batch: its tokens."""
+    args, kwargs = call_arguments(batch, None)
+    return next((x.numel() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), 1)
 
 
 def require_loaded(root: nn.Module) -> None:
@@ -118,31 +123,12 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
 
 def _with_progress(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield batches and show how far they are. Raises CalibrationError without any."""
-    empty, progress = True, current()
-    # Batches in a list say how large they are: some are smaller than others.
-    sizes = [_sizes(each) for each in batches] if isinstance(batches, list | tuple) else []
-    unit = "samples" if sizes and all(rows for rows, _ in sizes) else "batches"
-    if unit == "samples":
-        costs: dict[Kind, float] = {(unit,): sum(values for _, values in sizes)}
-        progress.expect(costs, {unit: sum(rows for rows, _ in sizes)})
-    else:
-        total = len(batches) if isinstance(batches, Sized) else None
-        progress.expect({} if total is None else {(unit,): total}, {unit: total})
-    for batch in batches:
+    empty = True
+    for batch in current().each(batches, "batches"):
         empty = False
         yield batch
-        rows, values = _sizes(batch) if unit == "samples" else (1, 1)
-        progress.step((unit,), values, {unit: rows})
     if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
-
-
-def _sizes(batch: Any) -> tuple[int, int]:
-    """Return the rows and the values of the first tensor of a batch, 0 where there is none."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [batch] if isinstance(batch, Tensor) else values
-    tensors = [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
-    return (len(tensors[0]), tensors[0].numel()) if tensors and tensors[0].ndim else (0, 0)
 
 
 def _row_problem(batch: Any) -> str:

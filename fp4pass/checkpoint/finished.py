@@ -1,41 +1,164 @@
-"""Write packed layers to files that the model maps, find these again, take them into a save."""
+"""Keep finished work of a conversion in a folder, found again by all that decides it.
+
+`convert(resume=)` keeps searches; `convert(stream=)` keeps layers in files that the model maps, and
+that `save` takes as they are.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_from
 from .._version import __version__
-from ..core.devices import copy_async
-from ..core.fingerprint import digest_of, fingerprint
-from ..core.plain_files import parse_json
+from ..core.files import parse_json, path_of
+from ..core.fingerprint import Unknown, digest_of, fingerprint, identity_of
+from ..core.quant_state import QuantState, read_file, save_state
 from ..distributed import ranks
-from ..errors import OptionError, as_option
+from ..errors import CheckpointError, OptionError, as_option, expected
+from ..methods import Certificate, MethodResult
 from ..nn.experts import QUANTIZED
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
 from ..record.rows import Row
 from ..record.state import ModelState
-from .layer_store import LayerStore, write_whole
 from .layouts import Layout, PackedLayer
+
+_log = logging.getLogger(__name__)
+
+# The tensors of a Certificate.
+_PROOF = ("loss", "bound")
 
 # Layers that are written at a time, while the next one is worked on.
 _WRITERS = 2
 
-# Buffers of packed layers, by the names of the layers in the model.
-_Buffers = Mapping[str, Mapping[str, Tensor | None]]
+
+class FinishedWork:
+    """A folder of finished work, each file whole or not there.
+
+    Attributes:
+        option: the option of `convert` that names the folder.
+        holds: the work that is in it.
+    """
+
+    option: ClassVar[str]
+    holds: ClassVar[str]
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = path_of(folder, self.option)
+        self._said = set[str]()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise OptionError(expected(self.option, "a folder", f"{self.folder}, a file"))
+        with ranks().together():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OptionError(
+                    f"{self.option} is {self.folder}, which cannot be made: {error}."
+                ) from error
+
+    def identity(self, name: str, decides: Iterable[Any]) -> str:
+        """Return a digest of everything that decides a result, and of the version of fp4pass.
+
+        Objects that cannot be identified have one that no other run finds.
+        """
+        try:
+            return identity_of(__version__, *decides)
+        except Unknown as unknown:
+            if str(unknown) not in self._said:
+                self._said.add(str(unknown))
+                _log.warning(
+                    "%s: what decides %s cannot be told from something else (%s): it is quantized "
+                    "again by every call.",
+                    self.option,
+                    name,
+                    unknown,
+                )
+            return secrets.token_hex()
+
+    @contextmanager
+    def usable(self) -> Iterator[None]:
+        """Turn errors of disks into a CheckpointError."""
+        try:
+            yield
+        except (OSError, SafetensorError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{self.option}: {self.folder} cannot be read or written: "
+                f"{error.__cause__ or error}. The {self.holds} that it holds are whole: mend that "
+                "or make room, and run the same again."
+            ) from error
+
+
+class FinishedSearches(FinishedWork):
+    """Finished searches of `convert(resume=)`, each in a file that its identity names.
+
+    Threads and processes may share the folder.
+    """
+
+    option, holds = "resume", "searches"
+    # How many were there.
+    found = 0
+
+    def get_or_search(
+        self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
+    ) -> MethodResult:
+        """Return the search that is finished for what decides it, or search and keep that."""
+        path = self.folder / f"{self.identity(name, decides)}.safetensors"
+        with self.usable():
+            if path.exists():
+                try:
+                    state, (tensors, _) = QuantState.load(path), read_file(path)
+                    proof = {name: tensors[name] for name in _PROOF if name in tensors}
+                    self.found += 1
+                    return MethodResult(state, Certificate(**proof) if proof else None)
+                except (CheckpointError, SafetensorError, OSError):
+                    # A disk that was full, a copy that was cut off, a bit that fell over.
+                    path.unlink(missing_ok=True)
+        result = search()
+        certificate = result.certificate
+        beside = {} if certificate is None else {n: getattr(certificate, n) for n in _PROOF}
+        with self.usable():
+            mark = secrets.token_hex(4)
+            _write_whole(path, lambda part: save_state(part, result.state, beside), mark, sync=True)
+        return result
+
+
+def _write_whole(
+    path: Path, write: Callable[[Path], object], mark: str = "partial", sync: bool = False
+) -> None:
+    """Have a file written, whole or not at all, that others can read as far as is usual.
+
+    mark: of the name that it has until then.
+    sync: wait for the disk. Layers do not, for the next one is to be read: a file that a machine
+        tears when it stops is found by its checksums, and `save` waits for those that it links.
+    """
+    partial = path.with_name(f".{path.name}.{mark}")
+    try:
+        # safetensors makes files that only their owner can read.
+        partial.touch()
+        mode = partial.stat().st_mode
+        write(partial)
+        partial.chmod(mode)
+        if sync:
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+        # Over the file of another identity, which Windows would not do by itself.
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -59,18 +182,21 @@ class LayerFile:
     @staticmethod
     def of(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, Any]) -> LayerFile:
         """Return the record of a file that was just mapped."""
-        versions = {name: tensor._version for name, tensor in tensors.items()}
-        return LayerFile(path, tensors, versions, sums, _stamp(path))
+        return LayerFile(path, tensors, _versions(tensors), sums, _stamp(path))
 
-    def is_unchanged(self, tensors: Mapping[str, Tensor | None]) -> bool:
+    def is_unchanged(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the file has just these tensors, unchanged since they were mapped."""
         return (
             tensors.keys() == self.tensors.keys()
             and all(tensors[name] is tensor for name, tensor in self.tensors.items())
-            and all(each._version == self.versions[name] for name, each in self.tensors.items())
+            and _versions(self.tensors) == self.versions
             and self.path.is_file()
             and _stamp(self.path) == self.stamp
         )
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor._version for name, tensor in tensors.items()}
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -91,8 +217,7 @@ class ConvertedState(ModelState):
     carried: Mapping[str, Path] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A layer that is being written, and the modules that will map it."""
 
     path: Path
@@ -100,7 +225,7 @@ class _Kept:
     written: Future[None] | None = None  # by the first process
 
 
-class FinishedLayers(LayerStore):
+class FinishedLayers(FinishedWork):
     """The packed layers of `convert(stream=)`, each in a file from which the model maps it.
 
     A file is written while the next layer is worked on. It has the key of its call, the options and
@@ -127,18 +252,27 @@ class FinishedLayers(LayerStore):
         self.files: list[LayerFile] = []
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fp4pass-keep")
         self._kept: deque[_Kept] = deque()
-        self._found = self._whole_files()
+        # The identities of layers with a whole file of this key.
+        whole = dict[str, str]()
+        with self.usable(), ranks().first_alone() as is_first:
+            for path in sorted(self.folder.glob("*.safetensors")) if is_first else ():
+                identity = _identity_in(path, self.key)
+                if identity is not None:
+                    whole[path.name.removesuffix(".safetensors")] = identity
+                else:
+                    path.unlink()
+                    _facts_of(path).unlink(missing_ok=True)
+        self._whole = ranks().gather(whole)[0]
 
     def has(self, name: str, identity: str) -> bool:
         """Return whether a layer is there already, from a run before."""
-        return self._found.get(name) == identity
+        return self._whole.get(name) == identity
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer their packed tensors."""
-        path = self._path_of(name)
+        path = self.folder / f"{name}.safetensors"
         facts, tensors = self._mapped(path)
-        rows = map(Row.from_dict, facts["rows"])
-        self.rows.update({row.name: row for row in rows})
+        self.rows |= {row.name: row for row in map(Row.from_dict, facts["rows"])}
         begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config
@@ -155,13 +289,23 @@ class FinishedLayers(LayerStore):
         The modules map it from there, in place of the memory that they have, when a later layer is
         kept, or at the end.
         """
-        packed, path, written = _packed_of(name, layer), self._path_of(name), None
+        packed, written = _packed_of(name, layer), None
+        path = self.folder / f"{name}.safetensors"
         if ranks().rank == 0:
-            buffers = {full: dict(module._buffers) for full, module in packed.items()}
             rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
-            facts = {"key": self.key, "identity": identity, "rows": [row.record() for row in rows]}
-            event = _event_behind(buffers)
-            written = self._writers.submit(_write_layer, path, buffers, facts, event)
+            tensors: dict[str, Tensor] = {}
+            # Each is in the file under its name, as a checkpoint has it, none shared.
+            first, shared = dict[int, str](), dict[str, str]()
+            for full, module in packed.items():
+                for part, tensor in module._buffers.items():
+                    if tensor is not None:
+                        key = f"{full}.{part}"
+                        one = shared[key] = first.setdefault(id(tensor), key)
+                        host = tensor.detach().cpu().contiguous()
+                        tensors[key] = host if one == key else host.clone()
+            facts: dict[str, Any] = {"key": self.key, "identity": identity, "shared": shared}
+            facts["rows"] = [row.record() for row in rows]
+            written = self._writers.submit(_write_layer, path, tensors, facts)
         self._add(_Kept(path, packed, written))
 
     def __enter__(self) -> None:
@@ -205,23 +349,6 @@ class FinishedLayers(LayerStore):
             found.setdefault(name, {})[part] = tensors[original]
         return facts, found
 
-    def _path_of(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
-
-    def _whole_files(self) -> dict[str, str]:
-        """Return the identities of layers with a whole file of this key, and remove other files."""
-        found: dict[str, str] = {}
-        group = ranks()
-        with self.usable(), group.first_alone() as is_first:
-            for path in sorted(self.folder.glob("*.safetensors")) if is_first else ():
-                identity = _identity_of(path, self.key)
-                if identity is not None:
-                    found[path.name.removesuffix(".safetensors")] = identity
-                else:
-                    path.unlink()
-                    _facts_of(path).unlink(missing_ok=True)
-        return group.gather(found)[0]
-
 
 def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
     """Return the packed modules of a layer, by their names in the model."""
@@ -232,51 +359,17 @@ def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _write_layer(
-    path: Path, packed: _Buffers, facts: Mapping[str, Any], event: torch.cuda.Event | None
-) -> None:
-    """Write a file of tensors as a checkpoint has them: each under its name, none shared.
-
-    event: behind it those on a GPU are complete.
-    """
-    tensors: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for full, parts in packed.items():
-        for part, tensor in parts.items():
-            if tensor is None:
-                continue
-            key = f"{full}.{part}"
-            shared[key] = first.setdefault(id(tensor), key)
-            is_first = shared[key] == key
-            tensors[key] = _host(tensor, event) if is_first else tensors[shared[key]].clone()
-    sums = {key: fingerprint(tensor) for key, tensor in tensors.items()}
-    record = {**facts, "shared": shared, "sums": sums}
+def _write_layer(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write a file of tensors, and then what tells that it is whole."""
+    record = {**facts, "sums": {key: fingerprint(tensor) for key, tensor in tensors.items()}}
     record["sha256"] = digest_of(record)
     # The file of tensors cannot say it, whose bytes are to be those of any other run.
     _facts_of(path).unlink(missing_ok=True)
-    write_whole(path, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
-    write_whole(_facts_of(path), lambda partial: partial.write_text(json.dumps(record)))
+    _write_whole(path, lambda part: save_file(dict(tensors), part, metadata={"format": "pt"}))
+    _write_whole(_facts_of(path), lambda part: part.write_text(json.dumps(record)))
 
 
-def _event_behind(buffers: _Buffers) -> torch.cuda.Event | None:
-    """Return an event behind the kernels that make the tensors that are on a GPU."""
-    tensors = (tensor for parts in buffers.values() for tensor in parts.values())
-    gpu = next((x.device for x in tensors if x is not None and x.is_cuda), None)
-    return None if gpu is None else torch.cuda.current_stream(gpu).record_event()
-
-
-def _host(tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
-    """Return a contiguous tensor in memory."""
-    tensor = tensor.detach()
-    if event is None or not tensor.is_cuda:
-        return tensor.cpu().contiguous()
-    found = torch.empty(tensor.shape, dtype=tensor.dtype)
-    copy_async(tensor, found, event)
-    return found
-
-
-def _identity_of(path: Path, key: str) -> str | None:
+def _identity_in(path: Path, key: str) -> str | None:
     """Return the identity of the layer in a file; None if that is of another key, or not whole."""
     try:
         facts = parse_json(_facts_of(path).read_text())
@@ -296,7 +389,7 @@ def _facts_of(path: Path) -> Path:
 
 def files_to_take(
     modules: Mapping[str, nn.Module],
-    state: ConvertedState,
+    files: Sequence[LayerFile],
     layout: Layout,
     packed: Mapping[str, tuple[str, str, PackedLayer]],
     renamed: Collection[str],
@@ -306,7 +399,7 @@ def files_to_take(
 
     Args:
         modules: of the model, by their names.
-        state: of the model.
+        files: that it maps.
         layout: of the checkpoint.
         packed: the layer and the buffer of each packed tensor of the state dict, and the record of
             the layer.
@@ -314,24 +407,25 @@ def files_to_take(
         limit: the bytes of a file.
     """
     found = []
-    for file in state.files:
-        if not file.tensors:
-            # Of a layer in which every linear is skipped.
-            continue
+    for file in files:
         layers = {packed[name][0] for name in file.tensors if name in packed}
         tensors = {
-            name: (each, tensor)
-            for name, each in packed.items()
-            if each[0] in layers and (tensor := modules[each[0]]._buffers.get(each[1])) is not None
+            name: tensor
+            for name, (layer, part, _) in packed.items()
+            if layer in layers and (tensor := modules[layer]._buffers.get(part)) is not None
         }
-        is_as_stored = layers.isdisjoint(renamed) and all(
-            layout.tensor_name(layer, part, record.fmt) == name
-            and layout.encode(part, tensor, record) is tensor
-            for name, ((layer, part, record), tensor) in tensors.items()
-        )
-        holds = file.is_unchanged({name: tensor for name, (_, tensor) in tensors.items()})
         # A layer that is skipped whole has a file without tensors.
-        if layers and is_as_stored and holds and file.path.stat().st_size <= limit:
+        if (
+            layers
+            and layers.isdisjoint(renamed)
+            and all(
+                layout.tensor_name(layer, part, record.fmt) == name
+                and layout.encode(part, tensors[name], record) is tensors[name]
+                for name, (layer, part, record) in ((n, packed[n]) for n in tensors)
+            )
+            and file.is_unchanged(tensors)
+            and file.path.stat().st_size <= limit
+        ):
             found.append(file)
     # In the order of the model, whichever were finished first.
     place = {name: i for i, name in enumerate(packed)}

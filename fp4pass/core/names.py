@@ -1,9 +1,18 @@
-"""Patterns for names of modules."""
+"""Names of modules: patterns that cover them, and those that serving engines fuse."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Sequence
+
+# Linear layers of one module that vLLM and SGLang multiply by as one matrix.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 
 
 def covering_globs(names: Sequence[str], others: Collection[str]) -> list[str]:

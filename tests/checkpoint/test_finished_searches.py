@@ -17,7 +17,7 @@ from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.checkpoint.layer_store import FinishedSearches
+from fp4pass.checkpoint.finished import FinishedSearches
 from fp4pass.core import quant_state
 from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format

@@ -1,15 +1,23 @@
-"""Read YAML and JSON as plain values."""
+"""Paths as callers give them, and the plain values of YAML and JSON files."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import OptionError, expected
 
 # Levels of objects and lists in each other; no file of a model has ten.
 _DEEPEST = 200
+
+
+def path_of(path: object, what: str, wanted: str = "a path, as a string or a pathlib.Path") -> Path:
+    """Return a path. Raises OptionError for what is none, calling it `what`."""
+    if not isinstance(path, str | os.PathLike) or str(path) == "" or "\0" in str(path):
+        raise OptionError(expected(what, wanted, repr(path)))
+    return Path(os.fspath(path))
 
 
 def parse_json(text: str | bytes) -> Any:

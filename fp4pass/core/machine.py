@@ -1,0 +1,137 @@
+"""The machine: devices that a caller names, copies beside kernels, and memory that is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+
+# Compute capability from which NVIDIA GPUs have tensor cores for FP4: Blackwell.
+FP4_CAPABILITY = (10, 0)
+
+# Bytes of pinned memory of a copy, without which it does not overlap kernels.
+_STAGED = 1 << 26
+
+_MEMINFO = Path("/proc/meminfo")
+
+# The control groups of this process (cgroup v2), and where what they may take is written.
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def has_fp4_tensor_cores(index: int | None = None) -> bool:
+    """Return whether a GPU has FP4 tensor cores; without an index, whether one of them has."""
+    if torch.version.cuda is None:
+        return False
+    gpus = range(torch.cuda.device_count()) if index is None else (index,)
+    return any(torch.cuda.get_device_capability(each) >= FP4_CAPABILITY for each in gpus)
+
+
+def require_device(name: torch.device | str, what: str) -> None:
+    """Raise OptionError for a device that is not there; `what` says where it was named."""
+    try:
+        torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        # It lists every type of device that torch was ever built for.
+        raise OptionError(
+            f"{what}{name} cannot be used: there is none. Try cuda or cpu."
+        ) from error
+    try:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        problem = str(error).splitlines()[0]
+        raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device. Raises OptionError if that is not there."""
+    try:
+        return tensor.to(device=device)
+    except (RuntimeError, AssertionError, TypeError):
+        require_device(device, "device=")
+        raise
+
+
+def copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    """Copy a tensor to or from a GPU beside its kernels, once an event is over.
+
+    Returns the event of the end. The thread that calls it waits for the copy, so call it in one
+    beside that which computes.
+    """
+    gpu = source.device if source.is_cuda else target.device
+    stream = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(stream), torch.no_grad():
+        stream.wait_event(after)
+        if not (source.is_contiguous() and target.is_contiguous() and source.numel()):
+            target.copy_(source)
+            return stream.record_event()
+        staged = torch.empty(min(source.nbytes, _STAGED), dtype=torch.uint8, pin_memory=True)
+        raw = (x.detach().reshape(-1).view(torch.uint8) for x in (source, target))
+        for part, there in zip(*(each.split(len(staged)) for each in raw), strict=True):
+            between = staged[: len(part)]
+            between.copy_(part, non_blocking=True)
+            if part.is_cuda:
+                stream.synchronize()
+            there.copy_(between, non_blocking=True)
+            stream.synchronize()
+        return stream.record_event()
+
+
+class Memory(NamedTuple):
+    """Bytes that there are, and that are still to be had."""
+
+    total: int
+    available: int
+
+
+def memory_limits() -> list[Memory]:
+    """Return all limits on what this process may take: each of them holds.
+
+    They are the machine's and those of the control group that it is in, as in a container, and of
+    all groups around it. A system with neither /proc/meminfo nor os.sysconf (Windows) has none.
+    """
+    return [*_of_machine(), *_of_groups()]
+
+
+def _of_machine() -> Iterator[Memory]:
+    names = getattr(os, "sysconf_names", {})
+    if _MEMINFO.is_file():
+        kilobytes = _numbers(_MEMINFO)
+        yield Memory(1024 * kilobytes["MemTotal:"], 1024 * kilobytes["MemAvailable:"])
+    elif "SC_PHYS_PAGES" in names:
+        pages = os.sysconf("SC_PHYS_PAGES")
+        # macOS does not say what is free.
+        free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names else pages
+        page = os.sysconf("SC_PAGE_SIZE")
+        yield Memory(page * pages, page * free)
+
+
+def _of_groups() -> Iterator[Memory]:
+    """Yield the limits of the group of this process, and of those around it."""
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.is_file() else []
+    for line in (each for each in lines if each.startswith("0::")):
+        own = _GROUPS / line.removeprefix("0::").strip("/")
+        # In a container the path may be that of the host, and only its end exists.
+        for folder in (own, *own.parents):
+            try:
+                total = int((folder / "memory.max").read_text())
+                stat = _numbers(folder / "memory.stat")
+                used = int((folder / "memory.current").read_text())
+            except (OSError, ValueError):
+                # The root has no limit, and "max" is none.
+                continue
+            # Copies of files make room by themselves.
+            files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            yield Memory(total, total - used + files)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line of a file by its first word."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
