@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from .engine.smoothing import smooth
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .lab.budget import allocate
-    from .lab.learning import distill
-    from .lab.merging import merge
+    from .lab import allocate, distill, merge
     from .parallel import parallelize
 
 # The modules of public names that few programs use: they are imported when one is asked for.
 _LATER = {
-    "allocate": ".lab.budget",
-    "distill": ".lab.learning",
+    "allocate": ".lab",
+    "distill": ".lab",
     "Evaluation": ".evaluation",
     "evaluate": ".evaluation",
-    "merge": ".lab.merging",
+    "merge": ".lab",
     "parallelize": ".parallel",
     "smooth": ".engine.smoothing",
     "trace": ".graph.export",

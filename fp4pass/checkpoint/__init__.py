@@ -4,6 +4,8 @@
 `open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
 """
 
+from .finish import finish as finish_model  # noqa: F401, for the lab
+from .finished import ConvertedState as ConvertedState
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
 from .opening import open_checkpoint, read_experts

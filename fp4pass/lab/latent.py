@@ -199,9 +199,7 @@ class LatentExperts(Latent):
     def _rounded(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return rounded inputs: [T, k, K] where each expert has a global scale."""
         key = self.packed.config.format.key
-        codes, scale, number = quantize_pairs(
-            x, ids, self.packed.packed_weight, self.packed.config
-        )
+        codes, scale, number = quantize_pairs(x, ids, self.packed.packed_weight, self.packed.config)
         if number is None or len(number) == 1:
             return ops.dequantize(codes, scale, number, key, x.dtype)
         found = x.new_zeros((*ids.shape, x.shape[-1]))

@@ -3,7 +3,8 @@
 from .config import LinearConfig, LinearOptions, Rule, Rules, check_rules
 from .quality import get_quality
 from .rows import Report, Row
-from .schemes import scheme_fields, schemes
+from .schemes import scheme_fields
+from .signatures import with_options
 from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "get_state",
     "remember_tokenizer",
     "scheme_fields",
-    "schemes",
     "set_state",
     "unwrap",
+    "with_options",
 ]
