@@ -1,4 +1,4 @@
-"""Show the examples of docstrings as code, and list the options behind `**options`."""
+"""Show the examples of docstrings as code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import Any
 
 import griffe
 
-from fp4pass.record.signatures import described
-
 
 class Sections(griffe.Extension):
-    """Read `Example:` as the examples that griffe knows, and list the fields of LinearConfig."""
+    """Read `Example:` as the examples that griffe knows."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of an object before it is read."""
         if obj.docstring is None:
             return
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
-        if isinstance(obj, griffe.Function):
-            text = described(text, [parameter.name for parameter in obj.parameters])
         obj.docstring.value = text

@@ -11,8 +11,6 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
-from fp4pass.record.signatures import described as with_options
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # A page includes a file, or a section of one.
@@ -96,7 +94,6 @@ def described(name: str) -> str:
     shown = ""
     if isinstance(found, griffe.Function):
         shown = f"```python\n{found.signature()}\n```\n\n"
-        text = with_options(text, [parameter.name for parameter in found.parameters])
     return f"## {name}\n\n{shown}{text}"
 
 

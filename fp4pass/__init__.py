@@ -11,13 +11,14 @@ from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
+from .quantization import functional
 from .quantization.quantize import set_compute
 from .quantization.recipe import Recipe
-from .quantization.report import report
 from .quantization.restore import dequantize
-from .quantization.tensor import QuantState, functional, quantize
+from .quantization.tensor import QuantState, quantize
 from .record.config import LinearConfig
 from .record.rows import Report
+from .record.state import report
 
 if TYPE_CHECKING:
     from .engine.smoothing import smooth

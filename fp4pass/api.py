@@ -18,34 +18,34 @@ from .engine.conversion import Conversion
 from .engine.engine import Engine
 from .engine.one_call import OneCall
 from .engine.recording import record_layers
-from .nn.kv_cache import KV_CACHE
+from .methods.base import MethodChoice
+from .nn.kv_cache import KV_CACHE, CacheName
 from .quantization import checks
 from .quantization.observers.attention import convert_mha_projections
 from .quantization.observers.batches import run_batches
 from .quantization.observers.computing import fast_dtype
 from .quantization.observers.kv_cache import observe_cache
-from .quantization.plan import plan_layers
+from .quantization.plan import plan_layers, planned_row
 from .quantization.replace import attach_observers
-from .quantization.report import planned_row
 from .quantization.restore import unprepared_on_error
 from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
+from .record.quality import QualityName
 from .record.rows import Report
-from .record.signatures import with_options
+from .record.schemes import Scheme
 from .record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@with_options
 @convert_mha_projections
 def prepare(
     model: nn.Module,
-    method: object = None,
+    method: MethodChoice | None = None,
     *,
     rules: Rules = (),
     sequential: bool = False,
-    kv_cache: str | None = None,
+    kv_cache: CacheName | None = None,
     **options: Unpack[SchemeOptions],
 ) -> nn.Module:
     """Put observers in front of the linear layers of `model`, in place, and return it.
@@ -129,7 +129,7 @@ def calibrate(
     Example:
         >>> model = fp4pass.prepare(model)
         >>> model = fp4pass.calibrate(model, batches, progress=False)
-        >>> fp4pass.convert(model)[0].input_global_scale.shape
+        >>> fp4pass.convert(model, "nvfp4")[0].input_global_scale.shape
         torch.Size([1])
     """
     unwrap(model, data)
@@ -141,18 +141,17 @@ def calibrate(
     return model
 
 
-@with_options
 @convert_mha_projections
 def convert(
     model: nn.Module,
-    fmt: str | None = None,
-    method: object = None,
+    fmt: Scheme | None = None,
+    method: MethodChoice | None = None,
     *,
-    quality: str | None = None,
+    quality: QualityName | None = None,
     data: Any = None,
     tokenizer: Any = None,
     rules: Rules = (),
-    kv_cache: str | None = None,
+    kv_cache: CacheName | None = None,
     resume: str | os.PathLike[str] | None = None,
     stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,

@@ -13,7 +13,7 @@ from torch import nn
 
 from .api import convert
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
-from .checkpoint.layouts import get_layout
+from .checkpoint.layouts import LayoutName, get_layout
 from .checkpoint.saving import save
 from .checkpoint.source_files import MANIFEST
 from .checkpoint.upload import require_repository
@@ -23,30 +23,30 @@ from .core.files import path_of
 from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, as_option, expected
+from .methods.base import MethodChoice
 from .quantization.recipe import Recipe
-from .quantization.report import report
 from .record.config import LinearOptions, Rules, check_rules
+from .record.quality import QualityName
 from .record.rows import Report
-from .record.signatures import with_options
-from .record.state import config_of
+from .record.schemes import Scheme
+from .record.state import config_of, report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@with_options
 def quantize_checkpoint(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
-    fmt: str | None = None,
-    method: object = None,
+    fmt: Scheme | None = None,
+    method: MethodChoice | None = None,
     *,
-    quality: str | None = None,
+    quality: QualityName | None = None,
     data: Any = None,
     rules: Rules = (),
     device: torch.device | str | None = None,
     stream: str | os.PathLike[str] | None = None,
-    layout: str = "compressed-tensors",
+    layout: LayoutName = "compressed-tensors",
     tokenizer: Any = None,
     copy_files: Sequence[str] = (),
     dtype: torch.dtype | str = "auto",

@@ -18,8 +18,8 @@ from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
 from fp4pass.evaluation import output_errors
 from fp4pass.parity import Linear4bit, Linear8bitLt, codebook_quantize, swap
+from fp4pass.quantization.functional import error_metrics, global_scale_for, quantize_blocks
 from fp4pass.quantization.tensor import load_state
-from fp4pass.quantization.tensor.functional import error_metrics, global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 BLOCKS, IDS = X.view(4, 4, 16), torch.ones(20, dtype=torch.long)
@@ -89,11 +89,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     # names of schemes and methods, in each other's place or as others spell them
     (lambda: fp4pass.prepare(model(), "MXFP4"), "it is a scheme. Give fmt='mxfp4'."),
     (lambda: fp4pass.convert(model(), "GPTQ"), "it is a method. Give method='gptq'."),
-    (lambda: convert(fmt="fp4"), "Did you mean fmt='nvfp4'?"),
-    (lambda: convert(fmt="W4A16"), "Did you mean fmt='nvfp4a16'?"),
-    (lambda: convert(fmt="nvfp4_a16"), "Did you mean fmt='nvfp4a16'?"),
-    (lambda: convert(fmt="NVFP4_MLP_WEIGHT_ONLY_CFG"), "fmt='nvfp4a16'?"),
-    (lambda: convert(fmt="int4"), "fp4pass has no integers with zero points"),
+    (lambda: convert(fmt="fp4"), "Did you mean 'nvfp4'?"),
+    (lambda: convert(fmt="W4A16"), "Did you mean 'nvfp4a16'?"),
+    (lambda: convert(fmt="nvfp4_a16"), "Did you mean 'nvfp4a16'?"),
+    (lambda: convert(fmt="NVFP4_MLP_WEIGHT_ONLY_CFG"), "Did you mean 'nvfp4a16'"),
     (lambda: convert(fmt="nf4"), "fmt: Scheme 'nf4' does not exist. Did you mean 'nvfp4'"),
     (lambda: convert(fmt="nvfp4:-16"), "Format 'nvfp4:-16' does not exist"),
     (lambda: convert(rules=[("0", {"fmt": None})]), "fmt: expected the name of a scheme, got None"),
@@ -170,8 +169,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: evaluate(confidence=1.0), "confidence: expected a number between 0 and 1"),
     (lambda: errors(batches=X), "batches: expected an iterable of batches, got Tensor"),
     (lambda: errors(reference=nn.Sequential(nn.Linear(8, 8))), "of this name and shape"),
-    (lambda: report("gather", source=3), "source: expected a converted model or a path, got 3"),
-    (lambda: report("gather", evaluations=[{"text": "a"}]), "got a text without confidence"),
     (lambda: report("write_report", path="p.pdf"), "expected a name that ends in .html, got p.pdf"),
     (lambda: report("write_report", path="/proc/x/p.html"), "/proc/x/p.html cannot be written"),
 ]

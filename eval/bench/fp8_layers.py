@@ -24,7 +24,7 @@ from eval.bench.harness import device, graph_us, parser_for, rotated, weight_lik
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass import ops
-from fp4pass._compat.scaled_mm import block_scaled_mm, scaled_mm
+from fp4pass._compat.torch import block_scaled_mm, scaled_mm
 from fp4pass.nn.linear import StoredWeight, quantize_input, quantized_linear
 from fp4pass.record.config import LinearConfig
 

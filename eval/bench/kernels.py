@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval import charts
 from eval.bench import peers
 from eval.bench.harness import (
     BYTES_PER_US,
@@ -54,7 +55,6 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8.naive import uses_fp8
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.reporting import charts
 
 Check = Callable[[Any], str | None]
 

@@ -38,7 +38,7 @@ from eval.quality.real_model import CHARACTERS, named
 from eval.record import Results, Row, command, device_name
 from fp4pass import ops
 from fp4pass.calibration import sample
-from fp4pass.calibration.scripts import scripts_of
+from fp4pass.calibration.sample import scripts_of
 from fp4pass.core.elements import element_table
 from fp4pass.core.packing import pack_codes, unpack_codes
 from fp4pass.evaluation import token_windows

@@ -1,13 +1,15 @@
-"""Private APIs of PyTorch: its compiler's hook, guards and nodes, and what intercepts operators."""
+"""Private APIs of PyTorch: its compiler, hooks of modules, FP8 products, intercepted operators."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import platform
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import getitem
@@ -473,3 +475,153 @@ def statically_equal(a: Any, b: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
+
+
+@part(
+    "torch",
+    "hooks that torch.compile does not look into",
+    "A prepared model that is compiled is compiled again for each kind of mask.",
+)
+def _skips_functions() -> None:
+    def nothing() -> None: ...
+
+    _skip(nothing)
+
+
+def runs_uncompiled(function: Callable[..., Any]) -> None:
+    """Have torch.compile not look into a function that is called outside of its graphs.
+
+    Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
+    of its parts are in its graph.
+    """
+    _skips_functions.attempt(_skip, function)
+
+
+def _skip(function: Callable[..., Any]) -> None:
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(
+        inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
+    )
+
+
+@part(
+    "torch",
+    "observers in a model that is already compiled",
+    "Call torch.compiler.reset() after prepare, or its graphs run without the observers.",
+)
+def _sees_new_hooks() -> None:
+    # Dynamo sees the hooks of modules without parameters anyway.
+    model = nn.Sequential(nn.Linear(1, 1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.zeros(1))
+    seen: list[object] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module))
+    _change_dictionaries(model[0])
+    compiled(torch.zeros(1))
+    expect(len(seen) == 1, "Dynamo to compile a module again whose dictionaries are other ones")
+
+
+def recompile_hooked(model: nn.Module) -> None:
+    """Have code that torch.compile made of a model compiled again where modules have hooks.
+
+    Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
+    of the dictionaries that hold their parameters and children, which may be either of two. Code of
+    other models stays.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    hooked = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    # Where nothing was compiled, nothing needs the self-test, which compiles.
+    if hooked and sys.modules["torch._dynamo"].utils.counters["frames"]:
+        _sees_new_hooks.works()
+    for module in hooked:
+        _change_dictionaries(module)
+
+
+def _change_dictionaries(module: nn.Module) -> None:
+    for name in ("_parameters", "_modules"):
+        old = module.__dict__[name]
+        module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
+
+
+def add_forward_hooks(
+    module: nn.Module,
+    name: str,
+    before: Callable[..., None],
+    after: Callable[..., None],
+    with_kwargs: bool = False,
+) -> None:
+    """Call functions before and after each forward of a module, also after one that fails.
+
+    The hooks are known by a name. A number, as torch gives one, is that of another hook once the
+    module is unpickled in another process. with_kwargs: `before` takes keyword arguments, too.
+    """
+    remove_forward_hooks(module, name)
+    known: Any = module
+    known._forward_pre_hooks[name] = before
+    if with_kwargs:
+        known._forward_pre_hooks_with_kwargs[name] = True
+    known._forward_hooks[name] = after
+    known._forward_hooks_always_called[name] = True
+
+
+def remove_forward_hooks(module: nn.Module, name: str) -> None:
+    """Undo `add_forward_hooks`."""
+    known: Any = module
+    for hooks in (
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_forward_hooks", "_forward_hooks_always_called"),
+    ):
+        getattr(known, hooks).pop(name, None)
+
+
+def hook_before(module: nn.Module, name: str) -> Any:
+    """Return the first function of `add_forward_hooks`, None without one of this name."""
+    known: Any = module
+    return known._forward_pre_hooks.get(name)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device has FP8 tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scaled_mm(
+    x: Tensor,
+    weight: Tensor,
+    x_factors: Tensor,
+    factors: Tensor,
+    bias: Tensor | None,
+    fast: bool = True,
+) -> Tensor:
+    """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K].
+
+    Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do; unless they are
+    fast, they are added to float32 ones every few columns.
+    """
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    scales = (x_factors[:, None], factors[None])
+    return torch._scaled_mm(
+        x, weight.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def has_block_scaled_mm(device: torch.device) -> bool:
+    """Return whether `block_scaled_mm` serves a device: cuBLAS 12.9 on Hopper has the product."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    version = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def block_scaled_mm(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor) -> Tensor:
+    """Return bfloat16 x W^T of E4M3 x [M, K] and W [N, K] with float32 scales of blocks.
+
+    x_scales [M, K / 128] are of 128 columns of a row, scales [N / 128, K / 128] of 128 x 128. M is
+    a multiple of 4, N of 128, K of 512. Sums of 128 columns keep fewer bits than float32 has.
+    """
+    # cuBLAS reads the scales of x column by column, and those of W in rows of a multiple of four.
+    # Versions of torch ask for different strides of other rows.
+    by_columns = x_scales.t().contiguous().t()
+    return torch._scaled_mm(x, weight.t(), by_columns, scales.t(), out_dtype=torch.bfloat16)

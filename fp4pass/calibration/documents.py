@@ -1,7 +1,9 @@
-"""Make documents, the examples of calibration data, of chats and rows of tables."""
+"""Make documents, the examples of calibration data, of texts, chats and rows of tables."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from ..errors import CalibrationError
 
 Row = Mapping[str, Any]
 
-# Of a message: its role and its content, and as ShareGPT names them.
+# The keys of a message, as chat templates and as ShareGPT name them.
 _ROLE, _CONTENT = ("role", "from"), ("content", "value")
 
 # The roles of ShareGPT, by those of chat templates.
@@ -34,6 +36,9 @@ _LOOKED_FOR = (
     "instruction (and input or context) + response, completion, answer or output; image or images "
     "beside them; or a single column of strings"
 )
+
+# The mark of an image in texts of many data sets.
+IMAGE_MARK = "<image>"
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,11 @@ def is_chat(value: object) -> bool:
     """Return whether a value is a list of messages."""
     if not isinstance(value, list | tuple) or not value:
         return False
+    # A message that calls tools may have no content.
     return all(
         isinstance(each, Mapping)
-        and any(key in each for key in _ROLE)
-        # A message that calls tools may have no content.
-        and any(key in each for key in (*_CONTENT, "tool_calls"))
+        and not each.keys().isdisjoint(_ROLE)
+        and not each.keys().isdisjoint((*_CONTENT, "tool_calls"))
         for each in value
     )
 
@@ -88,30 +93,27 @@ def is_document(item: object) -> bool:
     return isinstance(item, str) or is_chat(item) or is_ids
 
 
-def messages_of(value: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return messages with the keys "role" and "content", without those that hold None.
+def as_ids(value: Any) -> tuple[int, ...] | None:
+    """Return token ids of a list of integers or an integer array [tokens]; None for others."""
+    if isinstance(value, Tensor) and (value.ndim != 1 or value.is_floating_point()):
+        return None
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(listed, list | tuple) and (bool(listed) or listed is not value)
+    return tuple(listed) if is_list and all(type(each) is int for each in listed) else None
+
+
+def chat_document(value: Iterable[Mapping[str, Any]], where: str, **facts: Any) -> Document:
+    """Return the document of a chat, whose images stand apart.
 
     Rows of a table have None where a message lacks what others have.
     """
-    found: list[dict[str, Any]] = list(map(_without_none, value))
-    for message in found:
+    messages: list[dict[str, Any]] = list(map(_without_none, value))
+    for message in messages:
         if "role" not in message:
             role = message.pop("from")
             message["role"] = _ROLES.get(role, role)
         message["content"] = message.pop("value", None) or message.get("content", "")
-    return tuple(found)
-
-
-def as_ids(value: object) -> tuple[int, ...] | None:
-    """Return token ids of a list of integers or an integer tensor [tokens]; None for others."""
-    if isinstance(value, Tensor):
-        return None if value.ndim != 1 or value.is_floating_point() else tuple(value.tolist())
-    if hasattr(value, "tolist") and not isinstance(value, str):
-        value = value.tolist()
-    is_list = isinstance(value, list | tuple) and bool(value)
-    if not is_list or not all(type(each) is int for each in value):  # type: ignore[attr-defined]
-        return None
-    return tuple(value)  # type: ignore[arg-type]
+    return _images_apart(Document(messages=tuple(messages), where=where, **facts))
 
 
 def columns_of(row: Row) -> tuple[str, ...]:
@@ -119,17 +121,28 @@ def columns_of(row: Row) -> tuple[str, ...]:
 
     None stands for any value: rows of a table may lack one.
     """
-    images = _first(row, _IMAGES, lambda value: not isinstance(value, int | float))
+
+    def first(names: Sequence[str], fits: Callable[[Any], bool]) -> tuple[str, ...]:
+        found = (name for name in names if name in row and (row[name] is None or fits(row[name])))
+        return tuple(found)[:1]
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    def is_turn(value: object) -> bool:
+        return isinstance(value, str) or is_chat(value)
+
+    images = first(_IMAGES, lambda value: not isinstance(value, int | float))
     found = (
-        _first(row, ("input_ids",), lambda value: as_ids(value) is not None)
-        or _first(row, _CHATS, lambda value: is_chat(_decoded(value)))
-        or _first(row, _TEXTS, _is_text)
+        first(("input_ids",), lambda value: as_ids(value) is not None)
+        or first(_CHATS, lambda value: is_chat(_decoded(value)))
+        or first(_TEXTS, is_text)
     )
-    asked, answer = (_first(row, names, _is_turn) for names in (_QUESTIONS, _ANSWERS))
+    asked, answer = first(_QUESTIONS, is_turn), first(_ANSWERS, is_turn)
     if not found and asked and answer:
-        found = (*asked, *_first(row, _CONTEXTS, _is_text), *answer)
+        found = (*asked, *first(_CONTEXTS, is_text), *answer)
     if not found and not images and len(row) == 1:
-        found = _first(row, tuple(row), _is_text)
+        found = first(tuple(row), is_text)
     # Tokens of a row that a processor has made go with its pixels, as a batch.
     if found == ("input_ids",):
         return () if "pixel_values" in row else found
@@ -157,7 +170,9 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
     given = {name: row[name] for name in columns if row[name] is not None}
     images = next((given.pop(name) for name in _IMAGES if name in given), ())
     images = tuple(images) if isinstance(images, list | tuple) else (images,)
-    tools = _tools(given.pop("tools", ()), where)
+    tools: Any = _decoded(given.pop("tools", ())) or ()
+    if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise CalibrationError(f"{where}: tools: expected JSON schemas, got {tools!r:.80}.")
 
     def wrong(name: str, wanted: str) -> CalibrationError:
         got = f"{type(given[name]).__name__} {given[name]!r:.80}"
@@ -174,7 +189,8 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
         chat: Any = _decoded(given[name])
         if not is_chat(chat):
             raise wrong(name, "a list of messages")
-        return Document(messages=messages_of(chat), tools=tools, images=images, where=where)
+        schemas = tuple(map(_without_none, tools))
+        return chat_document(chat, where, tools=schemas, images=images)
     parts = list(given.values())
     if any(map(is_chat, parts)):
         # A prompt and an answer that are messages themselves.
@@ -183,8 +199,7 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
             part if is_chat(part) else [{"role": role, "content": part}]
             for role, part in zip(roles, parts, strict=False)
         ]
-        chat = [message for turn in turns for message in turn]
-        return Document(messages=messages_of(chat), images=images, where=where)
+        return chat_document([m for turn in turns for m in turn], where, images=images)
     for name, part in given.items():
         if not isinstance(part, str):
             raise wrong(name, "a string")
@@ -192,21 +207,7 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
         return Document("".join(parts) or None, images=images, where=where)
     asked, answer = "\n\n".join(filter(None, parts[:-1])), parts[-1]
     pair = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
-    return Document(f"{asked}\n{answer}", pair, images=images, where=where)
-
-
-def _first(row: Row, names: Sequence[str], fits: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Return the first of some columns that a row has with a value that fits, () without one."""
-    found = (name for name in names if name in row and (row[name] is None or fits(row[name])))
-    return tuple(found)[:1]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_turn(value: object) -> bool:
-    return isinstance(value, str) or is_chat(value)
+    return chat_document(pair, where, text=f"{asked}\n{answer}", images=images)
 
 
 def _decoded(value: object) -> object:
@@ -221,14 +222,6 @@ def _decoded(value: object) -> object:
     return value
 
 
-def _tools(tools: Any, where: str) -> tuple[Any, ...]:
-    """Return the tools of a row, which may be written in JSON, together or each."""
-    found: Any = _decoded(tools) or ()
-    if isinstance(found, str) or not all(isinstance(tool, Mapping) for tool in found):
-        raise CalibrationError(f"{where}: tools: expected JSON schemas, got {found!r:.80}.")
-    return tuple(map(_without_none, found))
-
-
 def _without_none(value: Any) -> Any:
     """Return a value without each None in it, as rows of a table have them."""
     if isinstance(value, Mapping):
@@ -236,3 +229,65 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(each) for each in value]
     return value
+
+
+def _images_apart(document: Document) -> Document:
+    """Return a document with the images that its messages hold, or have a place for, apart.
+
+    Images that come beside messages without a place for them go into the first turn of the user.
+    """
+    beside, images, messages = list(document.images), [], []
+    for message in document.messages:
+        content: Any = message["content"]
+        if isinstance(content, list):
+            parts, content = content, []
+            for part in parts:
+                is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+                content.append({"type": "image"} if is_image else part)
+                if not is_image:
+                    continue
+                held = _held(part)
+                if held is None and not beside:
+                    raise CalibrationError(
+                        f"{document.where}: a message with a place for an image, but no image is "
+                        'left for it. Give it as {"type": "image", "image": ...}, or in a column '
+                        "image or images."
+                    )
+                images.append(beside.pop(0) if held is None else held)
+        messages.append({**message, "content": content})
+    if beside:
+        _place(messages, len(beside))
+        # Places that were left in the text come in the order of the turns.
+        images = [*images, *beside]
+    return dataclasses.replace(document, messages=tuple(messages), images=tuple(images))
+
+
+def _held(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part of a message holds, None where it is a place for one."""
+    if "image_url" in part:
+        url = part["image_url"]
+        return url.get("url") if isinstance(url, Mapping) else url
+    places = ("image", "url", "path", "base64")
+    return next((part[key] for key in places if part.get(key) is not None), None)
+
+
+def _place(messages: list[dict[str, Any]], count: int) -> None:
+    """Make parts of images in the texts of messages, where they stand or else at the beginning."""
+    marked = [m for m in messages if isinstance(m["content"], str) and IMAGE_MARK in m["content"]]
+    if sum(message["content"].count(IMAGE_MARK) for message in marked) == count:
+        for message in marked:
+            message["content"] = content_parts(message["content"])
+        return
+    first = next((m for m in messages if m["role"] == "user"), messages[0])
+    own = first["content"]
+    own = [{"type": "text", "text": own}] if isinstance(own, str) else list(own)
+    first["content"] = [*({"type": "image"} for _ in range(count)), *own]
+
+
+def content_parts(text: str) -> list[dict[str, Any]]:
+    """Return a text as parts of a message, the mark of an image as a place for one."""
+    pieces = [each for each in re.split(f"({IMAGE_MARK})", text) if each.strip()]
+    return [
+        {"type": "image"} if each == IMAGE_MARK else {"type": "text", "text": each.strip("\n")}
+        for each in pieces
+    ]

@@ -8,8 +8,9 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from torch import Tensor, nn
 from .._compat.torch import is_compiled
 from ..core.files import path_of
 from ..core.machine import memory_limits
-from ..core.progress import Progress, shown
+from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded
 from ..quantization.observers.reached import unobserved
 from ..record.state import unwrap
-from .scripts import CHAT_SHARE, GIVE_DATA, Follow, Script, scripts_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,44 @@ _GPU_ROWS, _CPU_ROWS = 128, 64
 # Tokens of a config that stand for images and sound, which are no text.
 _KINDS = ("image", "video", "audio", "vision")
 
+_GIVE_DATA = (
+    'Give calibration data: fp4pass.calibrate(model, data=["a text", "another", ...], ...).'
+)
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """The tokens of a window that are given, and where the model writes.
+
+    Attributes:
+        prompt: the first tokens.
+        ends: tokens that end a text: the next one begins behind.
+        turns: of a conversation, round after round: the tokens that end what the model writes, and
+            for each the tokens that follow from the template; () for one text until it ends.
+    """
+
+    prompt: Tokens
+    ends: frozenset[int]
+    turns: tuple[Mapping[Tokens, Tokens], ...] = ()
+
+    def follow(self) -> Generator[int | None, int, None]:
+        """Yield each token that comes next, None where the model chooses: it is sent then."""
+        turn, own = 0, list[int]()
+        while True:
+            token = yield None
+            own.append(token)
+            ended = self.turns[turn] if self.turns else {}
+            given = next((ended[stop] for stop in ended if tuple(own[-len(stop) :]) == stop), None)
+            if given is not None:
+                turn, own = (turn + 1) % len(self.turns), []
+            elif token in self.ends:
+                turn, own = 0, []
+                # A model whose texts end and begin with one token has begun the next one.
+                given = () if self.prompt == (token,) else self.prompt
+            yield from given or ()
+
 
 def sample(
     model: nn.Module,
@@ -41,7 +79,7 @@ def sample(
     *,
     tokens: int = 65536,
     seq_len: int = 512,
-    chat_share: float = CHAT_SHARE,
+    chat_share: float = 0.5,
     batch_size: int | None = None,
     temperature: float = 1.0,
     seed: int = 0,
@@ -99,7 +137,7 @@ def sample(
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or rows_at_once(root, seq_len, device)
-    scripts = scripts_of(root, tokenizer, seq_len, count, chat_share)
+    scripts = _scripts(root, tokenizer, seq_len, count, chat_share)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if round(chat_share * count) and has_template and not any(s.turns for s, _ in scripts):
         _log.warning(
@@ -121,7 +159,7 @@ def sample(
             for part in range(parts):
                 size = number // parts + (part < number % parts)
                 own = torch.stack(list(itertools.islice(waiting, size)))
-                found.append(_write(root, script, own, temperature, barred, bar))
+                found.append(_write(root, script, own, temperature, barred))
     windows = _interleaved(found, [number for _, number in scripts])
     if target is not None:
         _save(windows, tokenizer, target)
@@ -141,7 +179,7 @@ def _require_writer(root: nn.Module) -> None:
         problem = "has no head that predicts the next token"
     if problem:
         raise OptionError(
-            f"A {type(root).__name__} {problem}, so it cannot write text. {GIVE_DATA}"
+            f"A {type(root).__name__} {problem}, so it cannot write text. {_GIVE_DATA}"
         )
 
 
@@ -224,28 +262,41 @@ def _as_before(root: Any) -> Iterator[None]:
                 module.training = True
 
 
-def _write(
-    root: Any,
-    script: Script,
-    drawn: Tensor,
-    temperature: float,
-    barred: Tensor,
-    bar: Progress,
-) -> Tensor:
+def _write(root: Any, script: Script, drawn: Tensor, temperature: float, barred: Tensor) -> Tensor:
     """Return windows that follow a script, of numbers in [0, 1) of their shape."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     rows, seq_len = drawn.shape
     prompt = torch.tensor([script.prompt[:seq_len]] * rows, device=barred.device)
     length = prompt.shape[1]
-    bar.step(rows * length)
+    current().step(rows * length)
     if length == seq_len:
         return prompt.cpu()
-    follow = Follow(script, drawn[:, length:], barred, temperature, length)
+    following = [script.follow() for _ in range(rows)]
+    given = [next(each) for each in following]
 
     def step(input_ids: Tensor, scores: Tensor) -> Tensor:
-        bar.step(rows)
-        return follow(input_ids, scores)
+        """Return scores [B, V] that are -inf but for the next token of each row.
+
+        Drawing here and not in `generate` takes a number a row, not one for each token.
+        """
+        current().step(rows)
+        logits = scores.float() / temperature
+        logits[:, barred] = float("-inf")
+        total = logits.softmax(-1).cumsum(-1)
+        place = input_ids.shape[1]
+        point = drawn[:, place : place + 1].to(total) * total[:, -1:]
+        # Behind the point, so that it is not one of probability 0.
+        chosen = torch.searchsorted(total, point, right=True).flatten()
+        tokens = chosen.clamp_(max=total.shape[-1] - 1).tolist()
+        for i, each in enumerate(following):
+            known = given[i]
+            if known is None:
+                given[i] = each.send(tokens[i])
+            else:
+                tokens[i], given[i] = known, next(each)
+        only = torch.full_like(scores, float("-inf"))
+        return only.scatter_(1, torch.tensor(tokens, device=scores.device).unsqueeze(1), 0.0)
 
     # `step` leaves one token to choose from.
     settings = GenerationConfig(
@@ -273,3 +324,100 @@ def _save(windows: Tensor, tokenizer: Any, target: Path) -> None:
         for ids in windows.tolist():
             line = {"text": tokenizer.decode(ids), "input_ids": ids}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _scripts(
+    root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float
+) -> list[tuple[Script, int]]:
+    """Return the scripts to write, and the number of windows of each.
+
+    There are no conversations where the chat template does not render a user's message, or takes
+    more than half of a window before the first word.
+    """
+    own = getattr(root, "generation_config", None)
+    ends: Any = getattr(own, "eos_token_id", None)
+    listed = [ends] if isinstance(ends, int) else list(ends or ())
+    if tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    stops = frozenset(listed)
+    chats = round(chat_share * count)
+    chat = chat_script(tokenizer, stops) if chats else None
+    if chat is not None and len(chat.prompt) > seq_len // 2:
+        chat = None
+    chats = 0 if chat is None else chats
+    found = [] if chat is None else [(chat, chats)]
+    if chats < count:
+        found.insert(0, (Script((_first_token(own, tokenizer),), stops), count - chats))
+    return found
+
+
+def _first_token(own: Any, tokenizer: Any) -> int:
+    """Return the token that texts begin with."""
+    usual = tokenizer.encode("")
+    candidates = (
+        *(tokenizer.bos_token_id, getattr(own, "bos_token_id", None)),
+        *(usual[:1] or (None,)),
+        tokenizer.eos_token_id,
+    )
+    for token in candidates:
+        if token is not None:
+            return int(token)
+    raise OptionError(
+        f"The tokenizer has no token that texts begin with (bos or eos). {_GIVE_DATA} Or set "
+        "tokenizer.bos_token."
+    )
+
+
+def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
+    """Return the script of a conversation in which the model writes both sides.
+
+    None without a template, or with one that does not show the messages that it is given.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    first, second, third = "fp4pass-first", "fp4pass-second", "fp4pass-third"
+    opened = _rendered(tokenizer, [("user", first)], is_answered=False)
+    if opened is None or opened.count(first) != 1:
+        return None
+    before, _, behind = opened.partition(first)
+    prompt, answer = _encode(tokenizer, before), _encode(tokenizer, behind)
+    if not prompt or not answer:
+        return None
+    again = _rendered(tokenizer, [("user", first), ("assistant", second), ("user", third)])
+    following: Tokens = ()
+    if again is not None and second in again and third in again:
+        following = _encode(tokenizer, again.partition(second)[2].partition(third)[0])
+    # The user's turn ends with the token that the template puts there; or, where that is a word
+    # like others, with all that it puts there.
+    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    stop = answer[:1] if answer[0] in marks else answer
+    stops: dict[Tokens, Tokens] = {stop: answer[len(stop) :]}
+    answered: dict[Tokens, Tokens] = {
+        (end,): following[following.index(end) + 1 :] for end in ends if end in following
+    }
+    return Script(prompt, ends, (stops, answered))
+
+
+def _rendered(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], is_answered: bool = True
+) -> str | None:
+    """Return a conversation as the template has it, None if it refuses all forms of it."""
+    from jinja2 import TemplateError
+
+    options = {"tokenize": False, "add_generation_prompt": not is_answered}
+    plain = [{"role": role, "content": text} for role, text in turns]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    for messages in (plain, parts, [system, *plain]):
+        try:
+            text: str = tokenizer.apply_chat_template(messages, **options)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            continue
+        if turns[0][1] in text:
+            return text
+    return None
+
+
+def _encode(tokenizer: Any, text: str) -> Tokens:
+    # A space belongs to the word behind it, which the model writes.
+    return tuple(tokenizer.encode(text.rstrip(" "), add_special_tokens=False))

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import CalibrationError, OptionError, require_number
+from ..checkpoint import float_models
+from ..errors import CalibrationError, OptionError, ShapeError, require_number
 from ..quantization.observers.batches import require_tokens
+from ..record.state import PreparedState, get_state, unwrap
 from .documents import Document
-from .images import processed
-from .packing import Example, choose, collate, stream_windows, whole_windows
-from .rows import Rows
+from .processor import Processor
+from .rows import Rows, source_of
 from .sample import sample
-from .sources import source_of
-from .target import Target
-from .tokens import Tokens
+
+Item = TypeVar("Item")
+
+# A window [tokens], or the arguments that a processor makes of a row.
+Example = Tensor | Mapping[str, Tensor]
 
 _log = logging.getLogger(__name__)
 
 # Tokens of a window.
 SEQ_LEN = 512
+
+# Windows with room that a next piece is tried in, so that many pieces take no longer each.
+_OPEN = 32
 
 
 def batches(
@@ -75,21 +86,18 @@ def batches(
         >>> fp4pass.calibration.batches(torch.ones(3, 16, dtype=torch.long), batch_size=2)[1].shape
         torch.Size([1, 16])
     """
-    for name, value, least in (
-        ("samples", samples, 1),
-        ("seq_len", seq_len, 2),
-        ("batch_size", batch_size, 1),
-    ):
-        require_number(name, f"at least {least}", value, least=least)
+    require_number("samples", "at least 1", samples, least=1)
+    require_number("seq_len", "at least 2", seq_len, least=2)
+    require_number("batch_size", "at least 1", batch_size, least=1)
     if data is None:
         if model is None:
             raise OptionError("data: expected calibration data, got None. Give model= to write it.")
-        reader, length = Tokens(tokenizer, model).processor, Target.of(model).fitting(seq_len)
+        reader, length = Processor(tokenizer, model).processor, Target.of(model).fitting(seq_len)
         data = sample(model, reader, tokens=samples * length, seq_len=length, seed=seed or 0)
     source = source_of(data)
     if isinstance(source, Rows | Tensor):
-        target, tokens = Target.of(model), Tokens(tokenizer, model)
-        found = examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
+        target, reader = Target.of(model), Processor(tokenizer, model)
+        found = examples(source, reader, target, samples=samples, seq_len=seq_len, seed=seed)
         source = collate(found, batch_size, config=target.config, first_alone=target.sequential)
     if model is not None and isinstance(source, list | tuple):
         for i, batch in enumerate(source):
@@ -97,9 +105,83 @@ def batches(
     return source
 
 
+@dataclass(frozen=True)
+class Target:
+    """The facts of a model that batches are made for.
+
+    Attributes:
+        config: of a model of transformers, None for others.
+        main_input: the first argument of its forward.
+        sequential: whether it was prepared with sequential=True.
+    """
+
+    config: Any = None
+    main_input: str = "input_ids"
+    sequential: bool = False
+
+    @staticmethod
+    def of(model: nn.Module | None) -> Target:
+        """Return the facts of a model; of None those of any model that reads tokens."""
+        if model is None:
+            return Target()
+        root: Any = unwrap(model)
+        config, state = getattr(root, "config", None), get_state(root)
+        return Target(
+            config if hasattr(config, "get_text_config") else None,
+            getattr(root, "main_input_name", "input_ids"),
+            isinstance(state, PreparedState) and state.recording is not None,
+        )
+
+    @staticmethod
+    def of_config(config: Any) -> Target:
+        """Return the facts of a model that is not loaded."""
+        reads = getattr(float_models.model_class(config), "main_input_name", "input_ids")
+        return Target(config, reads)
+
+    @property
+    def context(self) -> int | None:
+        """The number of positions that the model has, None where its config does not say it."""
+        if self.config is None:
+            return None
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def require_text(self) -> None:
+        """Raise OptionError for a model that text alone cannot run."""
+        starts = getattr(self.config, "decoder_start_token_id", None) is not None
+        is_pair = getattr(self.config, "is_encoder_decoder", False)
+        if self.main_input != "input_ids" or (is_pair and not starts):
+            kind = "" if self.config is None else f" of type {self.config.model_type}"
+            raise OptionError(
+                f"A model{kind} needs more than text. Calibrate it in Python on batches of what "
+                "it reads, with fp4pass.prepare and fp4pass.calibrate, or choose a method that "
+                "needs no data."
+            )
+
+    def fitting(self, seq_len: int) -> int:
+        """Return tokens of a window that the model has positions for."""
+        if self.context is None or seq_len <= self.context:
+            return seq_len
+        _log.info(
+            "windows have %s tokens, the context of the model, and not %s.", self.context, seq_len
+        )
+        return self.context
+
+    def require_context(self, windows: Tensor) -> None:
+        """Raise ShapeError for token windows [n, length] that the model has no positions for."""
+        if not windows.numel():
+            raise CalibrationError(f"data: expected token windows, got {list(windows.shape)}.")
+        if self.context is not None and windows.shape[1] > self.context:
+            raise ShapeError(
+                f"data: windows have {windows.shape[1]} tokens, but the context of the model is "
+                f"{self.context}. Cut them: data.reshape(-1, {self.context}), or give token ids "
+                "[tokens] and seq_len."
+            )
+
+
 def examples(
     source: Rows | Tensor,
-    tokens: Tokens,
+    reader: Processor,
     target: Target,
     *,
     samples: int,
@@ -110,7 +192,7 @@ def examples(
 
     Args:
         source: as `source_of` returns it.
-        tokens: makes tokens of documents.
+        reader: makes tokens of documents.
         target: the model.
         samples: how many windows, or rows with images, are wanted.
         seq_len: tokens of a window.
@@ -125,10 +207,10 @@ def examples(
         if source.ndim == 2:
             target.require_context(source)
             return list(source.long())
-        cut = stream_windows([source.tolist()], target.fitting(seq_len))
+        cut = _stream_windows([source.tolist()], target.fitting(seq_len))
         if not cut:
             raise CalibrationError("data: expected token ids [tokens], got none.")
-        return choose(cut, samples, seed)
+        return _choose(cut, samples, seed)
     seq_len = target.fitting(seq_len)
     documents = source.documents(samples * seq_len, samples, seed)
     pictures = [document for document in documents if document.images]
@@ -138,19 +220,107 @@ def examples(
         target.require_text()
         known = [list(document.ids) for document in plain if document.ids]
         others = [document for document in plain if not document.ids]
-        chats = [document for document in others if tokens.is_chat(document)]
-        texts = [document for document in others if not tokens.is_chat(document)]
-        windows = stream_windows(tokens.of_texts(texts), seq_len)
-        windows += whole_windows([*known, *tokens.of_chats(chats)], seq_len)
+        chats = [document for document in others if reader.is_chat(document)]
+        texts = [document for document in others if not reader.is_chat(document)]
+        windows = _stream_windows(reader.of_texts(texts), seq_len)
+        windows += _whole_windows([*known, *reader.of_chats(chats)], seq_len)
         if not windows:
             raise CalibrationError(f"{source.name}: expected text to learn from, got no tokens.")
     # Of images the rows are chosen before they are read.
-    chosen: list[Any] = choose([*pictures, *windows], samples, seed)
+    chosen: list[Any] = _choose([*pictures, *windows], samples, seed)
     made: list[Example] = [
-        processed(each, tokens.processor) if isinstance(each, Document) else each for each in chosen
+        reader.of_images(each) if isinstance(each, Document) else each for each in chosen
     ]
     source.tell()
     if len(made) < samples:
         what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
         _log.info("%s has %s %s, %s were asked for.", source.name, len(made), what, samples)
     return made
+
+
+def _stream_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:
+    """Cut documents, one behind the other, into windows [length], and drop the rest at the end.
+
+    Fewer tokens than a window are one shorter window.
+    """
+    ids = torch.tensor(list(itertools.chain.from_iterable(documents)), dtype=torch.long)
+    if 0 < len(ids) < length:
+        return [ids]
+    return [*ids[: len(ids) // length * length].view(-1, length)]
+
+
+def _whole_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:
+    """Put documents into windows of at most `length` tokens, each whole in the first with room.
+
+    Longer ones are cut.
+    """
+    windows: list[list[int]] = []
+    room: list[int] = []
+    for ids in documents:
+        for start in range(0, len(ids), length):
+            piece = ids[start : start + length]
+            place = next((i for i in room if len(windows[i]) + len(piece) <= length), None)
+            if place is None:
+                windows.append([])
+                place = len(windows) - 1
+                room = [*room, place][-_OPEN:]
+            windows[place].extend(piece)
+    return [torch.tensor(ids, dtype=torch.long) for ids in windows]
+
+
+def _choose(items: Sequence[Item], count: int, seed: int | None = None) -> list[Item]:
+    """Return `count` items, or all if they are fewer: spread evenly or, with a seed, drawn."""
+    if seed is not None:
+        drawn = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+        return [items[i] for i in drawn[:count].tolist()]
+    if count >= len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def collate(
+    examples: Sequence[Example], batch_size: int, *, config: Any = None, first_alone: bool = False
+) -> list[Any]:
+    """Return examples as batches of at most `batch_size`, in their order.
+
+    Args:
+        examples: windows of one length become a tensor [batch, tokens]; of several lengths, a
+            mapping with an attention_mask. Outputs of a processor stay together where all of their
+            tensors have the same shapes.
+        batch_size: how many run at once.
+        config: of a model of transformers, which says whether it reads labels.
+        first_alone: whether the first batch has one example: it runs through the whole model where
+            the others run to its first layer.
+    """
+    alone = 1 if first_alone else 0
+    groups = [examples[:alone], *_groups(examples[alone:], batch_size)]
+    return [_batch(group, config) for group in groups if group]
+
+
+def _groups(examples: Sequence[Example], size: int) -> Iterator[list[Example]]:
+    def shapes(example: Example) -> Any:
+        """Return the shapes that a batch shares; None for windows, which are padded."""
+        if isinstance(example, Tensor):
+            return None
+        return sorted((name, tuple(tensor.shape)) for name, tensor in example.items())
+
+    for _, same in itertools.groupby(examples, key=shapes):
+        while group := list(itertools.islice(same, size)):
+            yield group
+
+
+def _batch(group: Sequence[Any], config: Any) -> Any:
+    first = group[0]
+    if isinstance(first, Mapping):
+        return {name: torch.cat([each[name] for each in group]) for name in first}
+    lengths = torch.tensor([len(window) for window in group])
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    if int(lengths.min()) == int(lengths.max()):
+        ids = torch.stack(list(group))
+        # Its decoder reads the labels, each a place later.
+        return {"input_ids": ids, "labels": ids} if is_pair else ids
+    pad = getattr(config, "pad_token_id", None)
+    ids = pad_sequence(list(group), True, pad if isinstance(pad, int) else 0)
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    return batch | ({"labels": ids, "decoder_attention_mask": mask} if is_pair else {})

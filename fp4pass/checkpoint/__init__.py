@@ -4,14 +4,22 @@
 `open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
 """
 
-from .finish import finish as finish_model  # noqa: F401, for the lab
-from .finished import ConvertedState as ConvertedState
+# ruff: noqa: F401
+
+from .beside import TOKENIZER_FILES
+from .checks import dense_problem
+from .finish import finish as finish_model
+from .finished import ConvertedState
+from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
 from .opening import open_checkpoint, read_experts
 from .reader import CheckpointReader
+from .readers import SERVED
 from .saving import save
+from .source_files import MANIFEST, config_changes, read_json, read_manifest, well_formed
 from .transcode import transcode
+from .unread import unread_layers
 
 __all__ = [
     "LAYOUTS",

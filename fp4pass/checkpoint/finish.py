@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from .._compat.diffusers import is_diffusers
-from .._compat.transformers import own_config, saves_adapters, saving_model, untie
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained, own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..nn.experts import finalize_stacks
@@ -131,7 +130,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if reason:
         return
     config: Any = root.config
-    cache = layout.cache_config(state.recipe.get(KV_CACHE))
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
     # Engines look for the names on disk.
     disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
     ignore += [disk[name] for name in ignore if name in disk]

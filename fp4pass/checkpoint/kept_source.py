@@ -15,7 +15,7 @@ from ..core.quant_state import QuantState
 from ..errors import UnreadError
 from ..nn.experts import ExpertStack, stacks_of
 from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.kept import KeptWeight, keep_weight
+from ..quantization.plan import KeptWeight, keep_weight
 from .float_source import FloatSource, Fp8Weight
 from .layouts import PackedLayer, Piece, join, join_part, joined_record
 from .model_layers import stored_shape

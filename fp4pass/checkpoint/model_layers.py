@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .._compat.transformers import is_pretrained
 from .._compat.transformers_experts import StackView
-from .._compat.transformers_heads import is_pretrained
 from .._compat.transformers_loading import names_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, as_option

@@ -161,7 +161,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
     """Give the scales of a key-value cache the names that a model has for them."""
-    own = {f".{disk}": f".{name}" for name, disk in reader.layout.cache_names.items()}
+    own = {f".{disk}": f".{name}" for name, disk in reader.layout.cache.names.items()}
     if not own or cache_format_in(reader) is None:
         return reader
     named = {

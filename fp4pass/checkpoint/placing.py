@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import untie
-from .._compat.transformers_loading import names_in_model
-from .._compat.transformers_quantizers import mark_initialized
+from .._compat.transformers_loading import mark_initialized, names_in_model
 from ..errors import CheckpointError, some
 from ..nn.experts import QuantizedExperts, weight_name
 from ..nn.linear import GLOBAL, INPUT_GLOBAL

@@ -35,6 +35,7 @@ from .layouts import (
     BUFFERS,
     CompressedTensors,
     Layout,
+    LayoutName,
     Piece,
     get_layout,
     join,
@@ -67,7 +68,7 @@ def save(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    layout: str = "compressed-tensors",
+    layout: LayoutName = "compressed-tensors",
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
     copy_files: Sequence[str] = (),
@@ -169,7 +170,7 @@ def _save(
     if not chosen.engines:
         written, split = layers, {}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
-    cache = chosen.cache_config(state.recipe.get(KV_CACHE))
+    cache = chosen.cache.config(state.recipe.get(KV_CACHE), chosen.name)
     records = {modules[name]: layer for name, layer in layers.items()}
     if of_transformers:
         require_no_others(root, records)

@@ -95,7 +95,7 @@ def transcode(
     if layout is not None:
         layout.require(reader.layers)
         require_input_scales(reader)
-        layout.cache_config(cache_format_in(reader))
+        layout.cache.config(cache_format_in(reader), layout.name)
         if reader.own is None and not layout.engines:
             raise CheckpointError(
                 f"{reader.folder}: expected a folder that fp4pass wrote, whose {MANIFEST} says how "
@@ -169,7 +169,7 @@ def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
 
 def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
     """Return the quantization_config in another layout, with what transformers needs in it."""
-    cache = layout.cache_config(cache_format_in(reader))
+    cache = layout.cache.config(cache_format_in(reader), layout.name)
     if not isinstance(layout, CompressedTensors):
         return layout.config(reader.layers, ignored) | cache
     weights = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}

@@ -55,7 +55,7 @@ class CheckpointWriter:
             declared = declared or self.layout.config(self.layers, ignore)
             self.config = {**config, "quantization_config": dict(declared)}
             write_json(self.folder / "config.json", self.config)
-        self.cache = None if declared is None else self.layout.cache_format(declared)
+        self.cache = None if declared is None else self.layout.cache.format(declared)
         for name, data in self.layout.files(self.layers, ignore, self.cache).items():
             write_json(self.folder / name, data)
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from ..calibration.packing import Example, collate
-from ..calibration.to_batches import batches
+from ..calibration.to_batches import Example, batches, collate
 from ..core.files import parse_file
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
@@ -142,5 +141,5 @@ class Asked:
         given = recipe.arguments()
         for name in ("fmt", "weight_only", "block", "kv_cache"):
             given.pop(name, None)
-        given |= self.limit
-        return allocate(model, schemes=self.schemes, data=data, tokenizer=tokenizer, **given)
+        given |= {**self.limit, "schemes": self.schemes}
+        return allocate(model, data=data, tokenizer=tokenizer, **given)

@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..api import calibrate, prepare
-from ..calibration.packing import Example, collate
-from ..calibration.sources import open_source
-from ..calibration.target import Target
-from ..calibration.to_batches import examples
-from ..calibration.tokens import Tokens
+from ..calibration.processor import Processor
+from ..calibration.rows import open_source
+from ..calibration.to_batches import Example, Target, collate, examples
 from ..checkpoint import float_models
 from ..engine.one_call import OneCall
 from ..errors import OptionError
@@ -28,7 +26,7 @@ def read_examples(
     spec: str, processor: Any, config: Any, *, samples: int, seq_len: int, seed: int | None = None
 ) -> list[Example]:
     """Return the calibration data of a model: windows of tokens, or rows with images."""
-    target, tokens = Target.of_config(config), Tokens(processor)
+    target, tokens = Target.of_config(config), Processor(processor)
     source = open_source(spec)
     return examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ..calibration.sources import read_text
+from ..calibration.rows import read_text
 from ..checkpoint.float_models import load_tokenizer, text_tokenizer
 from ..errors import OptionError
 from ..evaluation import Evaluation

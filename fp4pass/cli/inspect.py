@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import yaml
 from typer import Argument, Exit, Option
 
-from ..checkpoint.checks import problems
+from ..doctor.check import check_basics
 from ..errors import OptionError, some
-from ..nn.linear import PACKED
 from ..reporting.compare import compare_folders
 from ..reporting.data import gather
 from ..reporting.text import calibrated_on, size
@@ -50,9 +49,7 @@ def inspect(
     if fail_above is not None:
         raise OptionError("--fail-above: expected a second folder to compare with, got none.")
     stored = opened(folder, alone=True)
-    codes = {stored.names(layer)[PACKED] for layer in stored.layers}
-    tensors = stored.tensors([name for name in stored.files if name not in codes])
-    wrong = dict(problems(stored, tensors, sums=False))
+    wrong = check_basics(folder, whole=False)
     data = gather(stored)
     reasons = {each["name"]: each["skip_reason"] for each in data["layers"]}
     shown = "layout architecture recipe calibration versions sizes scales".split()

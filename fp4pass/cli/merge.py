@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from typer import Argument, Option
 
-from ..calibration.packing import collate
-from ..calibration.to_batches import SEQ_LEN
+from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
-from ..checkpoint.layouts import LAYOUTS, get_layout
+from ..checkpoint.layouts import LAYOUTS, LayoutName, get_layout
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
@@ -123,7 +122,7 @@ def merge(
     save(
         found.model,
         output,
-        layout=layout,
+        layout=cast(LayoutName, layout),
         source=beside,
         copy_files=copy_files or (),
         max_shard_size=max_shard_size,

@@ -138,10 +138,10 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 
 
 def _base_type(hint: Any) -> Any:
-    """Return the type of a field without None; a string for any type."""
+    """Return the type of a field without None; a string for any type and for names."""
     if isinstance(hint, types.UnionType):
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
-    return str if hint is Any else hint
+    return str if hint is Any or typing.get_origin(hint) is typing.Literal else hint
 
 
 _TYPES = {name: _base_type(hint) for name, hint in typing.get_type_hints(LinearConfig).items()}

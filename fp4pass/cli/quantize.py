@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..api import convert
-from ..calibration.packing import collate
-from ..calibration.to_batches import SEQ_LEN
+from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
@@ -28,11 +27,12 @@ from ..from_disk import finished_layers, quantize_checkpoint
 from ..lab import Allocation
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
-from ..quantization.report import report
 from ..record.quality import get_quality
 from ..record.rows import Report
-from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.source import open_packed
+from ..record.state import report
+from ..reporting.charts import ERRORS
+from ..reporting.data import layer_facts, summarize
+from ..reporting.models import open_packed
 from ..reporting.text import size
 from . import screen, sources
 from .budget import Asked, Budget, Schemes
@@ -276,7 +276,7 @@ def _needs_text(recipe: Recipe) -> bool:
 def _require_possible(recipe: Recipe, to: str, stream: bool) -> None:
     """Refuse recipes that the layout cannot hold, before hours of work."""
     layout = get_layout(to)
-    layout.cache_config(recipe.kv_cache)
+    layout.cache.config(recipe.kv_cache, layout.name)
     if recipe.kv_cache is not None and stream:
         raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():

@@ -8,16 +8,15 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Exit, Option
 
-from ..calibration.sources import read_text
+from ..calibration.rows import read_text
 from ..calibration.windows import token_windows
 from ..checkpoint import float_models
-from ..checkpoint.checks import problems
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source_files import MANIFEST
-from ..core.progress import track
 from ..doctor import FolderCheck, check_folder
+from ..doctor.check import check_basics
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..reporting.compare import Comparison, compare_models
 from ..reporting.outputs import RANDOM, Outputs, compare_outputs, random_tokens
@@ -62,8 +61,7 @@ def verify(
         _verify_alone(folder, as_json)
         return
     stored, chosen = opened(folder, alone=False), sources.choose_device(device)
-    tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
-    wrong, found, outputs = dict(problems(stored, tensors, sums=True)), None, None
+    wrong, found, outputs = check_basics(folder, whole=True), None, None
     # A damaged folder cannot be loaded.
     if not wrong:
         sources.quiet()

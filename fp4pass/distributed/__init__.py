@@ -1,6 +1,6 @@
 """Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
-from .exchange import shared_tensors, summed_statistics, whole_tensors
+from .exchange import exchange_parts, own_part, shared_tensors, summed_statistics, whole_tensors
 from .ranks import (
     ONE,
     Ranks,
@@ -10,9 +10,8 @@ from .ranks import (
     require_initialized,
     reshard,
     sharded_parameter,
+    share_of_threads,
 )
-from .reading import exchange_parts, own_part
-from .threads import share_of_threads
 
 __all__ = [
     "ONE",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.checks import dense_problem
+from ..checkpoint import MANIFEST, dense_problem, well_formed
 from ..checkpoint.layouts import CACHE_SCALES
-from ..checkpoint.source_files import MANIFEST
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.progress import current, shown
-from ..errors import CheckpointError
-from .declared import check_declared
+from ..core.progress import track
+from ..errors import CheckpointError, UnreadError, some
+from .config import build_model, check_config, check_ignored, check_model
+from .folder import Folder, read_folder
 from .kinds import Finding
-from .model import build_model, check_model
-from .numbers import LayerNumbers, Statistics
+from .numbers import Statistics, check_numbers
 from .order import check_order
-from .sizes import check_sizes
-from .stored import Stored
-from .structure import Layers, check_structure, find_layers, require_some
-from .survey import Survey, survey
+from .sizes import check_fused, check_missing_inputs, check_sizes
 
 # Kinds of what lies beside the weights: they say nothing of layers that were not judged.
 _BESIDE = ("tokenizer-missing", "chat-template-missing")
+
+# Kinds that no folder may have, whatever its float model is like.
+_NEVER = (
+    *("checksum", "scale-nan", "codes-nan", "global-bad", "input-bad", "input-missing"),
+    *("dense-bad", "fused-scales", "fused-schemes", "ignore-packed"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,7 @@ class FolderCheck:
     @property
     def mismatches(self) -> dict[str, str]:
         """The findings as text, by the tensor, the layer or the file."""
-        found: dict[str, str] = {}
-        for each in self.findings:
-            text = str(each).removeprefix(f"{each.where}: ")
-            found[each.where] = f"{found[each.where]}; {text}" if each.where in found else text
-        return found
+        return mismatches(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
@@ -110,104 +107,121 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")
-    with shown("check", progress), torch.no_grad():
-        found = survey(folder)
-        layers = find_layers(found)
-        model, why = build_model(found, layers)
-        not_judged = []
-        if why and found.config:
-            not_judged.append(f"the model that the config makes: {why}")
-        if layers.unread:
-            not_judged.append(f"{len(layers.unread)} layers in formats that fp4pass does not read")
-        size = sum(each.nbytes for each in found.tensors.values())
-        current().expect(size, "bytes")
-        findings = [*found.findings, *check_structure(found, layers), *_sums(found)]
-        findings += _numbers(found, layers)
-        findings += check_declared(found, layers, model)
-        if not any(each.kind == "names" for each in findings):
-            findings += check_model(found, layers, model)
-    if all(each.kind in _BESIDE for each in findings):
-        require_some(found, layers)
+    with torch.no_grad():
+        found = read_folder(folder)
+        model, why = build_model(found)
+        not_judged = [f"the model that the config makes: {why}"] if why and found.config else []
+        if found.unread:
+            count = len(found.unread)
+            not_judged.append(f"{count} layers in formats that fp4pass does not read")
+        _check_sums(found)
+        kept, wrong = _check_layers(found, progress=progress)
+        norms = _check_dense(found)
+        check_sizes(found, kept, wrong)
+        check_order(found, kept, norms)
+        with well_formed(folder / "config.json"):
+            check_config(found, model)
+        if not any(each.kind == "names" for each in found.findings):
+            check_model(found, model)
+    if found.unread and all(each.kind in _BESIDE for each in found.findings):
+        raise _unread_error(found)
     return FolderCheck(
         folder,
         found.layout.name,
-        len(layers.records),
+        len(found.records),
         len(found.tensors),
-        size,
+        sum(each.nbytes for each in found.tensors.values()),
         found.own is not None,
-        tuple(findings),
+        tuple(found.findings),
         tuple(not_judged),
     )
 
 
-def _numbers(found: Survey, layers: Layers) -> Iterator[Finding]:
-    """Read all tensors once, and yield what is wrong with their numbers, sizes and order."""
-    kept: dict[str, Statistics] = {}
-    norms: dict[str, Tensor] = {}
-    wrong: set[str] = set()
-    for layer, record in layers.records.items():
-        numbers = LayerNumbers(found, record, layers.parts[layer])
-        kept[layer] = numbers.kept
-        yield from numbers.findings
-        wrong |= {layer} if numbers.findings else set()
-        size = sum(each.nbytes for each in layers.parts[layer].values())
-        current().step(size)
-    yield from _dense(found, layers, norms)
+def check_basics(directory: Path, *, whole: bool) -> dict[str, str]:
+    """Return what no folder may have, whatever its float model is like, as `mismatches` has it.
+
+    whole: compare checksums, too; else codes are not read.
+    """
+    with torch.no_grad():
+        found = read_folder(directory)
+        if whole:
+            _check_sums(found)
+        kept, wrong = _check_layers(found, only_scales=True)
+        _check_dense(found)
+        check_fused(found, kept, wrong | check_missing_inputs(found))
+        check_ignored(found)
+    return mismatches(each for each in found.findings if each.kind in _NEVER)
+
+
+def mismatches(findings: Any) -> dict[str, str]:
+    """Return findings as text, by the tensor, the layer or the file."""
+    found: dict[str, str] = {}
+    for each in findings:
+        text = str(each).removeprefix(f"{each.where}: ")
+        found[each.where] = f"{found[each.where]}; {text}" if each.where in found else text
+    return found
+
+
+def _check_layers(
+    found: Folder, only_scales: bool = False, progress: bool = True
+) -> tuple[dict[str, Statistics], set[str]]:
+    """Note what is wrong with the numbers of layers; return their statistics and the wrong ones."""
+    kept, wrong = dict[str, Statistics](), set[str]()
+    for layer in track(list(found.records), "check", unit="layers", show=progress):
+        before = len(found.findings)
+        kept[layer] = check_numbers(found, layer, only_scales)
+        wrong |= {layer} if len(found.findings) > before else set()
+    return kept, wrong
+
+
+def _check_sums(found: Folder) -> None:
+    """Note tensors that are not those which fp4pass.json lists."""
+    listed = {} if found.own is None else found.own["tensors"]
+    for name, facts in listed.items():
+        if name not in found.tensors:
+            if not found.lost_files:
+                what = f"expected it, as {MANIFEST} says, got no such tensor"
+                found.say("tensor-missing", name, what, MANIFEST)
+        elif fingerprint(found.tensors[name].read()) != facts:
+            what = "it is not what was saved (its checksum, shape or dtype differs)"
+            found.say("checksum", found.tensors[name], what)
+    for name in set(found.tensors) - set(listed) if found.own is not None else ():
+        what = f"expected none of this name, as {MANIFEST} says, got one"
+        found.say("checksum", found.tensors[name], what)
+
+
+def _check_dense(found: Folder) -> dict[str, Tensor]:
+    """Note dense tensors and scales of a cache whose numbers are none; return the vectors."""
+    packed, norms = found.packed, dict[str, Tensor]()
+    for name, stored in found.tensors.items():
+        if name in packed or stored.kind not in ("F64", "F32", "F16", "BF16"):
+            continue
+        tensor = stored.read()
+        if name.endswith(CACHE_SCALES):
+            if not ((tensor > 0) & tensor.isfinite()).all():
+                got = tensor.flatten()[:4].tolist()
+                found.say("cache-scale", stored, f"expected positive finite numbers, got {got}")
+        elif problem := dense_problem(tensor, not name.endswith(("weight", "bias"))):
+            found.say("dense-bad", stored, problem)
+        if tensor.ndim == 1:
+            norms[name] = tensor.float()
     # Where zero stands for one, all are zeros.
     vectors = {name: bool(each.any()) for name, each in norms.items() if name.endswith("weight")}
     if 2 * sum(vectors.values()) > len(vectors):
         for name in [name for name, used in vectors.items() if not used]:
             what = "expected weights, as in most other vectors, got zeros alone"
-            yield Finding("dead", name, found.file(name), what)
-    yield from check_sizes(found, layers, kept, wrong)
-    yield from check_order(found, layers, kept, norms)
+            found.say("dead", found.tensors[name], what)
+    return norms
 
 
-def _sums(found: Survey) -> Iterator[Finding]:
-    """Yield tensors that are not those which fp4pass.json lists."""
-    if found.own is None:
-        return
-    listed = found.own.get("tensors") or {}
-    for name, facts in listed.items():
-        tensor = found.tensors.get(name)
-        if tensor is None:
-            if not any(each.kind in ("file-missing", "file-damaged") for each in found.findings):
-                what = f"expected it, as {MANIFEST} says, got no such tensor"
-                yield Finding("tensor-missing", name, MANIFEST, what)
-        elif fingerprint(tensor.read()) != facts:
-            what = "it is not what was saved (its checksum, shape or dtype differs)"
-            yield Finding("checksum", name, tensor.path.name, what)
-    for name in found.tensors:
-        if name not in listed:
-            what = f"expected none of this name, as {MANIFEST} says, got one"
-            yield Finding("checksum", name, found.file(name), what)
-
-
-def _dense(found: Survey, layers: Layers, norms: dict[str, Tensor]) -> Iterator[Finding]:
-    """Yield dense tensors and scales of a cache whose numbers are none; keep the vectors."""
-    packed = {each.name for held in layers.parts.values() for each in held.values()}
-    for name, stored in found.tensors.items():
-        if name in packed:
-            continue
-        is_cache = name.endswith(CACHE_SCALES)
-        bad = ""
-        for tensor in _parts(stored):
-            if is_cache:
-                number = tensor.float()
-                if not ((number > 0) & number.isfinite()).all():
-                    bad = f"expected positive finite numbers, got {number.flatten()[:4].tolist()}"
-            else:
-                bad = bad or dense_problem(tensor, not name.endswith(("weight", "bias")))
-            if len(stored.shape) == 1 and tensor.is_floating_point() and tensor.itemsize > 1:
-                norms[name] = tensor.float()
-        if bad:
-            yield Finding("cache-scale" if is_cache else "dense-bad", name, stored.path.name, bad)
-        current().step(stored.nbytes)
-
-
-def _parts(stored: Stored) -> Iterator[Tensor]:
-    if len(stored.shape) < 2:
-        yield stored.read()
-        return
-    for _, part in stored.rows(stored.shape[-1]):
-        yield part
+def _unread_error(found: Folder) -> UnreadError:
+    """Return the error for a folder of which some layers were not judged and nothing is wrong."""
+    listed = [f"{layer} ({', '.join(sorted(names))})" for layer, names in found.unread.items()]
+    declared, count = found.declared or {}, len(listed)
+    groups = {found.layout.group(layer, declared) if declared else "" for layer in found.unread}
+    said = ", ".join(sorted(filter(None, groups)))
+    return UnreadError(
+        f"{found.path}: fp4pass does not read {count} of its quantized layers: "
+        f"{said and f'{said}: '}{some(listed)}. {count} layers are so: they were not judged. Check "
+        "them with the library that wrote the folder."
+    )

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.layouts import PackedLayer
 from ..core.elements import element_table, scale_table
 from ..core.formats import Format
 from ..core.packing import unpack_codes
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .kinds import Finding
-from .stored import Stored
-from .survey import Survey, multiplies
-from .tiles import is_tiled
+from .folder import Folder
 
 # Bits of the magnitudes in a byte of codes; minus zero is a zero, too.
 _MAGNITUDES = {4: 0x77, 8: 0x7F}
@@ -36,6 +31,12 @@ _SEVERAL = 8
 
 # Rows of a matrix, and matrices of a stack, that norms of columns are taken of.
 _ROWS, _MATRICES = 512, 8
+
+# Deviations of scales in tiles of a kernel above those of scales in rows.
+_TILED = 30.0
+
+# Bytes of codes that are looked at together.
+_AT_ONCE = 1 << 25
 
 
 @dataclass
@@ -57,188 +58,146 @@ class Statistics:
     scalars: dict[str, float] = field(default_factory=dict)
 
 
-class LayerNumbers:
-    """One layer, whose tensors are read once: what is wrong with its numbers, and statistics."""
+def check_numbers(found: Folder, layer: str, only_scales: bool = False) -> Statistics:
+    """Read a layer, note what is wrong with its numbers, and return its statistics.
 
-    def __init__(self, found: Survey, record: PackedLayer, held: Mapping[str, Stored]) -> None:
-        self.record, self.held = record, held
-        self.multiplies = multiplies(found.layout, record.fmt)
-        self.findings: list[Finding] = []
-        self.kept = Statistics()
-        weight_scale = self._scalars()
-        scale = held[SCALE].read()
-        # [E * N, K / block], of formats that have a scale in each row.
-        scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-        scale = scale.reshape(-1, scale.shape[-1] if scale.ndim else 1)
-        lowest = torch.zeros_like(scale, dtype=torch.bool)
-        sound = self._scales(scale) and self._sizes(scale, lowest)
-        used = self._codes(scale, lowest)
-        if sound and used:
-            self._measure(scale, weight_scale)
-
-    def _say(self, kind: str, part: str, found: str) -> None:
-        tensor = self.held[part]
-        self.findings.append(Finding(kind, tensor.name, tensor.path.name, found))
-
-    @property
-    def _fmt(self) -> Format:
-        return self.record.fmt
-
-    def _scalars(self) -> Tensor | None:
-        """Check the global scales; return those of weights as multipliers, None without."""
-        result = None
-        for part, kind in ((GLOBAL, "global-bad"), (INPUT_GLOBAL, "input-bad")):
-            if part not in self.held:
-                continue
-            number = self.held[part].read().float()
+    only_scales: leave out its codes, unless they may be NaN.
+    """
+    record, held, kept = found.records[layer], found.parts[layer], Statistics()
+    largest = 1.0
+    for part, kind in ((GLOBAL, "global-bad"), (INPUT_GLOBAL, "input-bad")):
+        if part in held:
+            number = held[part].read().float()
             # Readers divide by what others multiply by.
             if not ((number > 0) & number.isfinite() & (1 / number).isfinite()).all():
                 what = "expected a positive finite number with a finite reciprocal, got"
-                self._say(kind, part, f"{what} {_shown(number)}")
+                found.say(kind, held[part], f"{what} {_shown(number)}")
                 continue
-            value = number if self.multiplies else 1 / number
-            if part == GLOBAL:
-                result = value
+            value = number if found.multiplies(layer) else 1 / number
+            largest = float(value.max()) if part == GLOBAL else largest
             if number.numel() == 1:
-                self.kept.scalars[part] = value.item()
-        return result
+                kept.scalars[part] = value.item()
+    scale = held[SCALE].read()
+    # [E * N, K / block], of formats that have a scale in each row.
+    scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+    scale = scale.reshape(-1, scale.shape[-1] if scale.ndim else 1)
+    lowest = torch.zeros_like(scale, dtype=torch.bool)
+    usable = _check_scales(found, layer, scale, lowest)
+    if only_scales and record.fmt.element.native is None:
+        return kept
+    codes = held[PACKED].read().view(torch.uint8)
+    codes = codes.reshape(-1, record.fmt.packed_columns(record.shape[-1]))
+    if _check_codes(found, layer, codes, scale, lowest) and usable:
+        _measure(kept, record.shape, record.fmt, codes, scale)
+        kept.rms *= largest
+    return kept
 
-    def _scales(self, scale: Tensor) -> bool:
-        """Check the block scales, and return whether their values can be used."""
-        if scale.dtype == torch.uint8:
-            bad = int((scale > self._fmt.scale.last).sum())
-        else:
-            bad = int((~scale.isfinite() | (scale < 0)).sum())
-        if bad:
-            what = f"it holds NaN or a negative scale, {bad} of {scale.numel()}"
-            self._say("scale-nan", SCALE, f"{what}; expected positive finite numbers")
-            return False
-        first = scale.flatten()[:1]
-        if scale.numel() >= _FEWEST_BLOCKS and first.any() and bool((scale == first).all()):
-            value = float(self._values(first)[0])
-            what = f"expected a scale for each block, got {value:g} for all {scale.numel()}"
-            self._say("scale-uncalibrated", SCALE, what)
-            return False
+
+def _check_scales(found: Folder, layer: str, scale: Tensor, lowest: Tensor) -> bool:
+    """Check block scales, also against those around them; note far lower ones in `lowest`.
+
+    Returns whether their values can be used.
+    """
+    record, stored = found.records[layer], found.parts[layer][SCALE]
+    if scale.dtype == torch.uint8:
+        bad = int((scale > record.fmt.scale.last).sum())
+    else:
+        bad = int((~scale.isfinite() | (scale < 0)).sum())
+    if bad:
+        what = f"it holds NaN or a negative scale, {bad} of {scale.numel()}"
+        found.say("scale-nan", stored, f"{what}; expected positive finite numbers")
+        return False
+    first = scale.flatten()[:1]
+    if scale.numel() >= _FEWEST_BLOCKS and first.any() and bool((scale == first).all()):
+        value = float(_values(first, record.fmt))
+        what = f"expected a scale for each block, got {value:g} for all {scale.numel()}"
+        found.say("scale-uncalibrated", stored, what)
+        return False
+    matrices, larger = math.prod(record.shape[:-2]), 0
+    if len(scale) % matrices:
         return True
-
-    def _sizes(self, scale: Tensor, lowest: Tensor) -> bool:
-        """Check block scales against those around them; note the far lower ones in `lowest`."""
-        matrices = math.prod(self.record.shape[:-2])
-        if len(scale) % matrices:
-            return True
-        larger = 0
-        for part, low in zip(scale.chunk(matrices), lowest.chunk(matrices), strict=True):
-            sizes = self._values(part).log2().clamp_min(-150.0)
-            usual = sizes.flatten()[:: max(sizes.numel() >> 12, 1)].median()
-            across = [d for d in (0, 1) if sizes.shape[d] >= _SEVERAL]
-            if not across or ((sizes - usual).abs() < _FAR).all():
-                continue
-            apart = torch.stack([sizes - sizes.median(d, keepdim=True).values for d in across])
-            larger += int((apart > _FAR).all(0).sum())
-            # Rows or columns of weights that are none have such scales, too.
-            if len(across) == 2:
-                low |= (apart < -_FAR).all(0)
-        if larger:
-            what = f"expected scales like those around them, got {larger} of {scale.numel()} that"
-            self._say("scale-size", SCALE, f"{what} are more than 2^{_FAR} times larger")
-        return not larger
-
-    def _values(self, scale: Tensor) -> Tensor:
-        if scale.dtype != torch.uint8:
-            return scale.float()
-        return scale_values(scale, self._fmt)
-
-    def _codes(self, scale: Tensor, lowest: Tensor) -> bool:
-        """Check codes against the scales, and return whether there are any but zeros.
-
-        lowest: the scales that are far lower than those around them.
-        """
-        *_, rows, columns = self.record.shape
-        mask = _MAGNITUDES.get(self._fmt.element.bits, 0xFF)
-        width = self._fmt.packed_columns(columns)
-        matches = len(scale) == math.prod(self.record.shape[:-1])
-        zeros = (scale == 0) | lowest if matches else None
-        any_zero = zeros is not None and bool(zeros.any())
-        parts, lost, unused = [], 0, 0
-        none = element_table(self._fmt.element, torch.device("cpu")).isnan()
-        has_none = self._fmt.element.bits == 8 and bool(none.any())
-        for first, codes in self.held[PACKED].rows(width):
-            codes = codes.view(torch.uint8)
-            if has_none:
-                unused += int(none[codes.int()].sum())
-            # Eight bytes at a time, where they fill a row.
-            if width % 8 == 0 and not any_zero:
-                parts.append((codes.view(torch.int64) & _wide(mask)).any(-1))
-                continue
-            some = (codes & mask) != 0
-            parts.append(some.any(-1))
-            if any_zero and zeros is not None:
-                blocks = some.reshape(len(some), scale.shape[-1], -1).any(-1)
-                lost += int((blocks & zeros[first : first + len(some)]).sum())
-        used = torch.cat(parts)
-        if lost:
-            what = "expected scales like those around them for blocks of codes, got 0 or nearly 0"
-            self._say("scale-zero", SCALE, f"{what} for {lost} of {scale.numel()}")
-        if unused:
-            self._say("codes-nan", PACKED, f"expected numbers, got NaN for {unused} codes")
-        if not bool(used.any()):
-            self._say("dead", PACKED, "expected weights, got zeros alone")
-            return False
-        dead = (~used.reshape(-1, rows).any(-1)).nonzero().flatten().tolist()
-        if dead:
-            what = f"expected weights of each expert, got zeros alone for {len(dead)}"
-            self._say("dead", PACKED, f"{what}: {', '.join(map(str, dead[:5]))}")
-        elif matches and zeros is not None:
-            lost_rows = _longest_run(~used & ~zeros.all(-1))
-            if lost_rows >= max(_FEWEST_ROWS, rows // 16):
-                what = f"expected codes in every row, got {lost_rows} rows below each other"
-                self._say("codes-zero", PACKED, f"{what} that have scales and no codes")
-        return not lost
-
-    def _measure(self, scale: Tensor, weight_scale: Tensor | None) -> None:
-        """Take the norms of rows and columns; of large layers, of some rows."""
-        *stack, rows, columns = self.record.shape
-        if len(scale) != math.prod((*stack, rows)) or self._fmt.packed_columns(columns) < 1:
-            return
-        experts = min(stack[0], _MATRICES) if stack else 1
-        values = self._values(scale[: experts * rows])
-        norms = values.square().sum(-1).reshape(experts, rows)
-        self.kept.rows = norms.clamp_min(1e-30).log2() / 2
-        self.kept.is_tiled = is_tiled(values[:rows].clamp_min(1e-30).log2())
-        step = max(-(-rows // _ROWS), 1)
-        width, sums = self._fmt.packed_columns(columns), torch.zeros(experts, columns)
-        counts = torch.zeros(experts)
-        for first, codes in self.held[PACKED].rows(width):
-            chosen = torch.arange(-first % step, len(codes), step)
-            own = (chosen + first) // rows
-            chosen, own = chosen[own < experts], own[own < experts]
-            if not len(chosen):
-                break
-            found = block_values(codes[chosen], values[chosen + first], self._fmt)
-            sums.index_add_(0, own, found.square())
-            counts.index_add_(0, own, torch.ones(len(own)))
-        means = sums / counts.unsqueeze(-1)
-        self.kept.columns = means.clamp_min(1e-30).log2() / 2
-        factor = 1.0 if weight_scale is None else float(weight_scale.max())
-        self.kept.rms = math.sqrt(float(means.mean())) * factor
+    for part, low in zip(scale.chunk(matrices), lowest.chunk(matrices), strict=True):
+        sizes = _values(part, record.fmt).log2().clamp_min(-150.0)
+        usual = sizes.flatten()[:: max(sizes.numel() >> 12, 1)].median()
+        across = [d for d in (0, 1) if sizes.shape[d] >= _SEVERAL]
+        if not across or ((sizes - usual).abs() < _FAR).all():
+            continue
+        apart = torch.stack([sizes - sizes.median(d, keepdim=True).values for d in across])
+        larger += int((apart > _FAR).all(0).sum())
+        # Rows or columns of weights that are none have such scales, too.
+        if len(across) == 2:
+            low |= (apart < -_FAR).all(0)
+    if larger:
+        what = f"expected scales like those around them, got {larger} of {scale.numel()} that"
+        found.say("scale-size", stored, f"{what} are more than 2^{_FAR} times larger")
+    return not larger
 
 
-def scale_values(bits: Tensor, fmt: Format) -> Tensor:
-    """Return what the bits of block scales stand for, in float32."""
-    return scale_table(fmt.scale, torch.device("cpu"))[bits.int()]
+def _check_codes(found: Folder, layer: str, codes: Tensor, scale: Tensor, lowest: Tensor) -> bool:
+    """Check codes against the scales, and return whether their values can be used."""
+    record, parts = found.records[layer], found.parts[layer]
+    rows, mask = record.shape[-2], _MAGNITUDES.get(record.fmt.element.bits, 0xFF)
+    zeros = (scale == 0) | lowest
+    matches = len(scale) == len(codes)
+    any_zero = matches and bool(zeros.any())
+    none = element_table(record.fmt.element, torch.device("cpu")).isnan()
+    has_none = record.fmt.element.bits == 8 and bool(none.any())
+    used, lost, bad, first = [], 0, 0, 0
+    for part in codes.split(max(_AT_ONCE // max(codes.shape[1], 1), 1)):
+        some = (part & mask) != 0
+        used.append(some.any(-1))
+        if has_none:
+            bad += int(none[part.int()].sum())
+        if any_zero:
+            blocks = some.reshape(len(some), scale.shape[-1], -1).any(-1)
+            lost += int((blocks & zeros[first : first + len(some)]).sum())
+        first += len(part)
+    is_used = torch.cat(used)
+    if lost:
+        what = "expected scales like those around them for blocks of codes, got 0 or nearly 0"
+        found.say("scale-zero", parts[SCALE], f"{what} for {lost} of {scale.numel()}")
+    if bad:
+        found.say("codes-nan", parts[PACKED], f"expected numbers, got NaN for {bad} codes")
+    if not bool(is_used.any()):
+        found.say("dead", parts[PACKED], "expected weights, got zeros alone")
+        return False
+    dead = (~is_used.reshape(-1, rows).any(-1)).nonzero().flatten().tolist()
+    if dead:
+        what = f"expected weights of each expert, got zeros alone for {len(dead)}"
+        found.say("dead", parts[PACKED], f"{what}: {', '.join(map(str, dead[:5]))}")
+    elif matches:
+        hole = _longest_run(~is_used & ~zeros.all(-1))
+        if hole >= max(_FEWEST_ROWS, rows // 16):
+            what = f"expected codes in every row, got {hole} rows below each other"
+            found.say("codes-zero", parts[PACKED], f"{what} that have scales and no codes")
+    return not lost
 
 
-def block_values(packed: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Return what packed codes [R, P] and values of scales [R, C] stand for, float32 [R, K]."""
-    codes = unpack_codes(packed.view(torch.uint8), fmt.element.bits)
-    table = element_table(fmt.element, torch.device("cpu"))
-    values = table[codes.int()].nan_to_num().unflatten(-1, (scale.shape[-1], -1))
-    return (values * scale.unsqueeze(-1)).flatten(1)
+def _measure(
+    kept: Statistics, shape: tuple[int, ...], fmt: Format, codes: Tensor, scale: Tensor
+) -> None:
+    """Take the norms of rows and columns; of large layers, of some rows."""
+    if len(scale) != len(codes) or not codes.shape[1]:
+        return
+    rows, experts = shape[-2], min(math.prod(shape[:-2]), _MATRICES)
+    values = _values(scale, fmt).unflatten(0, (-1, rows))[:experts]
+    kept.rows = values.square().sum(-1).clamp_min(1e-30).log2() / 2
+    kept.is_tiled = _is_tiled(values[0].clamp_min(1e-30).log2())
+    step = max(-(-rows // _ROWS), 1)
+    chosen = unpack_codes(codes.unflatten(0, (-1, rows))[:experts, ::step], fmt.element.bits)
+    table = element_table(fmt.element, torch.device("cpu")).nan_to_num()
+    weights = table[chosen.int()].unflatten(-1, (scale.shape[1], -1))
+    weights = (weights * values[:, ::step].unsqueeze(-1)).flatten(2)  # [E, N, K]
+    means = weights.square().mean(1)
+    kept.columns = means.clamp_min(1e-30).log2() / 2
+    kept.rms = math.sqrt(float(means.mean()))
 
 
-def _wide(mask: int) -> int:
-    """Return eight times the mask of a byte, as a signed number."""
-    return int.from_bytes(bytes([mask] * 8), "little", signed=True)
+def _values(scale: Tensor, fmt: Format) -> Tensor:
+    """Return the values of block scales, which lie in bits or as numbers, in float32."""
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    return scale_table(fmt.scale, torch.device("cpu"))[scale.int()]
 
 
 def _shown(number: Tensor) -> str:
@@ -248,8 +207,29 @@ def _shown(number: Tensor) -> str:
 
 def _longest_run(flags: Tensor) -> int:
     """Return the length of the longest run of True."""
-    if not bool(flags.any()):
-        return 0
     edges = torch.diff(flags.int(), prepend=torch.zeros(1), append=torch.zeros(1))
     starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
-    return int((stops - starts).max())
+    return int((stops - starts).max()) if len(starts) else 0
+
+
+def _is_tiled(blocks: Tensor) -> bool:
+    """Return whether log2 of scales [N, C] go together in tiles of 128 x 4, and not in rows."""
+    rows, columns = blocks.shape
+    if rows % 128 or columns % 4 or columns < 8:
+        return False
+    tiles = blocks.flatten().unflatten(0, (rows // 128, columns // 4, 32, 4, 4))
+    # The row of a tile is r % 32, then r // 32, then the column.
+    turned = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    other = _explained(turned)
+    return other > _TILED and other > 4 * abs(_explained(blocks))
+
+
+def _explained(matrix: Tensor) -> float:
+    """Return how much rows and columns explain of a matrix, in deviations of chance."""
+    centered = matrix - matrix.mean()
+    variance, explained = centered.square().mean().item(), 0.0
+    for dimension in (0, 1) if variance else ():
+        size, count = matrix.shape[dimension], matrix.shape[1 - dimension]
+        part = centered.mean(dimension).square().sum().item() * size / variance
+        explained += (part - count) / (2 * count) ** 0.5
+    return explained

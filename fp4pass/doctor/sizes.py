@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
-from ..checkpoint.checks import CROSS_ATTENTION
+from ..checkpoint import SERVED
 from ..checkpoint.layouts import fused_problems
-from ..checkpoint.readers import SERVED
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, SCALE
-from .kinds import Finding
+from .folder import EXPERT, Folder, Stored
 from .numbers import Statistics
-from .structure import EXPERT, Layers, dense_names
-from .survey import Survey, multiplies, names_of
 
 # Weights of trained models have a root mean square of 1e-3 to 1, and these bounds are far from it.
 _RMS = (2.0**-24, 2.0**6)
@@ -28,165 +25,125 @@ _FEWEST = 4
 # The largest input of a layer: of less nothing comes, of more no 16-bit model.
 _INPUTS = (2.0**-12, 2.0**17)
 
-
-class _Side(NamedTuple):
-    """One kind of global scale to judge: its part, kinds of findings, and bounds of a size."""
-
-    part: str
-    direction: str
-    otherwise: str
-    bounds: tuple[float, float]
-    what: str
+# Attention to something else, where q does not read what k and v read.
+_CROSS_ATTENTION = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
 
 
-def check_sizes(
-    found: Survey, layers: Layers, kept: Mapping[str, Statistics], wrong: Collection[str]
-) -> Iterator[Finding]:
-    """Yield global scales that no trained model has, and those that differ where engines fuse."""
-    weights = {n: (each.rms, each.scalars.get(GLOBAL, 1.0)) for n, each in kept.items() if each.rms}
-    inputs = {}
-    for name, each in kept.items():
-        if INPUT_GLOBAL in each.scalars:
-            fmt = layers.records[name].fmt
-            value = each.scalars[INPUT_GLOBAL]
-            # Without block scales of inputs it is the scale of their elements.
-            largest = fmt.element.max * (fmt.scale.max if fmt.has_global_scale else 1)
-            inputs[name] = (value * largest, value)
-    side = _Side(GLOBAL, "global-direction", "weights-size", _RMS, "weights with a size of")
-    turned = {}
-    for finding, name in _judged(found, layers, weights, side):
-        turned[name] = finding
-    yield from turned.values()
-    yield from _apart(found, layers, weights, turned)
-    side = _Side(INPUT_GLOBAL, "input-direction", "input-bad", _INPUTS, "inputs of at most")
-    bad_inputs = dict((name, each) for each, name in _judged(found, layers, inputs, side))
-    uncalibrated = list(_uncalibrated(found, layers, inputs))
-    if not uncalibrated:
-        yield from bad_inputs.values()
-    yield from uncalibrated
-    missing = list(_missing_inputs(found, layers))
-    yield from missing
+def check_sizes(found: Folder, kept: Mapping[str, Statistics], wrong: Collection[str]) -> None:
+    """Note global scales that no trained model has, and those that differ where engines fuse.
+
+    wrong: layers whose numbers are wrong.
+    """
+    skipped = {*wrong, *_check_weights(found, kept), *_check_inputs(found, kept)}
     if found.layout.engines:
-        skipped = {
-            *wrong,
-            *(each.where for each in missing),
-            *turned,
-            *bad_inputs,
-            *(each.where.rpartition(".")[0] for each in uncalibrated),
-        }
-        yield from _fused(found, layers, kept, skipped)
+        check_fused(found, kept, skipped)
 
 
-def _tensor(found: Survey, layers: Layers, name: str, part: str) -> tuple[str, str]:
-    held = layers.parts[name].get(part)
-    if held is None and part == GLOBAL:
-        held = layers.parts[name][SCALE]
-    return (names_of(found.layout, name)[part], "") if held is None else (held.name, held.path.name)
-
-
-def _judged(
-    found: Survey, layers: Layers, sizes: Mapping[str, tuple[float, float]], side: _Side
-) -> Iterator[tuple[Finding, str]]:
-    """Yield what is out of bounds, by its layer; the other direction, where that one is not."""
-    low, high = side.bounds
-    for name, (size, scale) in sizes.items():
-        if low <= size <= high:
-            continue
-        other = size / scale / scale
-        # Of inputs a size is the scale itself, and of weights it is proportional to it.
-        place = _tensor(found, layers, name, side.part)
-        as_it_is = multiplies(found.layout, layers.records[name].fmt)
-        verb = "multiplies" if as_it_is else "divides"
-        stored = scale if as_it_is else 1 / scale
-        if low <= other <= high and scale > 1:
-            what = (
-                f"expected a number that {verb}, got {stored:g}, which makes {side.what} "
-                f"{size:.3g}; its reciprocal makes {other:.3g}"
-            )
-            yield Finding(side.direction, *place, what), name
-        else:
-            what = f"expected {side.what} {low:.2g} to {high:.2g}, got {size:.3g}"
-            yield Finding(side.otherwise, *place, what), name
-
-
-def _role(name: str) -> str:
-    """Return a name without its numbers, which layers of one role share."""
-    return ".".join("*" if each.isdigit() else each for each in name.split("."))
-
-
-def _apart(
-    found: Survey,
-    layers: Layers,
-    sizes: Mapping[str, tuple[float, float]],
-    known: Mapping[str, Finding],
-) -> Iterator[Finding]:
-    """Yield layers that are far larger or smaller than the others of their role."""
+def _check_weights(found: Folder, kept: Mapping[str, Statistics]) -> set[str]:
+    """Note weights of odd sizes; return the layers whose sizes no model has."""
+    sizes = {name: each.rms for name, each in kept.items() if each.rms}
+    turned = {
+        name
+        for name, size in sizes.items()
+        if _is_odd(found, name, GLOBAL, size, kept[name].scalars.get(GLOBAL, 1.0))
+    }
+    usual = {name: size for name, size in sizes.items() if name not in turned}
     roles: dict[str, list[str]] = {}
-    for name in sizes:
-        if name not in known:
-            roles.setdefault(_role(name), []).append(name)
-    every = [name for names in roles.values() for name in names]
+    for name in usual:
+        role = ".".join("*" if each.isdigit() else each for each in name.split("."))
+        roles.setdefault(role, []).append(name)
     for role, names in roles.items():
         # Few say little of each other.
-        others, apart, of = (names, _APART, role)
-        if len(names) < _FEWEST:
-            others, apart, of = every, 4 * _APART, "layers"
-        usual = statistics.median(sizes[name][0] for name in others)
+        is_few = len(names) < _FEWEST
+        others = list(usual) if is_few else names
+        apart, of = (4 * _APART, "layers") if is_few else (_APART, role)
+        middle = statistics.median(usual[name] for name in others)
         for name in names if len(others) >= _FEWEST else ():
-            if not usual / apart <= sizes[name][0] <= apart * usual:
-                place = _tensor(found, layers, name, GLOBAL)
-                what = f"expected weights of the size of the other {of}, {usual:.3g}"
-                yield Finding("weights-size", *place, f"{what}, got {sizes[name][0]:.3g}")
+            if not middle / apart <= usual[name] <= apart * middle:
+                what = f"expected weights of the size of the other {of}, {middle:.3g}"
+                place = _stored(found, name, GLOBAL)
+                found.say("weights-size", place, f"{what}, got {usual[name]:.3g}")
+    return turned
 
 
-def _uncalibrated(
-    found: Survey, layers: Layers, inputs: Mapping[str, tuple[float, float]]
-) -> Iterator[Finding]:
-    """Yield scales of inputs that are all 1, or are 1 among others that are any number."""
-    ones = [name for name, (_, scale) in inputs.items() if scale == 1.0]
-    any_number = any(math.frexp(scale)[0] != 0.5 for _, scale in inputs.values())
-    if not ones or (len(ones) < len(inputs) and not any_number):
-        return
-    for name in ones:
-        place = _tensor(found, layers, name, INPUT_GLOBAL)
-        yield Finding("input-uncalibrated", *place, "expected a calibrated scale, got exactly 1")
+def _check_inputs(found: Folder, kept: Mapping[str, Statistics]) -> set[str]:
+    """Note scales of inputs that are odd, missing or never set; return their layers."""
+    scales = {n: e.scalars[INPUT_GLOBAL] for n, e in kept.items() if INPUT_GLOBAL in e.scalars}
+    ones = {name for name, scale in scales.items() if scale == 1.0}
+    any_number = any(math.frexp(scale)[0] != 0.5 for scale in scales.values())
+    if ones and (len(ones) == len(scales) or any_number):
+        for name in sorted(ones):
+            what = "expected a calibrated scale, got exactly 1"
+            found.say("input-uncalibrated", _stored(found, name, INPUT_GLOBAL), what)
+        odd = ones
+    else:
+        odd = set()
+        for name, scale in scales.items():
+            fmt = found.records[name].fmt
+            # Without block scales of inputs it is the scale of their elements.
+            most = scale * fmt.element.max * (fmt.scale.max if fmt.has_global_scale else 1)
+            if _is_odd(found, name, INPUT_GLOBAL, most, scale):
+                odd.add(name)
+    return odd | check_missing_inputs(found)
 
 
-def _missing_inputs(found: Survey, layers: Layers) -> Iterator[Finding]:
-    """Yield layers whose inputs are quantized, and whose scale is not there."""
+def check_missing_inputs(found: Folder) -> set[str]:
+    """Note layers whose inputs are quantized by a scale that is not there, and return them."""
     # Ours has them, or means that each input gets one of its own.
-    if found.own is not None:
-        return
-    for name, record in layers.records.items():
-        wants = record.fmt.has_global_scale and not record.config.weight_only
-        if wants and INPUT_GLOBAL not in layers.parts[name]:
-            is_expert = "of an expert " if EXPERT.match(f"{name}.weight") else ""
-            missing = names_of(found.layout, name)[INPUT_GLOBAL]
-            what = f"expected {missing}, for inputs {is_expert}are quantized, got none"
-            yield Finding("input-missing", name, "", what)
+    missing = {
+        name
+        for name, record in ({} if found.own is not None else found.records).items()
+        if record.has_input_scale and INPUT_GLOBAL not in found.parts[name]
+    }
+    for name in sorted(missing):
+        is_expert = "of an expert " if EXPERT.match(f"{name}.weight") else ""
+        what = f"expected {found.name_of(name, INPUT_GLOBAL)}, for inputs {is_expert}are quantized"
+        found.say("input-missing", name, f"{what}, got none")
+    return missing
 
 
-def _fused(
-    found: Survey, layers: Layers, kept: Mapping[str, Statistics], skipped: set[str]
-) -> Iterator[Finding]:
-    """Yield the modules of which engines fuse layers whose scales differ."""
-    architectures = found.config.get("architectures") or ()
-    served = any(str(each).endswith(SERVED) for each in architectures)
-    whole = set(fused_problems(layers.records, dense_names(found, layers)))
-    others = {parent for parent, _ in whole}
-    scales: dict[str, dict[str, float]] = {}
+def check_fused(found: Folder, kept: Mapping[str, Statistics], skipped: Collection[str]) -> None:
+    """Note the modules of which engines fuse layers whose scales differ."""
+    served = any(str(each).endswith(SERVED) for each in found.config.get("architectures") or ())
     # Of a scale that one of them lacks, another finding tells.
-    lacking = {n.rpartition(".")[0] for n in kept if INPUT_GLOBAL not in layers.parts[n]}
+    lacking = {n.rpartition(".")[0] for n in kept if INPUT_GLOBAL not in found.parts[n]}
+    scales: dict[str, dict[str, float]] = {}
     for name, each in kept.items():
-        if name in skipped:
-            continue
-        # As they are stored.
-        turned = not multiplies(found.layout, layers.records[name].fmt)
-        own = {part: 1 / value if turned else value for part, value in each.scalars.items()}
-        if not served or CROSS_ATTENTION.search(name) or name.rpartition(".")[0] in lacking:
-            own.pop(INPUT_GLOBAL, None)
-        scales[name] = own
-    records = {name: each for name, each in layers.records.items() if name in scales}
+        if name not in skipped:
+            # As they are stored.
+            power = 1 if found.multiplies(name) else -1
+            scales[name] = {part: value**power for part, value in each.scalars.items()}
+            if not served or _CROSS_ATTENTION.search(name) or name.rpartition(".")[0] in lacking:
+                scales[name].pop(INPUT_GLOBAL, None)
+    others = {each.where for each in found.findings if each.kind == "fused-schemes"}
+    records = {name: each for name, each in found.records.items() if name in scales}
     for parent, problem in fused_problems(records, (), scales):
         if parent not in others:
-            yield Finding("fused-scales", parent, "", f"expected one for all, got {problem}")
+            found.say("fused-scales", parent, f"expected one for all, got {problem}")
+
+
+def _stored(found: Folder, layer: str, part: str) -> Stored:
+    held = found.parts[layer]
+    return held.get(part) or held[SCALE]
+
+
+def _is_odd(found: Folder, layer: str, part: str, size: float, scale: float) -> bool:
+    """Note a size that no model has, or that the other direction of a scale makes usual."""
+    is_weight = part == GLOBAL
+    low, high = _RMS if is_weight else _INPUTS
+    if low <= size <= high:
+        return False
+    other, what = size / scale / scale, "weights of" if is_weight else "inputs of at most"
+    if low <= other <= high and scale > 1:
+        kind = "global-direction" if is_weight else "input-direction"
+        as_it_is = found.multiplies(layer)
+        text = (
+            f"expected a number that {'multiplies' if as_it_is else 'divides'}, got "
+            f"{scale if as_it_is else 1 / scale:g}, which makes {what} {size:.3g}; its reciprocal "
+            f"makes {other:.3g}"
+        )
+    else:
+        kind = "weights-size" if is_weight else "input-bad"
+        text = f"expected {what} {low:.2g} to {high:.2g}, got {size:.3g}"
+    found.say(kind, _stored(found, layer, part), text)
+    return True

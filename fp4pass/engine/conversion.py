@@ -21,13 +21,11 @@ from ..quantization import checks
 from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
 from ..quantization.observers.reached import seen_tokens
-from ..quantization.plan import Plan, plan_layers, with_statistics
+from ..quantization.plan import Plan, plan_layers, with_statistics, with_unreached
 from ..quantization.recipe import recipe_of
-from ..quantization.unreached import with_unreached
 from ..record.config import LinearConfig, Rule, check_rules
-from ..record.rows import Row
+from ..record.rows import Row, say_once, tensor_core_note
 from ..record.state import PreparedState, config_of, smoothing_of
-from ..record.tensor_cores import say_once, tensor_core_note
 from .layer_stack import Stack
 from .recording import Recording, recording_of
 from .schedule import find_stacks, outside

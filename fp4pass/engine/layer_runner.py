@@ -23,8 +23,7 @@ from ..quantization.observers.expert_calls import feed, new_observer
 from ..quantization.observers.observer import OBSERVERS, shared_observer
 from ..quantization.observers.reached import track_weight_reads
 from ..quantization.observers.visible_tokens import visible_rows
-from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
-from ..quantization.unreached import with_unreached
+from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached
 from ..record.config import LinearConfig
 from .layer_calls import Call, hidden_state, offload_hidden_state
 from .layer_stack import Stack

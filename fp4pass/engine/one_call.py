@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from .. import calibration
-from ..calibration.target import Target
-from ..calibration.to_batches import SEQ_LEN
-from ..calibration.tokens import Tokens
+from ..calibration.processor import Processor
+from ..calibration.to_batches import SEQ_LEN, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
@@ -168,7 +167,7 @@ class OneCall:
             return found if made is data else self._in_turn(found)
         if tokenizer is None and not self.needs_data:
             return None
-        reader = Tokens(tokenizer, self.root).processor
+        reader = Processor(tokenizer, self.root).processor
         return self.own_text(reader)
 
     def writing(self, text: OwnText) -> OneCall:

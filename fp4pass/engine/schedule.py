@@ -10,8 +10,7 @@ from torch import nn
 from ..errors import StateError, as_option
 from ..nn.experts import add_stacks
 from ..quantization.plan import LayerPlan, Plan
-from ..quantization.scan import SkippedLayer
-from ..quantization.stacks import caller_of
+from ..quantization.scan import SkippedLayer, caller_of
 from .layer_stack import Stack
 
 

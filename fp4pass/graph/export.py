@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection
 
 from .._compat.torch import call_with_copies
+from .._compat.transformers import HEADS, head_names
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
-from .._compat.transformers_heads import HEADS, head_names
 from ..errors import OptionError, ShapeError, StateError, TraceError, expected
 from .plain import write_plain
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
-from .._compat.transformers_quantizers import choose_config
+from .._compat.transformers_loading import choose_config
 from ..nn.experts import QUANTIZED
 from ..quantization.adapters import around_packed, refuse_merge
 from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._compat.sentence_transformers import loads_model
+from .._compat.transformers_loading import loads_model
 from ..checkpoint import in_config
 from ..checkpoint.layouts import CompressedTensors
 
@@ -37,7 +37,7 @@ def choose(declared: Mapping[str, Any], given: Any) -> Any:
             return None
     elif given is None and declared.get("quant_method") == "quark":
         # Quark has formats of its own library.
-        from ..checkpoint.layouts.quark import is_read
+        from ..checkpoint.layouts.mxfp4 import is_read
 
         if not is_read(declared):
             return None

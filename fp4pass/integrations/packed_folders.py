@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._compat.transformers import register_quantization, require_transformers
-from .._compat.transformers_quantizers import require_filled, when_loaded
+from .._compat.transformers_loading import require_filled, when_loaded
 from ..checkpoint.placing import PlacedLayers
 from ..errors import CheckpointError
 from .quantizer import PackedQuantizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,17 +14,18 @@ from .._compat.transformers import (
     register_quantization,
     require_transformers,
     tied,
+    unread_parameters,
 )
-from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.unread import require_float
 from ..errors import CheckpointError, OptionError
+from ..methods.base import MethodChoice
 from ..nn.experts import current_weight
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.recipe import Recipe
 from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
-from ..record.config import Rule, check_rules
-from ..record.signatures import with_options
+from ..record.config import LinearOptions, Rule, check_rules
+from ..record.schemes import Scheme
 from ..record.state import config_of
 from .as_read import PackedAsRead
 from .choosing import METHOD
@@ -34,8 +35,11 @@ require_transformers()
 
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # Nothing is calibrated while a model is loaded.
-_METHOD = "sse"
+_METHOD: Final = "sse"
 
 
 class Fp4PassConfig(QuantizationConfigMixin):
@@ -63,14 +67,13 @@ class Fp4PassConfig(QuantizationConfigMixin):
         ('Linear', 'QuantizedLinear')
     """
 
-    @with_options
     def __init__(
         self,
-        fmt: str | None = None,
+        fmt: Scheme | None = None,
         *,
         rules: Sequence[Rule] = (),
-        method: object = _METHOD,
-        **options: Any,
+        method: MethodChoice = _METHOD,
+        **options: Unpack[LinearOptions],
     ) -> None:
         self.quant_method: Any = METHOD
         config = config_of({"fmt": fmt, "method": method, **options}, None)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from ..errors import (
     some,
 )
 from ..evaluation import SUMS, Bootstrap, bootstrap_intervals, fast_dtype
-from ..methods import Sse
+from ..methods import MethodChoice, Sse
 from ..nn import PACKED, SCALE
 from ..quantization import (
     LayerPlan,
@@ -49,13 +49,15 @@ from ..quantization import (
 from ..record import (
     LinearConfig,
     LinearOptions,
+    QualityName,
     Rule,
     Rules,
+    Scheme,
+    check_options,
     check_rules,
     get_quality,
     scheme_fields,
     unwrap,
-    with_options,
 )
 from .divergence import (
     divergence,
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # The schemes to choose from, where none are given.
-SCHEMES = ("nvfp4a16", "fp8a16", "bf16")
+SCHEMES: Final = ("nvfp4a16", "fp8a16", "bf16")
 
 # The scheme of layers that stay as they are, in a report, and its names.
 FLOAT = "float"
@@ -297,17 +299,16 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
-@with_options
 def allocate(
     model: nn.Module,
     *,
     bits: float | None = None,
     kl: float | None = None,
-    schemes: Sequence[str] = SCHEMES,
+    schemes: Sequence[Scheme | Literal["bf16", "float"]] = SCHEMES,
     data: Any = None,
     tokenizer: Any = None,
-    method: object = None,
-    quality: str | None = None,
+    method: MethodChoice | None = None,
+    quality: QualityName | None = None,
     rules: Rules = (),
     windows: int = 8,
     held_out: int = 16,
@@ -359,6 +360,7 @@ def allocate(
         >>> found.bits <= 6.5, found.kl <= found.uniform.kl
         (True, True)
     """
+    check_options(options)
     budget = {name: each for name, each in (("bits", bits), ("kl", kl)) if each is not None}
     if len(budget) != 1:
         raise OptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -137,6 +137,15 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
+
+
+class MethodOptions(Protocol):
+    """The options of a method: an object of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+MethodChoice = Literal["naive", "sse", "hessian", "gptq"] | MethodOptions
 
 
 def method(

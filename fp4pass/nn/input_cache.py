@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._compat.torch import intercepts_operators
-from .._compat.torch_hooks import add_forward_hooks, remove_forward_hooks
+from .._compat.torch import add_forward_hooks, intercepts_operators, remove_forward_hooks
 from ..errors import OptionError, StateError, expected
 
 _T = TypeVar("_T")

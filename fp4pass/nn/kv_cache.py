@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ SCALES = (*_FP8_SCALES, *_BLOCK_SCALES)
 
 # The option, and its key in recipes.
 KV_CACHE = "kv_cache"
+CacheName = Literal["fp8", "fp8_tensor", "nvfp4"]
 
 
 @dataclass(frozen=True)

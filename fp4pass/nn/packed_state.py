@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.diffusers import is_diffusers
-from .._compat.transformers import saves_adapters, saving_model, saving_owner
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained, saves_adapters, saving_model, saving_owner
 from ..distributed import is_sharded
 from ..errors import StateError, TraceError, as_option
 

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from ..errors import unknown_name
-from ..quantization.tensor.quantizer import dequantize, quantize
+from ..quantization.tensor import dequantize, quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.quant_state import OTHER_RECORDS, OtherRecord
 from ..errors import OptionError
-from ..quantization.tensor.quantizer import not_finite, without_statistics
+from ..quantization.tensor import not_finite, without_statistics
 from .codebooks import CODEBOOKS, Codebook, get_codebook
 from .operators import dequantize_codebook, quantize_codebook
 

@@ -16,7 +16,7 @@ from ..core.elements import Element
 from ..core.formats import Format, get_format
 from ..errors import NonFiniteError, OptionError, ShapeError
 from ..kernels.search.reference import search_ref
-from ..quantization.tensor.blocks import (
+from ..quantization.functional import (
     QuantizedBlocks,
     read_blocks,
     read_global_scale,

@@ -14,7 +14,7 @@ from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..nn.packed_linear import scale_bits
 from ..nn.packed_state import BufferLayout
 from ..ops import FLOATS
-from ..quantization.tensor.quantizer import quantize
+from ..quantization.tensor import quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS, Codebook, get_codebook, value_table
 from .layer import QuantizableLinear, require_sizes

@@ -30,8 +30,7 @@ from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_f
 from ..core.machine import moved
 from ..core.packing import unpack_codes
 from ..errors import DtypeError, OptionError, ShapeError
-from ..quantization.tensor.blocks import element_values, require_float
-from ..quantization.tensor.functional import error_metrics, quantize_blocks
+from ..quantization.functional import element_values, error_metrics, quantize_blocks, require_float
 
 _OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
 
@@ -53,9 +52,8 @@ def _quantize(
         found = get_format(fmt)
         eight_bits = found.has_global_scale and found.element.bits == 8
         global_scale = 1 / found.element.max if eight_bits else 1.0
-    blocks = quantize_blocks(
-        W, fmt, objective, dim=dim, inputs=X, block_hessian=H_blocks, global_scale=global_scale
-    )
+    options: dict[str, Any] = {"objective": objective, "global_scale": global_scale}
+    blocks = quantize_blocks(W, fmt, dim=dim, inputs=X, block_hessian=H_blocks, **options)
     result = (blocks.steps(), blocks.packed if packed else blocks.values())
     return (*result, blocks.dequantize()) if return_dequant else result
 

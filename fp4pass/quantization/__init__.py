@@ -12,9 +12,8 @@ from .quantize import pack_layer
 from .recipe import Recipe, require_undecided, with_quality
 from .replace import attach_observers, remove_observers
 from .rules import matching_rule
-from .scan import LinearLayer
+from .scan import LinearLayer, caller_of
 from .search import stored_amax
-from .stacks import caller_of
 
 __all__ = [
     "LayerPlan",

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from ..core.quant_state import QuantState
 from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError, as_rules
 from ..graph.folds import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
+from ..nn.experts import ExpertStack
 from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule
-from .kept import NOTE, KeptWeight, kept_weight
+from ..record.rows import Row
 from .observers.observer import collect, observers_of
 from .rules import BuiltInRules, matching_rule, require_matches
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
 # A matrix of a weight, and the rows of it; None for all.
 Part = tuple[int, slice | None]
+
+
+# Where a module remembers what its parameters were made of, and the note on a weight that is kept.
+_KEPT = "_fp4pass_kept"
+_NOTE = "codes and scales are those of the source"
+
+_READ = "its weight is read without calling the layer"
+_UNREACHED = "calibration never reached it"
+
+# Why layers are skipped that a recipe alone would quantize.
+BY_CALIBRATION = (_READ, _UNREACHED)
+
+
+@dataclass(frozen=True)
+class KeptWeight:
+    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of.
+
+    Attributes:
+        fmt: the key of their format, as the source has it.
+        stored: the key of the format that holds them in a layer.
+        read: returns them, for each matrix.
+        input_scales: returns the scales of inputs that lie beside: one, one for each expert, or
+            none.
+        problem: why a layer cannot hold them, or "".
+    """
+
+    fmt: str
+    stored: str
+    read: Callable[[], Sequence[QuantState]]
+    input_scales: Callable[[], tuple[float, ...]]
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +193,7 @@ def _plan_layer(
             return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
         config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
-        return LayerPlan(**vars(layer), config=config, kept=kept, note=NOTE)
+        return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 
 
@@ -303,3 +337,77 @@ def joined(
         for member in joining:
             places.update(dict.fromkeys(keys(member), first))
     return list(groups.values())
+
+
+def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
+    """Return the plan with layers skipped, or quantized by "sse", that calibration never reached.
+
+    Those that are left are errors of `require_statistics`.
+    """
+
+    def settled(layer: LayerPlan) -> LayerPlan | SkippedLayer:
+        config = layer.config
+        if layer.stats.tokens:
+            return layer
+        lacking = not all(map(layer.stats.has, config.needs))
+        if layer.name in read and (lacking or not config.weight_only):
+            return skip(layer, _READ)
+        if not lacking or config.unreached == "error":
+            return layer
+        if config.unreached == "skip":
+            return skip(layer, _UNREACHED)
+        config = config.override({"method": config.unreached, "weight_only": True})
+        return dataclasses.replace(layer, config=config)
+
+    return Plan(tuple(settled(e) if isinstance(e, LayerPlan) else e for e in plan.entries))
+
+
+class _Record(NamedTuple):
+    """The codes that a weight was made of, and that weight: a layer may have another one later."""
+
+    kept: KeptWeight
+    weight: Any
+    version: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        weight = copy.deepcopy(self.weight, memo)
+        is_same = self.weight._version == self.version
+        return _Record(self.kept, weight, weight._version if is_same else -1)
+
+
+def keep_weight(holder: nn.Module, name: str, kept: KeptWeight) -> None:
+    """Remember what a parameter was made of, as long as it is not changed."""
+    weight = holder._parameters[name]
+    assert weight is not None, "the folder has it"
+    records = holder.__dict__.setdefault(_KEPT, {})
+    records[name] = _Record(kept, weight, weight._version)
+
+
+def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
+    """Return what a weight was made of where a config is of the same format, else None."""
+    holder, name = _place(module)
+    record, own = holder.__dict__.get(_KEPT, {}).get(name), holder._parameters.get(name)
+    if record is None or own is not record.weight or own._version != record.version:
+        return None
+    is_same = config.format.key == record.kept.fmt and not config.is_rotated
+    found: KeptWeight | None = record.kept if is_same else None
+    return found
+
+
+def forget_kept(module: nn.Module) -> None:
+    """Forget what the weight of a layer was made of, once it is packed."""
+    holder, name = _place(module)
+    holder.__dict__.get(_KEPT, {}).pop(name, None)
+
+
+def _place(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that has the weight of a layer or a stack, and its name there."""
+    if isinstance(module, ExpertStack):
+        return module.holder, module.last
+    return module, "weight"
+
+
+def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
+    """Return the row of a layer that is not converted."""
+    reason = layer.skip_reason if isinstance(layer, SkippedLayer) else ""
+    return Row(layer.name, layer.shape, skip_reason=reason)

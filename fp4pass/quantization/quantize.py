@@ -17,16 +17,20 @@ from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
 from ..kernels.fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..methods import Stats, resolve_method
+from ..methods import Certificate, MethodResult, Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
-from ..record.config import LinearConfig
+from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
-from .kept import forget_kept
-from .plan import LayerPlan, Plan, scale_groups
-from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
-from .report import converted_row, planned_row
+from .plan import LayerPlan, Plan, forget_kept, planned_row, scale_groups
+from .replace import (
+    begin_replacing,
+    drop_unused_copies,
+    packed_class,
+    rewrite_graph,
+    store_packed,
+)
 from .search import (
     Found,
     SearchStore,
@@ -34,10 +38,12 @@ from .search import (
     gather_parts,
     joined_rows,
     search_parts,
+    shared_tensor_scales,
     survey,
 )
-from .stacks import packed_class
-from .tensor_scales import shared_tensor_scales
+
+# Tokens below which the own statistics of an expert say little.
+_FEW = 32
 
 # The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -215,7 +221,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
+    rows = [_converted_row(layer, results, stats, *errors, note) for layer in members]
     input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
@@ -226,6 +232,44 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         input_scales = first.kept.input_scales()
     tensors = kind.buffers_of(states, input_scales)
     return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
+
+
+def _converted_row(
+    layer: LayerPlan,
+    results: Sequence[MethodResult],
+    stats: Stats,
+    weight_error: float,
+    output_error: float | None,
+    note: str,
+) -> Row:
+    """Return the row of a layer that is converted, from the results of each of its matrices."""
+    certificate = Certificate.joined([result.certificate for result in results])
+    return Row(
+        name=layer.name,
+        shape=layer.shape,
+        config=layer.config,
+        bits=layer.config.format.bits_per_weight(layer.shape),
+        weight_error=weight_error,
+        output_error=output_error,
+        tokens=stats.tokens,
+        **_expert_tokens(stats),
+        proved=None if certificate is None else certificate.proved,
+        gap=None if certificate is None else certificate.gap,
+        note=note,
+    )
+
+
+def _expert_tokens(stats: Stats) -> dict[str, Any]:
+    """Return the fields of a row that say how often experts were reached."""
+    if stats.counts is None or stats.routing is None or not stats.tokens:
+        return {}
+    counts, routing = stats.counts.cpu(), stats.routing.cpu()
+    spread = (counts.min(), counts.median(), counts.max())
+    return {
+        "unreached": tuple((counts == 0).nonzero().flatten().tolist()),
+        "expert_tokens": tuple(map(int, spread)),
+        "rare_routing": float(routing[counts < _FEW].sum() / routing.sum().clamp(min=1e-30)),
+    }
 
 
 def _replace(
@@ -272,7 +316,7 @@ def resolve_compute(
     return (config.override({"compute": "input"}), why) if why else (config, "")
 
 
-def set_compute(model: nn.Module, compute: str) -> nn.Module:
+def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
     """Choose the arithmetic of products of many rows, in place, and return the model.
 
     Layers that cannot be computed so stay as they are; `report` says why.

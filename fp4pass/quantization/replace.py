@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
-from .._compat.torch_hooks import recompile_hooked
+from .._compat.torch import recompile_hooked
 from ..graph.inductor import install_passes
-from ..graph.match import find_linears, module_of
+from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
+from ..nn.experts import ExpertStack, QuantizedExpertStack, replace_stack
+from ..nn.linear import PackedBlocks, QuantizedLinear
 from ..record.config import LinearConfig
 from ..record.state import set_interrupted
 from .adapters import parents
@@ -19,7 +21,6 @@ from .observers.inputs import parts_of_graph, share_inputs
 from .observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .observers.visible_tokens import unwatch_tokens, watch_tokens
 from .scan import LinearLayer
-from .stacks import pack_weight
 
 # The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
 SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
@@ -123,9 +124,37 @@ def store_packed(
 ) -> None:
     """Replace the weight of a module by packed buffers, in place, and offloaded if it was."""
     hook = remove_hook(module)
-    pack_weight(module, tensors, config, transposed)
+    _pack_weight(module, tensors, config, transposed)
     if hook is not None:
         offload_again(module, hook)
+
+
+def packed_class(module: nn.Module) -> type[PackedBlocks]:
+    """Return the class that a layer in floating point has once it is packed."""
+    return QuantizedExpertStack if isinstance(module, ExpertStack) else QuantizedLinear
+
+
+def _pack_weight(
+    module: nn.Module, tensors: Mapping[str, Tensor | None], config: LinearConfig, transposed: bool
+) -> None:
+    """Replace the weight of a layer by packed buffers, in place.
+
+    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
+    `transposed`), becomes a QuantizedLinear, and a stack a QuantizedExpertStack; any other holder
+    of a weight only gets the buffers.
+    """
+    if isinstance(module, ExpertStack):
+        replace_stack(module, tensors, config)
+        return
+    weight = module.get_parameter("weight")
+    is_bare = type(module) is nn.Module and not module._modules
+    if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
+        transposed = transposed or is_conv1d(module)
+        QuantizedLinear.take(module, tensors, config, weight.dtype, transposed=transposed)
+        return
+    del module.weight
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
 
 
 def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfig]) -> int:

@@ -11,9 +11,8 @@ import torch
 from torch import fx, nn
 
 from .._compat.diffusers import declare, is_diffusers
-from .._compat.torch_hooks import recompile_hooked
-from .._compat.transformers import conv1d_class, forget_quantized, mark_quantized
-from .._compat.transformers_heads import is_pretrained
+from .._compat.torch import recompile_hooked
+from .._compat.transformers import conv1d_class, forget_quantized, is_pretrained, mark_quantized
 from ..core.quant_state import TensorRecord
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected

@@ -7,14 +7,13 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx, nn
 
-from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
+from .._compat.transformers import HEADS, newly_initialized, output_embeddings, task_heads
 from .._compat.transformers_loading import names_in_model
 from ..errors import RuleError, nearest
 from ..graph.match import weight_readers
 from ..record.config import Rule
 from ..record.source_folder import source_folder, tensor_files
-from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
-from .stacks import caller_of
+from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, caller_of, is_router, operator_of
 
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; add a rule to quantize it"

@@ -287,3 +287,19 @@ def is_router(name: str) -> bool:
         part in ("router", "shared_expert_gate") or (part == "gate" and not below.endswith("_proj"))
         for part, below in zip(parts, [*parts[1:], ""], strict=True)
     )
+
+
+def dense_stack(module: nn.Module, transposed: bool) -> Tensor:
+    """Return the weight of a layer in floating point as a view [E, N, K].
+
+    transposed: the module has it as [K, N].
+    """
+    if isinstance(module, ExpertStack):
+        return module.dense.detach()
+    weight = module.get_parameter("weight").detach()
+    return (weight.mT if transposed else weight).unsqueeze(0)
+
+
+def caller_of(module: nn.Module) -> nn.Module:
+    """Return the module that reads a weight when it is called: the layer, or its experts."""
+    return module.owner if isinstance(module, ExpertStack) else module

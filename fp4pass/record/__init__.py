@@ -1,20 +1,22 @@
 """The records of a model: options, schemes and qualities, its state, and rows of a report."""
 
-from .config import LinearConfig, LinearOptions, Rule, Rules, check_rules
-from .quality import get_quality
+from .config import LinearConfig, LinearOptions, Rule, Rules, check_options, check_rules
+from .quality import QualityName, get_quality
 from .rows import Report, Row
-from .schemes import scheme_fields
-from .signatures import with_options
+from .schemes import Scheme, scheme_fields
 from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
 
 __all__ = [
     "LinearConfig",
     "LinearOptions",
     "ModelState",
+    "QualityName",
     "Report",
     "Row",
     "Rule",
     "Rules",
+    "Scheme",
+    "check_options",
     "check_rules",
     "forget_state",
     "get_quality",
@@ -23,5 +25,4 @@ __all__ = [
     "scheme_fields",
     "set_state",
     "unwrap",
-    "with_options",
 ]

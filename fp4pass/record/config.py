@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from torch import Tensor
 
@@ -18,16 +18,19 @@ from ..errors import (
     require_number,
     unknown_name,
 )
-from ..kernels.fp8.naive import COMPUTES
-from ..kernels.quantize.naive import ACTIVATION_SCALES
 from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
-from .misnamed import require_method_name
-from .schemes import DEFAULT, expand_scheme, scheme_name, schemes
+from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
+
+# How block scales of inputs are chosen, what products of many rows are computed in, and the
+# treatments of layers that calibration never reached.
+ActivationScales = Literal["naive", "sse"]
+Compute = Literal["input", "fp8"]
+Unreached = Literal["error", "skip", "sse"]
 
 
 class LinearOptions(TypedDict, total=False):
@@ -35,17 +38,17 @@ class LinearOptions(TypedDict, total=False):
 
     weight_only: bool | None
     block: int | None
-    activation_scales: str
+    activation_scales: ActivationScales
     rotation: int
-    unreached: str
+    unreached: Unreached
     expert_prior: float | None
-    compute: str
+    compute: Compute
 
 
 class SchemeOptions(LinearOptions, total=False):
     """The same with the scheme."""
 
-    fmt: str | None
+    fmt: Scheme | None
 
 
 class HasRules(Protocol):
@@ -57,9 +60,6 @@ class HasRules(Protocol):
 
 
 Rules = Sequence[Rule] | HasRules
-
-# The treatments of layers that calibration never reached.
-UNREACHED = ("error", "skip", "sse")
 
 
 def _option(default: Any, help: str, choices: Collection[Any] = (), option: bool = True) -> Any:
@@ -113,18 +113,22 @@ class LinearConfig:
         "The scheme: nvfp4a16 or mxfp4a16 for weights in 4 bits, nvfp4 or mxfp4 for inputs too, "
         "fp8 or fp8_block for 8 bits; docs/formats.md has the others.",
     )
-    method: Any = _option("hessian", "How block scales are chosen.", METHODS)  # noqa: RUF009
+    method: Any = _option("hessian", "How block scales are chosen.", METHODS)
     weight_only: bool | None = _option(None, "Leave inputs in floating point.")
     block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
-    activation_scales: str = _option(
-        "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
+    activation_scales: ActivationScales = _option(
+        "naive", "How block scales of quantized inputs are chosen.", get_args(ActivationScales)
     )
     rotation: int = _option(0, "Number of columns rotated together; helps mxfp4.", ROTATIONS)
-    unreached: str = _option(
-        "error", "Layers that no batch reached: raise an error, skip them, or use sse.", UNREACHED
+    unreached: Unreached = _option(
+        "error",
+        "Layers that no batch reached: raise an error, skip them, or use sse.",
+        get_args(Unreached),
     )
     expert_prior: float | None = _option(None, "Average tokens to add to those of each expert.")
-    compute: str = _option("input", "Compute dtype of products of many rows.", COMPUTES)
+    compute: Compute = _option(
+        "input", "Compute dtype of products of many rows.", get_args(Compute)
+    )
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
@@ -142,20 +146,23 @@ class LinearConfig:
         if self.fmt is None:
             raise OptionError(expected("fmt", "the name of a scheme", "None"))
         scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
-        if self.activation_scales not in ACTIVATION_SCALES:
-            raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
         for name in ("rotation", "output_rotation"):
             size = getattr(self, name)
             if type(size) is not int or size not in ROTATIONS:
                 choices = ", ".join(map(str, ROTATIONS))
                 raise OptionError(expected(name, f"one of {choices}", repr(size)))
-        for name, known in (("unreached", UNREACHED), ("compute", COMPUTES)):
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
+        for each in OPTIONS:
+            value, known = getattr(self, each.name), each.metadata["choices"]
+            if known and each.name not in ("method", "rotation") and value not in known:
+                raise unknown_name(each.name, value, known)
         if self.expert_prior is not None:
             wanted = "a number from 0 on, or None"
             require_number("expert_prior", wanted, self.expert_prior, float, 0)
-        require_method_name(self.method, schemes())
+        if isinstance(self.method, str) and self.method.lower() in schemes():
+            raise OptionError(
+                f"Method {self.method!r} does not exist: it is a scheme. Give "
+                f"{as_option('fmt', self.method.lower())}."
+            )
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
@@ -266,9 +273,7 @@ class LinearConfig:
             >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key
             'mxfp4'
         """
-        for key in options:
-            if key not in [each.name for each in FIELDS]:
-                raise unknown_name("Option", key, [each.name for each in FIELDS])
+        check_options(options)
         block = {"block": None} if "fmt" in options else {}
         return dataclasses.replace(self, **{**block, **expand_scheme(options)})
 
@@ -312,7 +317,7 @@ FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
 OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 
 
-def check_options(options: Mapping[str, Any], where: str) -> None:
+def check_options(options: Mapping[str, Any], where: str = "") -> None:
     """Raise OptionError for a key that is no option of a linear layer."""
     names = [each.name for each in OPTIONS]
     for key in options:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import unknown_name
 from ..methods import Gptq, Hessian, Sse
 
 # The key of fp4pass.json, and the keyword of `convert`.
 QUALITY = "quality"
+QualityName = Literal["fast", "good", "best"]
 
 # Tokens that a model writes to calibrate the scales of its inputs alone, for the largest value.
 INPUT_TOKENS = 1 << 12

@@ -6,18 +6,31 @@ The name of a format quantizes weights and inputs ("nvfp4"); with the suffix "a1
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ..core.formats import FORMATS, Format
-from ..errors import OptionError, as_option, named, unknown_name
-from .misnamed import require_scheme_name
+from ..errors import OptionError, as_option, named, nearest
+from ..methods import METHODS
+
+# The names that type checkers know; a test holds them equal to those of `schemes`.
+Scheme = (
+    Literal["nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "nvint4", "nvint4a16"]
+    | Literal["fp8", "fp8a16", "fp8_block", "fp8_blocka16", "fp8_tensor", "fp8_tensora16"]
+    | Literal["mxfp8", "mxfp8a16", "mxfp8_e5m2", "mxfp8_e5m2a16", "int8", "int8a16"]
+    | Literal["mxfp6_e2m3", "mxfp6_e2m3a16", "mxfp6_e3m2", "mxfp6_e3m2a16"]
+    | Literal["nvfp4_ue4m4", "nvfp4_ue4m4a16", "nvfp4_ue5m3", "nvfp4_ue5m3a16"]
+)
 
 # Inputs ("activations") stay in 16 bits.
 WEIGHTS_ONLY = "a16"
 
 # Where none is named: it needs no FP4 tensor cores, and is the closest to the original.
 DEFAULT = "nvfp4a16"
+
+# Parts of the names that other libraries give to schemes, which say nothing of the format.
+_ELSEWHERE = re.compile(r"default|awq|lite|full|mlp|cfg|[^a-z0-9]")
 
 
 def schemes() -> dict[str, dict[str, Any]]:
@@ -42,11 +55,14 @@ def scheme_fields(name: object) -> dict[str, Any]:
         OptionError: there is no such scheme.
     """
     known = schemes()
-    require_scheme_name(name, known)
     base = _base(name, known)
-    if base not in known:
-        raise unknown_name("fmt: Scheme", name, known)
-    return {**known[base], "fmt": weight_format(str(name))}
+    if base in known:
+        return {**known[base], "fmt": weight_format(str(name))}
+    problem = f"{named('fmt')}: Scheme {name!r} does not exist"
+    if base in METHODS:
+        raise OptionError(f"{problem}: it is a method. Give {as_option('method', base)}.")
+    near = nearest(_ELSEWHERE.sub("", base.replace("weight_only", "a16")), known)
+    raise OptionError(f"{problem}.{near} Known: {', '.join(sorted(known))}.")
 
 
 def weight_format(name: str) -> str:
@@ -70,11 +86,11 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
     name = str(options["fmt"])
     fields = scheme_fields(options["fmt"])
     if options.get("weight_only") is False and fields["weight_only"]:
-        other = scheme_name(fields["fmt"], weight_only=False)
+        both = as_option("weight_only", False)
         raise OptionError(
-            f"{named('fmt')}: scheme {name!r} leaves inputs in floating point, and "
-            f"{as_option('weight_only', False)} "
-            f"quantizes them. Choose {other!r}, or leave {as_option('weight_only', False)} out."
+            f"{named('fmt')}: scheme {name!r} leaves inputs in floating point, and {both} "
+            f"quantizes them. Choose {scheme_name(fields['fmt'], weight_only=False)!r}, or leave "
+            f"{both} out."
         )
     given = {key: value for key, value in options.items() if value is not None}
     return {**options, **fields, **given, "fmt": fields["fmt"]}

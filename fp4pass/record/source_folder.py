@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers import is_pretrained
 from ..core.files import parse_json
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -219,3 +219,22 @@ def unwrap(model: nn.Module, *others: object) -> nn.Module:
             f"model: a {kind} gives its layers other names. Give the model inside, model.module."
         )
     return original
+
+
+def report(model: nn.Module) -> Report:
+    """Return the report of a prepared or converted model.
+
+    Raises:
+        StateError: fp4pass has not touched the model.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", rules=[("2", None)])
+        >>> [(row.name, row.skip_reason) for row in fp4pass.report(model).skipped]
+        [('2', "rule ('2', None)")]
+    """
+    state = get_state(model)
+    if state is None:
+        raise StateError(
+            "The model was neither prepared nor converted. Call fp4pass.convert(model) first."
+        )
+    return state.report

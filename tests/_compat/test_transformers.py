@@ -14,7 +14,8 @@ from small_models import language_model
 
 from fp4pass import _compat
 from fp4pass._compat import transformers as compat
-from fp4pass._compat import transformers_cache, transformers_loading, transformers_quantizers
+from fp4pass._compat import transformers_cache, transformers_loading
+from fp4pass._compat import transformers_loading as transformers_quantizers
 from fp4pass.errors import VersionError
 
 transformers = pytest.importorskip("transformers")

@@ -175,7 +175,7 @@ def lies(value: object) -> Callable[..., Any]:
 WRONG: dict[str, tuple[str, Any]] = {
     "short way past the dispatcher": ("torch._C._functorch.peek_interpreter_stack", lies(None)),
     "copies of an exported graph": ("torch.fx.GraphModule.__deepcopy__", lambda self, memo: self),
-    "observers in a model": ("fp4pass._compat.torch_hooks._change_dictionaries", lies(None)),
+    "observers in a model": ("fp4pass._compat.torch._change_dictionaries", lies(None)),
     "passes of fp4pass": ("torch._inductor.fx_passes.post_grad.post_grad_passes", lies(None)),
 }
 

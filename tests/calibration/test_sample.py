@@ -13,8 +13,7 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import rows_at_once
-from fp4pass.calibration.scripts import Row, Script, chat_script
+from fp4pass.calibration.sample import Script, chat_script, rows_at_once
 from fp4pass.core.machine import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
@@ -124,12 +123,11 @@ def test_a_turn_without_a_token_of_its_own_ends_with_what_the_template_puts_ther
     plain = "<s> w5 {{ messages[0].content }} w6 w7 {% if add_generation_prompt %}w8{% endif %}"
     script = chat_script(tokenizer(plain), frozenset({EOS}))
     assert script == Script((BOS, 5), frozenset({EOS}), ({(6, 7, 8): ()}, {}))
-    row = Row(script)
-    for token in (6, 7, 9, 6, 7, 8, EOS):
-        assert row.given() is None
-        row.add(token)
+    following = script.follow()
+    assert next(following) is None
+    assert [following.send(token) for token in (6, 7, 9, 6, 7, 8)] == [None] * 6
     # The template has no second round, so the next conversation begins.
-    assert [row.given() for _ in range(3)] == [BOS, 5, None]
+    assert [following.send(EOS), next(following), next(following)] == [BOS, 5, None]
 
 
 def test_a_template_with_a_system_prompt_or_parts_of_content_is_read() -> None:

@@ -10,16 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import Saved, change, change_json
 
-from fp4pass.checkpoint.checks import problems
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.doctor.check import check_basics
 
 ATTENTION = "model.layers.1.self_attn"
 MLP = "model.layers.1.mlp"
 
 
 def found(folder: Path) -> dict[str, str]:
-    reader = open_checkpoint(folder)
-    return dict(problems(reader, reader.tensors(), sums=True))
+    return check_basics(folder, whole=True)
 
 
 @pytest.mark.quick(1)
@@ -47,7 +45,7 @@ def test_layers_that_engines_fuse_have_one_global_scale(foreign_copy: Saved, wha
     wrong = found(folder)
     assert list(wrong) == ([where] if where else [])
     assert all(
-        f"and {message} " in each and "config.json: engines" in each for each in wrong.values()
+        f"and {message} " in each and "expected one for all" in each for each in wrong.values()
     )
 
 
@@ -105,4 +103,4 @@ def test_no_packed_layer_is_among_those_that_stay_dense(
         config.get("quantization", {}).get("exclude_modules", []).append(pattern)
 
     change_json(folder / file, ignore)
-    assert f"{file}: it is packed, and " in found(folder)[f"{MLP}.up_proj"]
+    assert f"{file}: expected a dense layer, as " in found(folder)[f"{MLP}.up_proj"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.checkpoint.checks import problems
+from fp4pass.doctor.check import check_basics
 from fp4pass.errors import CheckpointError, Fp4PassError
 
 transformers = pytest.importorskip("transformers")
@@ -248,7 +248,7 @@ def test_values_of_other_types_are_errors_in_words(sources: Path, tmp_path: Path
         inner[last] = wrong
         path.write_text(json.dumps(changed))
         with contextlib.suppress(Fp4PassError):
-            dict(problems(reader := open_checkpoint(tmp_path / "q"), reader.tensors(), sums=False))
+            check_basics(tmp_path / "q", whole=False)
     assert len(places) > 20
 
 

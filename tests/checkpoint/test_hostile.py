@@ -15,10 +15,10 @@ from small_models import Saved, change_json, mlp, packed_model
 
 import fp4pass
 from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, transcode
-from fp4pass.checkpoint.checks import problems
 from fp4pass.checkpoint.layouts import matches
 from fp4pass.checkpoint.skeleton import build_skeleton
 from fp4pass.checkpoint.source_files import checksum_of
+from fp4pass.doctor import check_folder
 from fp4pass.errors import CheckpointError
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -217,10 +217,9 @@ def test_many_patterns_take_no_minutes() -> None:
 def test_an_endless_pattern_of_dense_layers_is_named(foreign_copy: Saved) -> None:
     folder = foreign_copy()
     change_json(folder / "config.json", declared(ignore=[r"re:((.|\.|[a-z_.])+)x?[!?]"]))
-    reader = open_checkpoint(folder)
     for read in (
         lambda: transcode(folder, folder.parent / "r", "modelopt"),
-        lambda: dict(problems(reader, reader.tensors(), sums=False)),
+        lambda: check_folder(folder),
     ):
         with pytest.raises(CheckpointError, match=r"config.json is damaged.*in 0.02 s, got "):
             read()

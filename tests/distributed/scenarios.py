@@ -241,7 +241,7 @@ def exact(folder: Path) -> dict[str, Any]:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Have processes read parts of small tensors."""
-    reading = sys.modules["fp4pass.distributed.reading"].__dict__
+    reading = sys.modules["fp4pass.distributed.exchange"].__dict__
     before = {name: reading[name] for name in ("_LEAST", "_PAGE")}
     reading.update(_LEAST=512, _PAGE=64)
     yield

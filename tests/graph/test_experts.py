@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.graph.inductor.experts import fuse_experts
 from fp4pass.graph.inductor.fusions import on_gpu
+from fp4pass.graph.inductor.gates import fuse_experts
 from fp4pass.nn import experts as experts_module
 
 E, K, T, H, INNER = 5, 2, 7, 64, 32

@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.graph.inductor.fusions import on_gpu
 from fp4pass.graph.inductor.gates import fuse_gates
 from fp4pass.graph.inductor.merge import group_linears
-from fp4pass.graph.inductor.norms import fuse_norms
+from fp4pass.graph.inductor.residuals import fuse_norms
 
 
 @pytest.fixture(autouse=True)

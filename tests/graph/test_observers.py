@@ -14,7 +14,7 @@ from torch._inductor import config
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph.inductor.observers import share_observers
+from fp4pass.graph.inductor.merge import share_observers
 from fp4pass.methods import Stats
 from fp4pass.quantization.observers.observer import OBSERVERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp4pass.record.tensor_cores import say_once
+from fp4pass.record.rows import say_once
 
 NOTE = (
     "Scheme nvfp4 also quantizes inputs, for FP4 tensor cores, which this machine lacks. "

@@ -16,7 +16,7 @@ from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.parity import codebook_quantize, learn_codebook, learned_codebook, qwantize
-from fp4pass.quantization.tensor.functional import quantize_blocks
+from fp4pass.quantization.functional import quantize_blocks
 
 
 def error_of(x: Tensor, weights: Tensor | None, element: Element) -> float:

@@ -14,7 +14,7 @@ from every_format import TABLES, inputs, sample
 
 from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.parity import qwantize as F
-from fp4pass.quantization.tensor.functional import quantize_blocks
+from fp4pass.quantization.functional import quantize_blocks
 
 OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
 

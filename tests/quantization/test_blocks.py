@@ -15,8 +15,8 @@ from fp4pass import functional as F
 from fp4pass.core.formats import Format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
-from fp4pass.quantization.tensor import blocks as tensor_blocks
-from fp4pass.quantization.tensor.functional import quantize_blocks
+from fp4pass.quantization import functional as tensor_blocks
+from fp4pass.quantization.functional import quantize_blocks
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])

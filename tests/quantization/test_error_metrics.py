@@ -31,7 +31,7 @@ def test_metrics_are_the_norms(shape: tuple[int, ...], monkeypatch: pytest.Monke
     assert list(F.error_metrics(W, W_dq)) == list(wanted)[:2]
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value.item(), rel=1e-6)
-    monkeypatch.setattr(F, "_TILE", 48 * 7)
+    monkeypatch.setattr(F, "_CHUNK", 48 * 7)
     assert F.error_metrics(W, W_dq, X) == pytest.approx(found, rel=1e-6)
     rounded_inputs = F.error_metrics(W, W_dq, X.bfloat16())
     assert rounded_inputs == F.error_metrics(W, W_dq, X.bfloat16().float())

@@ -17,7 +17,7 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.errors import ShapeError
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.methods import search_scales
-from fp4pass.quantization.tensor.functional import quantize_blocks
+from fp4pass.quantization.functional import quantize_blocks
 
 IDS: Any = lambda fmt: fmt.key  # noqa: E731
 every_objective = pytest.mark.parametrize("objective", F.OBJECTIVES)

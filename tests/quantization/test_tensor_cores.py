@@ -14,7 +14,7 @@ from tensor_cores import NOTE, without_tensor_cores  # noqa: F401, a fixture
 import fp4pass
 from fp4pass import LinearConfig
 from fp4pass.core.machine import has_fp4_tensor_cores
-from fp4pass.record.tensor_cores import tensor_core_note
+from fp4pass.record.rows import tensor_core_note
 
 
 def set_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:

@@ -1,17 +1,25 @@
-"""Define a layout, two pure functions of a state dict and a config; register layouts."""
+"""Define a layout, two pure functions of a state dict and a config; register and find layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..._version import __version__
 from ...core.formats import Format
-from ...errors import CheckpointError, OptionError, UnreadError, as_option, expected
-from ...nn.kv_cache import SCALES
+from ...errors import (
+    CheckpointError,
+    UnreadError,
+    as_option,
+    expected,
+    unknown_name,
+)
+from ...nn.kv_cache import CACHE_FORMATS, SCALES
 from ...nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ...record.config import LinearConfig
 from ..source_files import Shapes
@@ -25,6 +33,63 @@ CACHE_SCALES = (*(f".{each}" for each in SCALES), ".k_proj.output_scale", ".v_pr
 
 # Last parts of the names of scales of inputs (AWQ, SVDQuant).
 _NOT_APPLIED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The scales of a quantized key-value cache in a folder, and what declares their format.
+
+    Attributes:
+        schemes: the `kv_cache_scheme` of each format, None for one that readers are to take for a
+            cache in floating point, {} for one that is not declared.
+        names: the ends of the names of scales, by those of the buffers in a model; of what differs.
+        shape: of a scale.
+        algorithms: what a `kv_cache_quant_algo` calls each format.
+    """
+
+    schemes: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    shape: tuple[int, ...] = (1,)
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+
+    def config(self, fmt: str | None, layout: str) -> dict[str, Any]:
+        """Return what declares a cache in a format, {} for none.
+
+        Raises:
+            CheckpointError: the layout, called by its name, has no place for it.
+        """
+        if fmt is None or self.schemes.get(fmt) == {}:
+            return {}
+        if fmt not in self.schemes:
+            held = f"{layout} holds {' and '.join(self.schemes) or 'none'}"
+            raise CheckpointError(
+                f"{as_option('kv_cache', fmt)}: {held}. Choose "
+                f"{as_option('layout', 'compressed-tensors')}, or convert the "
+                f"model without {as_option('kv_cache')}."
+            )
+        scheme = self.schemes[fmt]
+        return {"kv_cache_scheme": None if scheme is None else dict(scheme)}
+
+    def format(self, declared: Mapping[str, Any]) -> str | None:
+        """Return the format that a quantization_config declares, if any.
+
+        Raises TypeError for a scheme that is not a mapping.
+        """
+        declared = declared.get("quantization", declared)
+        if (named := declared.get("kv_cache_quant_algo")) is not None:
+            return next((fmt for fmt, each in self.algorithms.items() if each == named), None)
+        scheme = declared.get("kv_cache_scheme") or {}
+        if not isinstance(scheme, Mapping):
+            what = "the scheme of a key-value cache, or null"
+            raise TypeError(expected("kv_cache_scheme", what, repr(scheme)))
+        known = ((fmt, each) for fmt, each in self.schemes.items() if each)
+        return next((fmt for fmt, each in known if each.items() <= scheme.items()), None)
+
+    def stored(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """Return a scale with its name as a folder has them."""
+        path, _, last = name.rpartition(".")
+        tensor = tensor.reshape(()) if self.shape == () else torch.atleast_1d(tensor)
+        return join(path, self.names.get(last, last)), tensor
 
 
 class Layout:
@@ -49,9 +114,7 @@ class Layout:
         dtypes: names of safetensors for the dtypes of parts, of what differs from codes in U8 and
             scales in the dtype of the format.
         side_files: the files that it has beside config.json.
-        cache_schemes: what its `kv_cache_scheme` says of each format of a key-value cache.
-        cache_names: ends of the names of its scales, by those of the buffers in a model; of what
-            differs.
+        cache: how it has a quantized key-value cache.
 
     Example:
         >>> layout = fp4pass.checkpoint.LAYOUTS["modelopt"]
@@ -69,8 +132,7 @@ class Layout:
     fallback: ClassVar[str] = ""
     dtypes: ClassVar[Mapping[str, str]] = {}
     side_files: ClassVar[tuple[str, ...]] = ()
-    cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {}
-    cache_names: ClassVar[Mapping[str, str]] = {}
+    cache: ClassVar[CacheLayout] = CacheLayout()
 
     @property
     def weights(self) -> str:
@@ -105,8 +167,7 @@ class Layout:
                 name = self.tensor_name(path, last, layers[path].fmt)
                 tensor = self.encode(last, tensor, layers[path])
             elif has_cache and last in SCALES:
-                name = join(path, self.cache_names.get(last, last))
-                tensor = tensor.reshape(()) if self.multiplies else torch.atleast_1d(tensor)
+                name, tensor = self.cache.stored(name, tensor)
             found[name] = tensor
         return found
 
@@ -229,36 +290,6 @@ class Layout:
                     "Load this checkpoint with the library that wrote it."
                 )
 
-    def cache_config(self, cache: str | None) -> dict[str, Any]:
-        """Return the `kv_cache_scheme` of a key-value cache, by its format, {} without a cache.
-
-        Raises:
-            CheckpointError: this layout has no place for it.
-        """
-        if cache is not None and cache not in self.cache_schemes:
-            held = f"{self.name} holds {' and '.join(self.cache_schemes) or 'none'}"
-            raise CheckpointError(
-                f"{as_option('kv_cache', cache)}: {held}. Choose "
-                f"{as_option('layout', 'compressed-tensors')}, or convert the "
-                f"model without {as_option('kv_cache')}."
-            )
-        if cache is None or not self.engines:
-            return {}
-        scheme = self.cache_schemes[cache]
-        return {"kv_cache_scheme": None if scheme is None else dict(scheme)}
-
-    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
-        """Return the format of a key-value cache that a quantization_config declares, if any.
-
-        Raises TypeError for a scheme that is not a mapping.
-        """
-        scheme = declared.get("kv_cache_scheme") or {}
-        if not isinstance(scheme, Mapping):
-            what = "the scheme of a key-value cache, or null"
-            raise TypeError(expected("kv_cache_scheme", what, repr(scheme)))
-        known = ((name, each) for name, each in self.cache_schemes.items() if each is not None)
-        return next((name for name, each in known if each.items() <= scheme.items()), None)
-
     # Features that it has no place for.
 
     def config_problem(self, config: LinearConfig) -> str:
@@ -308,6 +339,9 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {}
 
+# The names of those that `save` writes, as type checkers know them.
+LayoutName = Literal["compressed-tensors", "compressed-tensors-hadamard", "modelopt", "gpt-oss"]
+
 
 def register_layout(cls: type[Layout]) -> type[Layout]:
     """Make a layout known by its name to everything that reads and writes; a class decorator.
@@ -318,7 +352,40 @@ def register_layout(cls: type[Layout]) -> type[Layout]:
         >>> fp4pass.checkpoint.register_layout(Plain) is Plain
         True
     """
-    if not (isinstance(cls, type) and issubclass(cls, Layout)):
-        raise OptionError(expected("register_layout: cls", "a subclass of Layout", repr(cls)))
     LAYOUTS[cls.name] = cls()
     return cls
+
+
+def get_layout(name: str) -> Layout:
+    """Return a layout to write, by its name. Raises OptionError for an unknown one."""
+    if name not in LAYOUTS:
+        raise unknown_name("layout: Layout", name, LAYOUTS)
+    return LAYOUTS[name]
+
+
+def layout_of(declared: Mapping[str, Any], folder: Path) -> Layout:
+    """Return the layout that a folder's quantization_config declares. Raises CheckpointError."""
+    for layout in LAYOUTS.values():
+        if layout.detect(declared):
+            return layout
+    raise UnreadError(
+        f"{folder}: quant_method: expected that of {', '.join(LAYOUTS)}, got "
+        f"{declared.get('quant_method')!r}. Load the folder with the library that wrote it."
+    )
+
+
+def side_files() -> tuple[str, ...]:
+    """Return the names of the files that some layout has beside config.json."""
+    return tuple(name for layout in LAYOUTS.values() for name in layout.side_files)
+
+
+@register_layout
+class Own(Layout):
+    """The buffers under their own names; only fp4pass.json says what they are.
+
+    Under the usual file name transformers would load the folder with random weights.
+    """
+
+    name = "fp4pass"
+    engines = False
+    cache = CacheLayout({fmt: {} for fmt in CACHE_FORMATS})

@@ -135,8 +135,13 @@ class PackedLayer:
         return layer
 
 
+def _are_sizes(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple)
+    return is_list and all(type(size) is int and size > 0 for size in value)
+
+
 def _is_weight(shape: tuple[Any, ...]) -> bool:
-    return len(shape) in (2, 3) and all(type(size) is int and size > 0 for size in shape)
+    return len(shape) in (2, 3) and _are_sizes(shape)
 
 
 def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
@@ -149,11 +154,9 @@ def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     return whole if len(stored) == 2 else sorted(stored[1:]) == sorted(shape[1:])
 
 
-def is_tile(value: object) -> bool:
+def is_tile(value: Any) -> bool:
     """Return whether a value of a config is the rows and columns of a block."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return False
-    return all(type(size) is int and size > 0 for size in value)
+    return _are_sizes(value) and len(value) == 2
 
 
 class Scheme(NamedTuple):
@@ -214,20 +217,13 @@ def fused_problems(
             # Once, at the first of them that is there.
             if last != next((each for each, path in paths.items() if path in names), ""):
                 continue
-            schemes = {
-                each: _scheme(layers.get(path), (scales or {}).get(path, {}))
-                for each, path in paths.items()
-                if path in names
-            }
+            schemes = {}
+            for each, path in ((each, path) for each, path in paths.items() if path in names):
+                numbers = (scales or {}).get(path, {}).items()
+                schemes[each] = layers[path].scheme if path in layers else "dense"
+                schemes[each] += "".join(f" and {key} {value:g}" for key, value in numbers)
             if len(set(schemes.values())) > 1:
                 yield parent, ", ".join(f"{each} {scheme}" for each, scheme in schemes.items())
-
-
-def _scheme(layer: PackedLayer | None, scales: Mapping[str, float]) -> str:
-    if layer is None:
-        return "dense"
-    numbers = "".join(f" and {name} {value:g}" for name, value in scales.items())
-    return f"{layer.scheme}{numbers}"
 
 
 def join(path: str, name: str) -> str:

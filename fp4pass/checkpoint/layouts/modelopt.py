@@ -9,10 +9,10 @@ from ..._version import __version__
 from ...core.formats import WHOLE
 from ...errors import UnreadError
 from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .base import Layout, register_layout
+from .base import CacheLayout, Layout, register_layout
 from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme, fused_names
-from .patterns import as_globs, from_globs
+from .names import as_globs, from_globs
 
 
 class Algorithm(NamedTuple):
@@ -50,10 +50,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 _MIXED = "MIXED_PRECISION"
 
-# The entries of a key-value cache in E4M3 with a scale for each layer, in its two configs.
-_CACHE = "fp8_tensor"
-_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
-_CACHE_ALGORITHM = "FP8"
 _SIDE_FILE = "hf_quant_config.json"
 _PRODUCER = {"name": "fp4pass", "version": __version__}
 
@@ -72,17 +68,12 @@ class ModelOpt(Layout):
     formats = tuple(dict.fromkeys(each.fmt for each in ALGORITHMS.values()))
     multiplies = True
     side_files = (_SIDE_FILE,)
-    cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {_CACHE: _CACHE_SCHEME}
-    cache_names: ClassVar[Mapping[str, str]] = {
-        "k_scale": "k_proj.k_scale",
-        "v_scale": "v_proj.v_scale",
-    }
-
-    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
-        """Return the format of a cache that either of its configs declares."""
-        found = declared.get("quantization", declared)
-        is_named = found.get("kv_cache_quant_algo") == _CACHE_ALGORITHM
-        return _CACHE if is_named else super().cache_format(found)
+    cache = CacheLayout(
+        {"fp8_tensor": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        {"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
+        shape=(),
+        algorithms={"fp8_tensor": "FP8"},
+    )
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether this is its quantization_config or its own file."""
@@ -117,7 +108,7 @@ class ModelOpt(Layout):
         """Return hf_quant_config.json."""
         quantization = {
             **_declared(layers),
-            "kv_cache_quant_algo": None if cache is None else _CACHE_ALGORITHM,
+            "kv_cache_quant_algo": self.cache.algorithms.get(cache or ""),
             **_sizes(layers),
             "exclude_modules": as_globs(ignore),
         }

@@ -17,13 +17,10 @@ from ..._compat import torch as compat
 from ...errors import unknown_name
 from .argmax import split_argmax
 from .attention import fuse_attention
-from .experts import fuse_experts
 from .fusions import fuse_quantizers
-from .gates import fuse_gates
-from .merge import group_linears, share_calls
-from .norms import fuse_norms
-from .observers import share_observers
-from .residuals import fuse_residuals
+from .gates import fuse_experts, fuse_gates
+from .merge import group_linears, share_calls, share_observers
+from .residuals import fuse_norms, fuse_residuals
 from .rotary import fuse_rotary
 from .rounding import round_rows
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.scaled_mm import has_fp8
+from ..._compat.torch import has_fp8
 from ..common.tiles import LAUNCH, cdiv, overlapping, rounded, wait
 from ..linear.around_triton import gate_times_up
 from ..norm.triton import normal_row, serves

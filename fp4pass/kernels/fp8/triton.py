@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.scaled_mm import has_fp8, scaled_mm
+from ..._compat.torch import has_fp8, scaled_mm
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ...errors import OptionError

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from ..._compat.scaled_mm import block_scaled_mm, has_block_scaled_mm, scaled_mm
+from ..._compat.torch import block_scaled_mm, has_block_scaled_mm, scaled_mm
 from ...core.formats import WHOLE, Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import DTYPES, LAUNCH, PTX, cdiv, overlapping, wider

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ..._compat.torch import call_no_copies, call_with_copies, intercepts_operators
-from ..._compat.torch_hooks import (
+from ..._compat.torch import (
     add_forward_hooks,
+    call_no_copies,
+    call_with_copies,
     hook_before,
+    intercepts_operators,
     remove_forward_hooks,
     runs_uncompiled,
 )

@@ -1,29 +1,32 @@
-"""Make token ids of documents, by the tokenizer and the chat template of a model."""
+"""Make token ids and model inputs of documents, by a tokenizer or a processor."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint.float_models import load_tokenizer
 from ..errors import CalibrationError, OptionError, as_option, expected
 from ..record.source_folder import source_folder
 from ..record.state import unwrap
-from .documents import Document
+from .documents import IMAGE_MARK, Document, content_parts
 from .windows import tokenize
 
 
-class Tokens:
-    """The tokenizer of documents, or that of a processor, found when it is needed."""
+class Processor:
+    """The tokenizer of documents, or a processor of texts and images, found when it is needed."""
 
-    def __init__(self, tokenizer: Any = None, model: nn.Module | None = None) -> None:
-        if tokenizer is not None and not callable(tokenizer):
+    def __init__(self, given: Any = None, model: nn.Module | None = None) -> None:
+        if given is not None and not callable(given):
             wanted = "a tokenizer or a processor of transformers"
-            raise OptionError(expected("tokenizer", wanted, repr(tokenizer)))
-        self._given, self._model = tokenizer, model
+            raise OptionError(expected("tokenizer", wanted, repr(given)))
+        self._given, self._model = given, model
 
     @cached_property
     def processor(self) -> Any:
@@ -31,7 +34,7 @@ class Tokens:
 
         Raises OptionError for neither.
         """
-        found = _tokenizer_beside(self._model) if self._given is None else self._given
+        found = self._beside() if self._given is None else self._given
         if found is None:
             raise OptionError(
                 "tokenizer: expected one for data that is text, got none, and none lies in a "
@@ -39,6 +42,16 @@ class Tokens:
                 "of tensors."
             )
         return found
+
+    def _beside(self) -> Any:
+        root: Any = None if self._model is None else unwrap(self._model)
+        folder = None if root is None else source_folder(root)
+        if folder is None or not folder.is_dir():
+            return None
+        found = load_tokenizer(str(folder))
+        # The cache of the hub may have the weights of a model alone.
+        name = str(root.name_or_path)
+        return load_tokenizer(name) if found is None and name != str(folder) else found
 
     @property
     def tokenizer(self) -> Any:
@@ -51,7 +64,7 @@ class Tokens:
 
     def is_chat(self, document: Document) -> bool:
         """Return whether a document goes through a chat template, and not as text."""
-        known = has_template(self.processor) or has_template(self.tokenizer)
+        known = _has_template(self.processor) or _has_template(self.tokenizer)
         return bool(document.messages) and (known or document.text is None)
 
     def of_texts(self, documents: Sequence[Document]) -> list[list[int]]:
@@ -74,21 +87,38 @@ class Tokens:
             return document.text or ""
         return render_chat(document, self.processor).removeprefix(self.tokenizer.bos_token or "")
 
+    def of_images(self, document: Document) -> Mapping[str, Tensor]:
+        """Return the batch of one that the processor makes of a document with images.
 
-def _tokenizer_beside(model: nn.Module | None) -> Any:
-    """Return the processor or tokenizer of the folder that a model came from, None without."""
-    root: Any = None if model is None else unwrap(model)
-    folder = None if root is None else source_folder(root)
-    if folder is None or not folder.is_dir():
-        return None
-    found = load_tokenizer(str(folder))
-    # The cache of the hub may have the weights of a model alone.
-    name = str(root.name_or_path)
-    return load_tokenizer(name) if found is None and name != str(folder) else found
+        Raises CalibrationError if the processor reads no images, or refuses the document.
+        """
+        processor = self.processor
+        is_image_processor = hasattr(processor, "image_mean") or hasattr(processor, "do_resize")
+        if not is_image_processor and not hasattr(processor, "image_processor"):
+            raise CalibrationError(
+                f"{document.where}: an image, but {type(processor).__name__} reads text alone. "
+                "Pass the processor of the model, transformers.AutoProcessor.from_pretrained(...), "
+                "as tokenizer=."
+            )
+        images = [_loaded(image, document.where) for image in document.images]
+        given: dict[str, Any] = {"images": images, "return_tensors": "pt"}
+        if not is_image_processor:
+            text = _image_text(document, processor)
+            given["text"] = [text]
+            bos = getattr(processor.tokenizer, "bos_token", None)
+            if bos and text.startswith(bos):
+                given["add_special_tokens"] = False
+        try:
+            made = processor(**given)
+        except (ValueError, TypeError, LookupError, RuntimeError, OSError, StopIteration) as error:
+            raise CalibrationError(
+                f"{document.where}: {type(processor).__name__} refuses it: {error!s:.300}. Correct "
+                "it, or leave it out."
+            ) from error
+        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
 
 
-def has_template(reader: Any) -> bool:
-    """Return whether a tokenizer or a processor has a chat template."""
+def _has_template(reader: Any) -> bool:
     return bool(getattr(reader, "chat_template", None))
 
 
@@ -101,9 +131,9 @@ def render_chat(document: Document, processor: Any) -> str:
         CalibrationError: there is no template, or it refuses the chat.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    reads_parts = has_template(processor) and tokenizer is not processor
+    reads_parts = _has_template(processor) and tokenizer is not processor
     owner = processor if reads_parts else tokenizer
-    if not has_template(owner):
+    if not _has_template(owner):
         raise CalibrationError(
             f"{document.where}: a chat, but the tokenizer has no chat template. Set "
             "tokenizer.chat_template, as that of the instruct version of the model, or give texts."
@@ -138,3 +168,34 @@ def _as_text(content: Any) -> Any:
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return content
+
+
+def _image_text(document: Document, processor: Any) -> str:
+    """Return the text of a document, with the token that its processor reads an image at."""
+    token = getattr(processor, "image_token", None) or IMAGE_MARK
+    if document.messages and (_has_template(processor) or document.text is None):
+        return render_chat(document, processor)
+    text = (document.text or "").replace(IMAGE_MARK, token)
+    missing = len(document.images) - text.count(token)
+    if _has_template(processor) and missing == len(document.images):
+        content = [*({"type": "image"},) * missing, *content_parts(text)]
+        asked = {"role": "user", "content": content}
+        return render_chat(dataclasses.replace(document, messages=(asked,)), processor)
+    return token * max(missing, 0) + text
+
+
+def _loaded(image: Any, where: str) -> Any:
+    """Read an image that is a path, a URL or bytes; return others as they are."""
+    from transformers.image_utils import load_image
+
+    if isinstance(image, Mapping):
+        # As `datasets` has those that it does not decode.
+        image = image["path"] if image.get("bytes") is None else image["bytes"]
+    try:
+        if isinstance(image, bytes):
+            from PIL import Image
+
+            return Image.open(io.BytesIO(image)).convert("RGB")
+        return load_image(str(image)) if isinstance(image, str | Path) else image
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{where}: its image cannot be read: {error!s:.200}.") from error

@@ -30,18 +30,14 @@ def distance(name: str, targets: Sequence[str]) -> int:
     """Return how well targets match a layer; less is better."""
     if name in targets:
         return _BY_NAME
-    if any(_starts(target[3:], name) for target in targets if target.startswith("re:")):
-        return _BY_PATTERN
+    for pattern in (target[3:] for target in targets if target.startswith("re:")):
+        try:
+            if _compiled(pattern).match(name, timeout=_MOST_TIME) is not None:
+                return _BY_PATTERN
+        except TimeoutError as error:
+            wanted = f"one that matches {name!r} in {_MOST_TIME} s"
+            raise OptionError(expected("pattern", wanted, repr(pattern))) from error
     return _BY_CLASS if "Linear" in targets else _NO_MATCH
-
-
-def _starts(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches the start of a name. Raises OptionError if it is slow."""
-    try:
-        return _compiled(pattern).match(name, timeout=_MOST_TIME) is not None
-    except TimeoutError as error:
-        wanted = f"one that matches {name!r} in {_MOST_TIME} s"
-        raise OptionError(expected("pattern", wanted, repr(pattern))) from error
 
 
 @functools.lru_cache(maxsize=1 << 16)

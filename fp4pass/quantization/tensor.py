@@ -5,25 +5,33 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import ops
-from ...core.formats import get_format
-from ...core.quant_state import OtherRecord, QuantState, TensorRecord, other_record
-from ...errors import NonFiniteError, OptionError, ShapeError, expected
-from ...kernels.statistics.naive import weight_amax
-from ...methods import Method, Stats, resolve_method
-from ...methods.search import exact_global_scale, may_be_exact
-from ...record.schemes import weight_format
-from .blocks import read_global_scale, require_float
+from .. import ops
+from ..core.formats import get_format
+from ..core.quant_state import OtherRecord, QuantState, TensorRecord, load_state, other_record
+from ..errors import NonFiniteError, OptionError, ShapeError, expected
+from ..kernels.statistics.naive import weight_amax
+from ..methods import Method, Stats, resolve_method
+from ..methods.base import MethodChoice
+from ..methods.search import exact_global_scale, may_be_exact
+from ..record.schemes import weight_format
+from .functional import read_global_scale, require_float
+
+__all__ = ["QuantState", "dequantize", "load_state", "quantize"]
 
 # Half of the largest number in float32, the dtype that values are computed in.
 _WIDE = torch.float32
 _HALF = torch.finfo(_WIDE).max / 2
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)
 
 
 def quantize(
@@ -31,8 +39,8 @@ def quantize(
     scheme: str = "nvfp4",
     block_size: int | None = None,
     *,
-    method: object = "sse",
-    global_scale: float | str = "auto",
+    method: MethodChoice = "sse",
+    global_scale: float | Literal["auto"] = "auto",
 ) -> QuantState | OtherRecord:
     """Quantize a tensor in blocks.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,25 +18,26 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.float_source import open_float_source
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.model_layers import NamesOnDisk
+from ..checkpoint.model_layers import NamesOnDisk, stored_shape
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader, as_in_model
 from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
 from ..checkpoint.split_stacks import split_stacks
 from ..checkpoint.unread import require_float
-from ..core.files import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
+from ..nn.experts import QUANTIZED
 from ..nn.linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
 from ..record.rows import Report, Row
 from ..record.state import get_state, unwrap
-from .layers import Facts, layer_facts, packed_layers
-from .text import tensor_bytes
 
 Source = nn.Module | CheckpointReader | str | os.PathLike[str]
 
 CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
+
+# Name, kind if it is packed, shape and bytes.
+_Tensor = tuple[str, str | None, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class PackedModel:
     layout: str  # of its folder, "in memory" without one
     architecture: str | None  # the class of the model
     packed: Mapping[str, PackedLayer]
-    facts: Mapping[str, Facts]  # of every layer that is known, in the order of the model
+    rows: Sequence[Row]  # of every layer that is known, in the order of the model
     # Reads the packed weight of a layer: one, or those of a stack with their places in it.
     states: Callable[[str], Iterator[tuple[QuantState, Piece | None]]]
     # Reads the bits of the block scales of a layer.
@@ -69,12 +72,11 @@ class PackedModel:
     @property
     def dense_bytes(self) -> int:
         """Bytes of its tensors if the packed weights had the dtype of their layers."""
-        packed = sum(part.bytes for part in self.parts if part.kind in KINDS.values())
-        dense = sum(
+        plain = sum(part.bytes for part in self.parts if part.kind not in KINDS.values())
+        return plain + sum(
             math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
             for layer in self.packed.values()
         )
-        return sum(part.bytes for part in self.parts) - packed + dense
 
 
 def open_packed(source: Source, name: str = "") -> PackedModel:
@@ -82,21 +84,19 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
     if not isinstance(source, CheckpointReader):
-        source = open_checkpoint(path_of(source, "source", "a converted model or a path"))
+        source = open_checkpoint(Path(source))
     return _of_folder(as_in_model(source), name or str(source.folder))
 
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
     report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
-    rows = {row.name: row for row in report.rows}
-    stacks = {name: pieces for name, pieces in stored.stacks.items() if name in rows}
+    shapes = {row.name: row.shape for row in report.rows}
+    stacks = {name: pieces for name, pieces in stored.stacks.items() if name in shapes}
     pieces = {piece.name for each in stacks.values() for piece in each}
     layers = {name: layer for name, layer in stored.layers.items() if name not in pieces}
-    for name, each in stacks.items():
-        first = stored.layers[each[0].name]
-        whole = dataclasses.replace(first, shape=rows[name].shape)
-        layers[name] = stored.joined.get(name, whole)
-    facts = _facts(report, layers)
+    for name_, each in stacks.items():
+        whole = dataclasses.replace(stored.layers[each[0].name], shape=shapes[name_])
+        layers[name_] = stored.joined.get(name_, whole)
 
     def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
         if name not in stacks:
@@ -107,27 +107,28 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
 
     def scales(name: str) -> Iterator[Tensor]:
         names = [piece.name for piece in stacks.get(name, ())] or [name]
-        for _, tensor in stored.tensors(dict.fromkeys(stored.names(each)[SCALE] for each in names)):
-            yield tensor
+        found = stored.tensors(dict.fromkeys(stored.names(each)[SCALE] for each in names))
+        return (tensor for _, tensor in found)
 
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
     disk = {name: stored.on_disk.get(name, name) for name in stored.files}
-    found = tensor_facts({disk[name]: path for name, path in stored.files.items()})
-    tensors = (
-        (name, kinds.get(name), found[disk[name]][0], tensor_bytes(*found[disk[name]]))
-        for name in stored.files
-    )
+    facts = tensor_facts({disk[name]: path for name, path in stored.files.items()})
+    rows = _rows(report, layers)
+    tensors = [
+        (name, kinds.get(name), facts[at][0], _tensor_bytes(*facts[at]))
+        for name, at in disk.items()
+    ]
     return PackedModel(
         name=name,
         layout=stored.layout.name,
         architecture=next(iter(stored.config.get("architectures") or ()), None),
         packed=layers,
-        facts=facts,
+        rows=rows,
         states=states,
         scales=scales,
-        parts=_parts(tensors, facts, layers),
+        parts=_parts(tensors, rows, layers),
         recipe=None if stored.recipe is None else recorded(stored.recipe),
         calibration=(stored.recipe or {}).get("calibration"),
         versions=stored.versions,
@@ -137,33 +138,40 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
 
 def _of_model(model: nn.Module, name: str) -> PackedModel:
     root, state = unwrap(model), get_state(model)
-
-    def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
-        layer, parts = layers[name], dict(root.get_submodule(name).named_buffers())
-        pieces = stacks[name].pieces if name in stacks else []
-        return _states(name, parts, layer, pieces)
-
     if state is None or state.status != "converted":
         raise StateError(
             "The model is not converted, so there is nothing to report. Call "
             "fp4pass.convert(model) first."
         )
-    report = state.report
-    layers = packed_layers(report, root)
+    layers = {}
+    for row in state.report.converted:
+        module = root.get_submodule(row.name)
+        if isinstance(module, QUANTIZED):
+            dtype = str(module.weight_dtype).removeprefix("torch.")
+            shape = stored_shape(getattr(module, "view", None), row.shape)
+            layers[row.name] = PackedLayer(
+                module.config, dtype, module.transposed, row.shape, shape
+            )
     stacks = split_stacks(root, layers)
+
+    def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
+        parts = dict(root.get_submodule(name).named_buffers())
+        pieces = stacks[name].pieces if name in stacks else []
+        return _states(name, parts, layers[name], pieces)
+
     recipe = None if "loaded" in state.recipe else state.recipe
-    known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
-    facts = _facts(report if known else Report(()), layers)
+    known = bool(recipe) or any(row.weight_error is not None for row in state.report.rows)
+    rows = _rows(state.report if known else Report(()), layers)
     names = NamesOnDisk.of(root, (), {name: root.get_submodule(name) for name in layers}, {})
     return PackedModel(
         name=name,
         layout="in memory",
         architecture=type(root).__name__,
         packed=layers,
-        facts=facts,
+        rows=rows,
         states=states,
         scales=lambda name: iter([root.get_submodule(name).get_buffer(SCALE)]),
-        parts=_parts(_model_tensors(root, layers), facts, layers),
+        parts=_parts(_model_tensors(root, layers), rows, layers),
         recipe=None if recipe is None else recorded(recipe),
         calibration=(recipe or {}).get("calibration"),
         versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
@@ -171,14 +179,17 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
     )
 
 
-def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
-    """Return the facts of every row of the report, then of packed layers that it lacks."""
-    rows = {row.name: row for row in report.rows}
-    for name, layer in layers.items():
-        rows.setdefault(
-            name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight(layer.shape))
-        )
-    return {name: layer_facts(row) for name, row in rows.items()}
+def _rows(report: Report, layers: Mapping[str, PackedLayer]) -> list[Row]:
+    """Return the rows of a report, then one for each packed layer that it lacks."""
+    known = {row.name for row in report.rows}
+    return [
+        *report.rows,
+        *(
+            Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight(layer.shape))
+            for name, layer in layers.items()
+            if name not in known
+        ),
+    ]
 
 
 def _states(
@@ -208,8 +219,10 @@ def _states(
         yield expert.rows(piece.start, piece.stop), piece
 
 
-# Name, kind if it is packed, shape and bytes.
-_Tensor = tuple[str, str | None, tuple[int, ...], int]
+def _tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
+    width = re.search(r"\d+", dtype)
+    return math.prod(shape) * (int(width[0]) if width else 8) // 8
 
 
 def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterator[_Tensor]:
@@ -227,20 +240,18 @@ def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterat
 
 
 def _parts(
-    tensors: Iterator[_Tensor], facts: Mapping[str, Facts], layers: Mapping[str, PackedLayer]
+    tensors: Iterable[_Tensor], rows: Sequence[Row], layers: Mapping[str, PackedLayer]
 ) -> tuple[Part, ...]:
-    skipped = {name for name, each in facts.items() if each["skip_reason"]}
-    found: dict[str, Part] = {}
+    skipped = {row.name for row in rows if row.skip_reason}
+    sizes: dict[str, list[int]] = {}
     for name, kind, shape, size in tensors:
-        count = 0
-        if kind is None:
-            kind, count = _dense_kind(name, len(shape), skipped), math.prod(shape)
-        before = found.get(kind, Part(kind, 0, 0))
-        found[kind] = Part(kind, before.bytes + size, before.parameters + count)
-    if CODES in found:
-        weights = sum(math.prod(layer.shape) for layer in layers.values())
-        found[CODES] = dataclasses.replace(found[CODES], parameters=weights)
-    return tuple(sorted(found.values(), key=lambda part: (-part.bytes, part.kind)))
+        count = 0 if kind else math.prod(shape)
+        found = sizes.setdefault(kind or _dense_kind(name, len(shape), skipped), [0, 0])
+        found[0], found[1] = found[0] + size, found[1] + count
+    if CODES in sizes:
+        sizes[CODES][1] = sum(math.prod(layer.shape) for layer in layers.values())
+    parts = (Part(kind, *found) for kind, found in sizes.items())
+    return tuple(sorted(parts, key=lambda part: (-part.bytes, part.kind)))
 
 
 def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
@@ -274,46 +285,43 @@ def open_float(
     """
     if isinstance(source, nn.Module):
         root = unwrap(source)
-        weights = dict(root.named_parameters(remove_duplicate=False))
-        size = sum(size for *_, size in _model_tensors(root, {}))
+        known: Mapping[str, Any] = dict(root.named_parameters(remove_duplicate=False))
+        size, read = sum(size for *_, size in _model_tensors(root, {})), known.__getitem__
+        name = name or type(root).__name__
+    else:
+        folder = Path(str(source))
+        if not folder.is_dir():
+            wanted = "the folder of a float model"
+            raise CheckpointError(expected("reference", wanted, str(folder)))
+        held = open_float_source(str(folder))
+        if held is None:
+            require_float(folder)
+        made = {} if held is None else held.weights()
+        known = find_shards(folder, WEIGHTS)
+        size = sum(_tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(known).values())
+        name = name or str(source)
 
-        def of_module(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
-            names = (layer, join(layer, "weight"))
-            found = next((weights[name] for name in names if name in weights), None)
-            return None if found is None else _weight(found, packed, layer, piece)
+        def read(tensor: str) -> Tensor:
+            return made[tensor][...] if tensor in made else read_tensor(known, tensor)
 
-        return FloatModel(name or type(root).__name__, size, of_module)
-    folder = path_of(source, "reference", "a float model or a path")
-    if not folder.is_dir():
-        raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
-    held = open_float_source(os.fspath(folder))
-    if held is None:
-        require_float(folder)
-    made = {} if held is None else held.weights()
-    files = find_shards(folder, WEIGHTS)
-
-    def of_file(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
+    def weight(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
         own = "" if piece is None else join(piece.name, "weight")
         names = [layer, join(layer, "weight")]
         names += [on_disk[name] for name in names if name in on_disk]
-        tensor = next((each for each in (own, *names) if each in files), None)
-        if tensor is None:
-            return None
-        found = made[tensor][...] if tensor in made else read_tensor(files, tensor)
-        # A piece needs no cut.
-        return found if tensor == own else _weight(found, packed, layer, piece)
+        tensor = next((each for each in (own, *names) if each in known), None)
+        if tensor is None or tensor == own:
+            # A piece needs no cut.
+            return None if tensor is None else read(tensor)
+        found = read(tensor).detach()
+        if tuple(found.shape) != packed.dense_shape:
+            wanted = f"shape {packed.dense_shape}"
+            raise CheckpointError(
+                expected(f"{layer} of the reference", wanted, tuple(found.shape))
+                + " Give the float model that the quantized one was made of."
+            )
+        found = packed.matrices(found)
+        if piece is not None:
+            found = found[piece.expert, piece.start : piece.stop]
+        return found.contiguous()
 
-    size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
-    return FloatModel(name or str(source), size, of_file)
-
-
-def _weight(weight: Tensor, layer: PackedLayer, name: str, piece: Piece | None) -> Tensor:
-    if tuple(weight.shape) != layer.dense_shape:
-        raise CheckpointError(
-            expected(f"{name} of the reference", f"shape {layer.dense_shape}", tuple(weight.shape))
-            + " Give the float model that the quantized one was made of."
-        )
-    weight = layer.matrices(weight.detach())
-    if piece is not None:
-        weight = weight[piece.expert, piece.start : piece.stop]
-    return weight.contiguous()
+    return FloatModel(name, size, weight)
