@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .engine.smoothing import smooth
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .lab import allocate, distill, merge
+    from .lab.allocate import allocate
+    from .lab.distill import distill
+    from .lab.merge import merge
     from .parallel import parallelize
 
 # The modules of public names that few programs use: they are imported when one is asked for.

@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,6 +115,104 @@ def test_the_order_of_imports_names_every_module() -> None:
     )
     there = {name_of(path).partition("/")[0] for path in FILES} - {"__init__"}
     assert named == there
+
+
+# Rooms of workflows, and the modules of other rooms that each still reads beside what the
+# `__init__` of a room exports.
+WORKFLOWS: dict[str, set[str]] = {
+    "lab": set(),
+    "doctor": {
+        "_compat/transformers",
+        "_compat/transformers_loading",
+        "checkpoint/layouts",
+        "core/elements",
+        "core/files",
+        "core/fingerprint",
+        "core/formats",
+        "core/packing",
+        "core/progress",
+        "nn/linear",
+        "record/config",
+    },
+    "parity": {
+        "core/elements",
+        "core/formats",
+        "core/machine",
+        "core/packing",
+        "core/progress",
+        "core/quant_state",
+        "graph/match",
+        "kernels/common/rounding",
+        "kernels/common/tiles",
+        "kernels/quantize/block_tiles",
+        "kernels/quantize/word_tiles",
+        "kernels/search/reference",
+        "kernels/statistics/naive",
+        "nn/linear",
+        "nn/packed_linear",
+        "nn/packed_state",
+        "ops/checks",
+        "ops/linears",
+        "ops/registration",
+        "quantization/functional",
+        "quantization/replace",
+        "quantization/rules",
+        "quantization/scan",
+        "quantization/tensor",
+    },
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("room", WORKFLOWS)
+def test_workflows_import_what_rooms_export(room: str) -> None:
+    found = set()
+    for path in (ROOT / room).glob("*.py"):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and node.level == 2:
+                inside = f"{node.module}".split(".")
+                is_room = node.module is None or len(inside) == 1
+                found |= set() if is_room else {"/".join(inside)}
+    assert found == WORKFLOWS[room]
+
+
+@pytest.mark.core
+def test_nothing_below_imports_a_workflow() -> None:
+    for path in FILES:
+        room, name = name_of(path).partition("/")[0], name_of(path)
+        if room in {*WORKFLOWS, "cli", "__main__"}:
+            continue
+        inside = name != "__init__"  # for type checkers alone
+        found = {each.partition("/")[0] for each in internal_imports(path, inside=inside)}
+        assert not found & set(WORKFLOWS), name
+
+
+WITHOUT = """
+import torch, fp4pass
+model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+packed = fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+fp4pass.save(packed, "out")
+again = fp4pass.load("out", model=torch.nn.Sequential(torch.nn.Linear(32, 32)).eval())
+assert torch.equal(again(torch.ones(1, 32)), packed(torch.ones(1, 32)))
+try:
+    fp4pass.distill
+except (AttributeError, ImportError) as error:
+    print(error)
+"""
+
+
+def test_the_package_works_without_its_workflows(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns(*WORKFLOWS, "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "fp4pass", ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'fp4pass.lab'" in done.stdout
 
 
 @pytest.mark.core

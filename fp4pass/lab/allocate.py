@@ -732,7 +732,7 @@ class _Converter:
         inputs = [each for each in self.schemes if not LinearConfig(each).weight_only]
         strength = 0.0 if self.quality is None else get_quality(self.quality).smoothing
         if inputs and strength:
-            from .. import smooth
+            from ..engine import smooth
 
             root = copy.deepcopy(self.root)
             try:
@@ -1032,12 +1032,12 @@ def cheapest(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> l
         return None
     owner = np.repeat(np.arange(len(groups)), [len(choices) for choices in groups])
     table = np.array([choice for choices in groups for choice in choices], dtype=np.float64)
-    # The solver's tolerances are absolute. Of equal sums the lightest is wanted.
+    # The solver's tolerances are absolute.
     weight, value = (each / max(each.max(), 1e-300) for each in table.T)
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
     within = room / max(table[:, 0].max(), 1e-300)
     found = milp(
-        1e3 * value + 1e-9 * weight,
+        1e3 * value,
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weight[None], ub=within)],
         integrality=np.ones(len(owner)),
         bounds=Bounds(0, 1),

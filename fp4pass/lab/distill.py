@@ -159,8 +159,8 @@ def distill(
     """
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         require_number(name, "1, 2, ...", value, least=1)
-    for name, value in (("travel", travel), ("others", others)):
-        require_number(name, "a number that is not negative", value, float, 0)
+    for name, way in (("travel", travel), ("others", others)):
+        require_number(name, "a number that is not negative", way, float, 0)
     model, original = unwrap(model), unwrap(original)
     if model.training or original.training:
         raise StateError(

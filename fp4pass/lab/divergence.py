@@ -78,7 +78,7 @@ def require_equal(logits: Tensor, others: Tensor) -> None:
 
 
 def logits_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the logits [..., vocabulary] of a batch, and which tokens are visible [...].
+    """Return the logits [B, T, vocabulary] of a batch, and which tokens are visible [B, T].
 
     None for all; padding, where a 2-d attention_mask is zero, is not. Raises StateError for other
     outputs.
@@ -89,13 +89,14 @@ def logits_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
         kwargs = {"use_cache": False, **kwargs}
     output = model(*args, **kwargs)
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 3:
         raise StateError(
-            "The output of the model: expected logits [..., vocabulary], got "
+            "The output of the model: expected logits [batch, tokens, vocabulary], got "
             f"{type(output).__name__} without them. Give a causal language model."
         )
-    is_of_tokens = isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]
-    return logits, (mask != 0).to(logits.device) if is_of_tokens else None
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+        return logits, mask.bool().to(logits.device)
+    return logits, None
 
 
 @torch.no_grad()
@@ -107,8 +108,7 @@ def divergence(logits: Tensor, others: Tensor, visible: Tensor | None) -> Tensor
     kl = torch.cat([token_kl(own, other.to(own.device)) for own, other in parts])
     kl = kl.view(logits.shape[:-1])
     seen = torch.ones_like(kl) if visible is None else visible.double()
-    sums = torch.stack([torch.where(seen > 0, kl, 0.0), seen], -1)
-    return sums.flatten(1, -2).sum(1).cpu() if sums.ndim > 2 else sums.cpu()
+    return torch.stack([torch.where(seen > 0, kl, 0.0), seen], -1).sum(1).cpu()
 
 
 @torch.no_grad()

@@ -347,7 +347,7 @@ def _replace(root: nn.Module, by: Mapping[nn.Module, nn.Module]) -> None:
     """Put other modules in the places of some."""
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
-            if child in by:
+            if child is not None and child in by:
                 parent._modules[name] = by[child]
 
 

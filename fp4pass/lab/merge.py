@@ -449,8 +449,8 @@ def _statistics(
 ) -> dict[QuantizedLinear, Stats]:
     """Return the statistics of the inputs of layers in base + adapter."""
     observed = [
-        LinearLayer(each.name, each.layer, id(each.layer), each.layer.packed_weight.packed.shape)
-        for each in targets
+        LinearLayer(name, layer, id(layer), (layer.out_features, layer.in_features))
+        for name, layer in ((each.name, each.layer) for each in targets)
     ]
     try:
         attach_observers(root, observed, targets[0].config.needs)
@@ -497,7 +497,7 @@ def _packed(
 
 def _predictions(root: nn.Module, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
     """Return the logits of base + adapter, and which tokens are visible; none without logits."""
-    found = []
+    found: list[tuple[Tensor, Tensor | None]] = []
     for batch in batches:
         args, kwargs = call_arguments(batch, device_of(root))
         if not found and not hasattr(root(*args, **kwargs), "logits"):
