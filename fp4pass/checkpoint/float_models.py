@@ -1,4 +1,7 @@
-"""Load float models, their configs and tokenizers, from a folder or a hub id."""
+"""Load float models, their configs and tokenizers, from a folder or a hub id.
+
+A folder in FP8 is read as the float model that it stands for: weight * scale, in float32.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,33 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import Later, Pending, made_later, other_tensors
+from .._compat.transformers_loading import (
+    Later,
+    Pending,
+    made_later,
+    names_in_model,
+    other_tensors,
+)
+from ..core.quant_state import QuantState
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
+from ..nn.experts import ExpertStack, stacks_of
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.plan import KeptWeight, keep_weight
 from .copied_files import LISTED, files_to_copy, part_folders
-from .float_source import FloatSource, open_float_source
-from .kept_source import keep_weights
-from .layouts import LAYOUTS
-from .opening import is_packed, open_checkpoint
-from .unread import require_float, unread_names
+from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_part, joined_record
+from .model_layers import stacks_in, whole_record
+from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem
+from .source_files import opened, require_float, unread_names
 
 # As the hub has names: an owner, which a few old ones lack, and the name.
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w(?:[\w.-]*\w)?", re.ASCII)
@@ -119,7 +133,7 @@ def load_float(
         # The error that loading it raises does not say which file is cut off either.
         require_float(Path(source))
     else:
-        reads = other_tensors(lambda tensors: _in_float(held, tensors, merge_later))
+        reads = other_tensors(lambda tensors: held.dense(tensors, merge_later))
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), reads, merging as later:
         # Missing tensors, or those of another shape, would be random weights and a warning.
@@ -145,24 +159,172 @@ def load_float(
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
+    if held is not None:
+        _keep_weights(model, held)
     by_module: dict[str, dict[str, Later]] = {}
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
         by_module.setdefault(owner, {})[last] = made
-    if held is not None:
-        keep_weights(model, held)
     for owner, own in by_module.items():
         make_later(model.get_submodule(owner), own)
     return model.eval()
 
 
-def _in_float(held: FloatSource, tensors: dict[str, Any], later: bool) -> dict[str, Any]:
-    """Return what reads the tensors of a folder in FP8 as a float model; later: when needed."""
-    found = held.dense(tensors)
-    for name, weight in held.weights().items() if later else ():
-        made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
-        found[name] = Pending(made, weight.get_shape(), torch.float32)
-    return found
+@dataclass(frozen=True)
+class FloatSource:
+    """A folder whose packed weights are all 8-bit floats, as a float model."""
+
+    reader: CheckpointReader
+
+    @property
+    def sentence(self) -> str:
+        """The line that says which layers are read, and how."""
+        layers = self.reader.layers
+        schemes = " and ".join(sorted({layer.scheme for layer in layers.values()}))
+        left = [name for name in self.reader.plain() if name.endswith(CACHE_SCALES)]
+        cache = f"; left out are scales of a key-value cache ({some(left)})" if left else ""
+        return (
+            f"{self.reader.folder}: {len(layers)} layers in {schemes} ({self.reader.layout.name}) "
+            f"are read as weight * scale in float32{cache}"
+        )
+
+    def weights(self) -> dict[str, Fp8Weight]:
+        """Return each packed weight, by the name that it has in a folder of the float model."""
+        return {join(name, "weight"): Fp8Weight(self.reader, name) for name in self.reader.layers}
+
+    def dense(self, tensors: Mapping[str, Any], later: bool = False) -> dict[str, Any]:
+        """Return the tensors of the folder, or what reads them, as those of the float model.
+
+        later: those that are made of FP8 are made when they are needed.
+        """
+        kept = {
+            self.reader.on_disk.get(name, name)
+            for name in self.reader.plain()
+            if not name.endswith(CACHE_SCALES)
+        }
+        found: dict[str, Any] = dict(self.weights())
+        for name, weight in self.weights().items() if later else ():
+            made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
+            found[name] = Pending(made, weight.get_shape(), torch.float32)
+        return {**{n: each for n, each in tensors.items() if n in kept}, **found}
+
+
+class Fp8Weight:
+    """A weight in FP8; indexed as a slice of safetensors, it is the dense weight in float32."""
+
+    def __init__(self, reader: CheckpointReader, layer: str) -> None:
+        self.reader, self.layer, self.record = reader, layer, reader.layers[layer]
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The codes, mapped from the file."""
+        name = self.reader.names(self.layer)[PACKED]
+        with opened(self.reader.files[name]) as file:
+            return [file.get_tensor(self.reader.on_disk.get(name, name))]
+
+    def states(self) -> list[QuantState]:
+        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
+        parts = self.reader.parts(self.layer, (PACKED, SCALE))
+        return _states(self.record, parts[PACKED], parts[SCALE])
+
+    def input_scales(self) -> tuple[float, ...]:
+        """Return the one scale of inputs, () where each token has its own."""
+        if not self.record.static_inputs:
+            return ()
+        scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
+        return () if scale is None else (scale.item(),)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the dense weight."""
+        return list(self.record.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype of what indexing returns, as safetensors names it."""
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.reader.dense(self.layer, torch.float32)[index]
+
+
+def open_float_source(source: str) -> FloatSource | None:
+    """Return a folder whose weights are 8-bit floats as a float model, None for any other."""
+    folder = Path(source)
+    if not folder.is_dir() or not is_packed(folder, known=True):
+        return None
+    reader = open_checkpoint(folder, any_blocks=True)
+    # transformers knows no single layers where the float model has a stack.
+    is_read = reader.layout.engines and not reader.said("whole")
+    layers = reader.layers.values()
+    if not is_read or not all(layer.fmt.element.native for layer in layers):
+        return None
+    return FloatSource(reader)
+
+
+def _states(layer: PackedLayer, codes: Tensor | None, scales: Tensor | None) -> list[QuantState]:
+    """Return the codes and scales of a matrix, or those of each expert."""
+    assert codes is not None and scales is not None, "open_checkpoint requires both"
+    bits, dtype = scales.view(layer.fmt.scale.dtype), getattr(torch, layer.weight_dtype)
+    shape = layer.shape[-2:]
+    pairs = zip(codes, bits, strict=True) if layer.is_stacked else [(codes, bits)]
+    return [QuantState(own, scale, 1.0, layer.fmt, shape, dtype) for own, scale in pairs]
+
+
+def _keep_weights(model: Any, source: FloatSource) -> None:
+    """Have the layers and stacks of a model know the FP8 codes that their weights are made of."""
+    reader = source.reader
+    if any(layer.tile for layer in reader.layers.values()):
+        return
+    weights, modules = source.weights(), dict(model.named_modules())
+    for disk, name in names_in_model(model, weights).items():
+        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
+        if type(module) is nn.Linear:
+            key = weight.record.fmt.key
+            kept = KeptWeight(key, key, weight.states, weight.input_scales)
+            keep_weight(module, "weight", kept)
+    stacks = stacks_in(model, reader.layers)
+    for path, owner in modules.items():
+        for key, stack in stacks_of(owner).items() if stacks else ():
+            if pieces := stacks.get(join(path, key)):
+                kept = _kept_stack(reader, join(path, key), pieces, stack)
+                keep_weight(stack.holder, stack.last, kept)
+
+
+def _kept_stack(
+    reader: CheckpointReader, name: str, pieces: Sequence[Piece], stack: ExpertStack
+) -> KeptWeight:
+    """Return what a stack is made of; one of tensor scales has a scale for each row."""
+    records = {piece.name: reader.layers[piece.name] for piece in pieces}
+    first, problem = records[pieces[0].name], ""
+    whole = whole_record(first, stack)
+    try:
+        whole = joined_record(name, pieces, records, whole)
+    except UnreadError as error:
+        problem = str(error).partition(". ")[0].removeprefix(f"{name}: ")
+
+    def states() -> list[QuantState]:
+        parts = [reader.parts(piece.name, (PACKED, SCALE)) for piece in pieces]
+        codes, scales = (
+            join_part(name, pieces, records, whole, part, [each[part] for each in parts])
+            for part in (PACKED, SCALE)
+        )
+        return _states(whole, codes, scales)
+
+    def input_scale(layer: str) -> Tensor | None:
+        stored = reader.names(layer).get(INPUT_GLOBAL)
+        for _, tensor in reader.tensors([stored] if stored else []):
+            # One that calibration never reached has none.
+            if not packed_problem(INPUT_GLOBAL, tensor, records[layer]):
+                return reader.parts(layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
+        return None
+
+    def input_scales() -> tuple[float, ...]:
+        if not whole.static_inputs:
+            return ()
+        found = [input_scale(piece.name) for piece in pieces]
+        joined = join_part(name, pieces, records, whole, INPUT_GLOBAL, found)
+        return () if joined is None else tuple(joined.tolist())
+
+    return KeptWeight(first.fmt.key, whole.fmt.key, states, input_scales, problem)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:
@@ -251,19 +413,16 @@ def _has(source: str, file: str) -> bool:
 def _require_there(source: str) -> None:
     """Raise CheckpointError for no folder; what can be no hub id is not looked for there."""
     path = Path(source)
-    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
-    is_hub_id = _HUB_ID.fullmatch(source) and not like_a_path and not path.exists()
-    is_gguf = path.suffix == ".gguf" or (
-        not (path / "config.json").exists() and any(path.glob("*.gguf"))
-    )
-    if path.is_dir() and not is_gguf:
-        return
-    if is_gguf:
+    has_config = (path / "config.json").exists()
+    if path.suffix == ".gguf" or (not has_config and any(path.glob("*.gguf"))):
         raise CheckpointError(
             f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
             "format of transformers."
         )
-    if not is_hub_id:
+    if path.is_dir():
+        return
+    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
+    if like_a_path or path.exists() or not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
     from huggingface_hub import try_to_load_from_cache
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import (
@@ -24,38 +22,27 @@ from .._compat.transformers import (
     tied_weights,
 )
 from .._compat.transformers_loading import names_in_model
-from ..errors import CheckpointError, Fp4PassError, expected, some
-from ..graph.match import is_linear
+from ..core.names import without_numbers
+from ..errors import CheckpointError, some
 from ..nn.experts import weight_name
 from ..quantization.observers.attention import calling_projections
 from ..record.config import Rule
-from ..record.rows import Row
 from ..record.state import has_adapters
-from .checks import dense_problem
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join
 from .model_layers import all_names, is_transformers
-from .reader import CheckpointReader, with_layers
+from .reader import CheckpointReader, dense_problem, with_layers
 from .source_files import require_config
-
-# Far more than any model has: some run few layers many times.
-_MOST_PARTS = 1000
-
-# Config fields that count modules of a model, or entries of a list.
-_COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|repeats?|labels)$")
-
-# Of a mask or a table of positions, which no folder holds.
-_MOST_NUMBERS = 1 << 28
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
     """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
-    folder = reader.folder
+    folder, path = reader.folder, reader.folder / "config.json"
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
     if not reader.config:
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a transformers model. {advice}"
         )
-    require_config(reader.folder, reader.config, reader.own)
+    require_config(folder, reader.config, reader.own)
     try:
         import transformers
         from accelerate import init_empty_weights
@@ -64,8 +51,6 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
             "Building a transformers model needs transformers and accelerate: pip install "
             f"'fp4pass[hf]'. {advice}"
         ) from error
-    _require_counts(reader)
-    path = folder / "config.json"
     with _made_of(path, advice):
         # Without it transformers asks on the terminal whether it may run the files of a folder.
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -76,10 +61,6 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         cls = getattr(transformers, architecture)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             raise TypeError(f"{architecture} is no class of models")
-    with _made_of(path, advice):
-        # Without memory first, for the tables of foreign ones may be of any size.
-        if reader.own is None:
-            _require_size(reader, meta_model(cls, config))
         with init_empty_weights(include_buffers=False):
             model: Any = model_from_config(cls, config)
     path = folder / "generation_config.json"
@@ -97,42 +78,11 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
 
     try:
         yield
-    except Fp4PassError:
-        raise
     except config_faults() as error:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} cannot make anything of it: "
             f"{type(error).__name__}: {error}. {advice}"
         ) from error
-
-
-def _require_counts(reader: CheckpointReader) -> None:
-    """Raise CheckpointError for parts that would take hours to build, and are not there."""
-    most = max(_MOST_PARTS, len(reader.files))
-    left: list[tuple[str, Any]] = [("", reader.config)]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, Mapping):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((key, each) for each in value)
-        elif type(value) is int and value > most and _COUNT.search(key):
-            what = expected(f"{reader.folder / 'config.json'}: {key}", f"at most {most}", value)
-            raise CheckpointError(
-                f"{what} The folder has {len(reader.files)} tensors. Copy it again."
-            )
-
-
-def _require_size(reader: CheckpointReader, model: nn.Module) -> None:
-    """Raise CheckpointError for a model on meta with a tensor that the folder cannot hold."""
-    held = max(_MOST_NUMBERS, sum(2 * path.stat().st_size for path in {*reader.files.values()}))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() > held:
-            where = f"{reader.folder / 'config.json'}: {name}"
-            raise CheckpointError(
-                f"{expected(where, f'at most {held} numbers', tuple(tensor.shape))} The folder "
-                "does not hold as many. Copy it again."
-            )
 
 
 def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
@@ -201,66 +151,6 @@ def fit_tensors(
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 
-@dataclass(frozen=True)
-class DenseHere:
-    """A packed layer of a folder whose weight is a parameter of a model.
-
-    Attributes:
-        reader: of the folder.
-        layer: its name.
-        parameter: the name of the parameter.
-        dtype: of the parameter.
-        row: what the report says of it.
-    """
-
-    reader: CheckpointReader
-    layer: str
-    parameter: str
-    dtype: torch.dtype
-    row: Row
-
-    def weight(self) -> Tensor:
-        """Return the numbers that are stored, rounded once."""
-        return self.reader.layers[self.layer].dense(self.reader.dense(self.layer, self.dtype))
-
-
-def dense_here(
-    skeleton: nn.Module, reader: CheckpointReader, names: Mapping[str, str]
-) -> tuple[CheckpointReader, list[DenseHere]]:
-    """Return a folder without the layers that a model has no linear layer for, and these.
-
-    Others pack routers, embeddings and other parameters, which modules read by themselves.
-
-    Args:
-        skeleton: the float model.
-        reader: of the folder, with the names of the model.
-        names: those that the model gives to tensors with other names on disk.
-    """
-    found: dict[str, DenseHere] = {}
-    # The parameters of a graph are in modules that nobody calls.
-    layers = {} if isinstance(skeleton, fx.GraphModule) else reader.layers
-    modules, keeps = dict(skeleton.named_modules(remove_duplicate=False)), stays_float32(skeleton)
-    for name, layer in layers.items():
-        parameter = names.get(join(name, "weight"), join(name, "weight"))
-        path, _, key = parameter.rpartition(".")
-        module = modules.get(path)
-        weight = None if module is None else module._parameters.get(key)
-        if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
-            continue
-        if key != "weight" or not is_linear(module):
-            why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
-            row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
-            dtype = torch.float32 if keeps(parameter) else weight.dtype
-            found[name] = DenseHere(reader, name, parameter, dtype, row)
-    gone = {each for name in found for each in reader.names(name).values()}
-    kept = dataclasses.replace(
-        reader,
-        layers={name: layer for name, layer in reader.layers.items() if name not in found},
-        files={name: path for name, path in reader.files.items() if name not in gone},
-    )
-    return (kept if found else reader), list(found.values())
-
-
 def module_for(
     modules: Mapping[str, nn.Module], reader: CheckpointReader, name: str, advice: str
 ) -> nn.Module:
@@ -283,13 +173,9 @@ def check_skeleton(
     aliases: Mapping[str, str],
 ) -> None:
     """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
-    holders: set[nn.Module] = set()
+    advice = "Load into a model of the same architecture."
     modules = dict(skeleton.named_modules(remove_duplicate=False))
-    for name in reader.layers:
-        holders.add(
-            module_for(modules, reader, name, "Load into a model of the same architecture.")
-        )
-    names = all_names(skeleton, holders)
+    names = all_names(skeleton, {module_for(modules, reader, n, advice) for n in reader.layers})
     packed = {join(name, part) for name in names for part in BUFFERS}
     own = skeleton.state_dict()
     wanted = set(own) - {weight_name(name, modules[name]) for name in names}
@@ -302,23 +188,12 @@ def check_skeleton(
             f"has {extra} beyond it."
         )
     for name in plain:
-        if aliases.get(name, name) not in tensors:
-            raise CheckpointError(
-                f"{reader.folder}: {name} stands for {aliases[name]}, which is not there. Copy "
-                "the folder again."
-            )
         saved = tensors[aliases.get(name, name)]
         if saved.shape != own[name].shape:
             raise CheckpointError(
                 f"{name}: expected {tuple(own[name].shape)}, as the model has, got "
                 f"{tuple(saved.shape)} in {reader.folder}."
             )
-
-
-_ADVICE = (
-    "Set the fields of model.config that say so. If it has none for it, save with "
-    "layout='fp4pass', and load into a model that is edited alike: fp4pass.load(dir, model=model)."
-)
 
 
 def require_made_by_config(
@@ -336,7 +211,7 @@ def require_made_by_config(
     made = None if has_adapters(root) else _made(root, layers)
     if made is None:
         return
-    expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     modules = dict(root.named_modules(remove_duplicate=False))
     packed = {modules[name]: layer for name, layer in layers.items()}
     names = all_names(root, packed)
@@ -344,17 +219,20 @@ def require_made_by_config(
     own = {
         name: tuple(tensor.shape)
         for name, tensor in tensors.items()
-        if name not in buffers and isinstance(tensor, torch.Tensor)
+        if name not in buffers and isinstance(tensor, Tensor)
     }
     own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
         f"{name} {shape} is not in the model"
         if name not in own
         else f"{name} is {own[name]}, not {shape}"
-        for name, shape in expected.items()
+        for name, shape in wanted.items()
         if own.get(name) != shape
     ]
-    problems += [f"{name} is beyond it" for name in _further_layers(own, expected, made)]
+    # A layer like those of its list, which is longer than the config says.
+    alike = {without_numbers(name) for name in wanted}
+    beyond = (name for name in own if name not in wanted and without_numbers(name) in alike)
+    problems += [f"{name} is beyond it" for name in beyond]
     problems += [
         f"{target} is not {source}, to which it is tied"
         for target, source in tied_weights(made).items()
@@ -363,7 +241,9 @@ def require_made_by_config(
     if problems:
         raise CheckpointError(
             f"{type(root).__name__}: expected a model that its config makes, got another, which no "
-            f"library would load: {some(problems)}. {_ADVICE}"
+            f"library would load: {some(problems)}. Set the fields of model.config that say so. If "
+            "it has none for it, save with layout='fp4pass', and load into a model that is edited "
+            "alike: fp4pass.load(dir, model=model)."
         )
 
 
@@ -388,17 +268,3 @@ def _differ(*tensors: object) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
         return False
     return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
-
-
-def _further_layers(
-    own: Mapping[str, object], expected: Mapping[str, object], made: nn.Module
-) -> Iterator[str]:
-    """Yield the tensors in layers of a list that has fewer of them by the config."""
-    lists = {n for n, each in made.named_modules() if isinstance(each, nn.ModuleList)}
-    known = {name for name, _ in made.named_modules()}
-    for name in (name for name in own if name not in expected):
-        parts = name.split(".")
-        paths = [".".join(parts[:i]) for i in range(1, len(parts))]
-        path = next((each for each in paths if each not in known), "")
-        if path.rpartition(".")[0] in lists:
-            yield name

@@ -18,7 +18,7 @@ from .._version import __version__
 from ..core.formats import FORMATS, NVFP4
 from ..core.machine import has_fp4_tensor_cores
 from ..kernels.cpu.library import load, serves
-from ..ops.registration import has_e4m3, unserved
+from ..ops.registration import OPERATORS, unserved
 from . import screen
 
 # Compute capability from which GPUs have tensor cores for it.
@@ -126,8 +126,8 @@ def _served(name: str, compiled: bool, has_gpu: bool) -> dict[str, str | None]:
     by_gpu = None
     if has_gpu:
         device = torch.device("cuda", 0)
-        known = unserved(device, None) is None and has_e4m3(fmt)
-        by_gpu = "Triton" if known or unserved(device, fmt) is None else PLAIN
+        kernel = OPERATORS["linear"].triton
+        by_gpu = PLAIN if kernel is None or unserved(device, fmt, kernel) else "Triton"
     return {"cpu": "C++" if on_cpu else PLAIN, "gpu": by_gpu}
 
 

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.layouts import LAYOUTS, LayoutName, get_layout
-from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
 from ..checkpoint.writer import bytes_of

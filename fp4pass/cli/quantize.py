@@ -12,13 +12,12 @@ from typer import Argument, Option
 from ..api import convert
 from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
-from ..checkpoint.float_source import open_float_source
+from ..checkpoint.float_models import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
-from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.publish import require_repository
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
-from ..checkpoint.upload import require_repository
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..engine.one_call import OwnText

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..checkpoint import float_models
-from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import is_packed, open_checkpoint
 from ..core.files import parse_json
 from ..errors import OptionError, expected
 from ..reporting.data import gather

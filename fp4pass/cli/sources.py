@@ -12,7 +12,7 @@ from torch import nn
 
 from ..checkpoint.float_models import load_float, reading
 from ..checkpoint.loading import load
-from ..checkpoint.opening import is_packed
+from ..checkpoint.reader import is_packed
 from ..core.machine import require_device
 from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected

@@ -12,8 +12,7 @@ from ..calibration.rows import read_text
 from ..calibration.windows import token_windows
 from ..checkpoint import float_models
 from ..checkpoint.loading import load
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.source_files import MANIFEST
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics

@@ -13,10 +13,9 @@ from .intervals import Bootstrap as Bootstrap
 from .intervals import Change
 from .intervals import intervals as bootstrap_intervals  # noqa: F401, for the lab
 from .layer_errors import output_errors
-from .measure import evaluate
+from .measure import Difference, Evaluation, evaluate
 from .measure import fitting_batch_size as fitting_batch_size
-from .metrics import token_kl as token_kl
-from .results import Difference, Evaluation
+from .measure import token_kl as token_kl
 
 __all__ = [
     "Change",

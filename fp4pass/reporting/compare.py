@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
-from ..checkpoint.unread import require_float
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..core.quant_state import QuantState

@@ -15,7 +15,7 @@ from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import OptionError
 from ..methods import squared_errors
-from ..methods.scale_stats import scale_counts, scale_offsets
+from ..methods.search import scale_counts, scale_offsets
 from ..record.rows import Row, tensor_core_note
 from .charts import ERRORS
 from .models import CODES, FloatModel, PackedModel, Source, open_float, open_packed

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.float_source import open_float_source
+from ..checkpoint.float_models import open_float_source
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.model_layers import NamesOnDisk, stored_shape
-from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.reader import CheckpointReader, as_in_model
-from ..checkpoint.source_files import find_shards, read_tensor, tensor_facts
-from ..checkpoint.split_stacks import split_stacks
-from ..checkpoint.unread import require_float
+from ..checkpoint.model_layers import NamesOnDisk, split_stacks, stored_shape
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..nn.experts import QUANTIZED
@@ -85,7 +82,7 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
         return _of_model(source, name or type(unwrap(source)).__name__)
     if not isinstance(source, CheckpointReader):
         source = open_checkpoint(Path(source))
-    return _of_folder(as_in_model(source), name or str(source.folder))
+    return _of_folder(source.as_in_model(), name or str(source.folder))
 
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, change, language_model, linears
 
 import fp4pass
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.reporting.compare import compare_models
 from fp4pass.reporting.outputs import Outputs

@@ -15,10 +15,10 @@ from small_models import TINY, converted, language_model, linears
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.methods.scale_stats import scale_counts, scale_offsets
+from fp4pass.methods.search import scale_counts, scale_offsets
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
