@@ -7,7 +7,7 @@ Within `fast_dtype` models compute in the dtype that their CPU is fast in.
 """
 
 from ..calibration.windows import cut_windows, token_windows
-from ..quantization.observers.computing import fast_dtype
+from ..quantization.observers.batches import fast_dtype
 from .intervals import SUMS as SUMS
 from .intervals import Bootstrap as Bootstrap
 from .intervals import Change
