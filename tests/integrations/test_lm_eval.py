@@ -138,9 +138,7 @@ def test_a_float_folder_scores_as_with_hf() -> None:
 def test_a_slow_cpu_computes_in_float32(
     slow: bool, packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: not slow
-    )
+    monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: not slow)
     caplog.set_level("INFO", "fp4pass")
     lm, asked = Fp4PassLM(str(packed), device="cpu"), ("a", " b")
     found: set[torch.dtype] = set()

@@ -14,10 +14,10 @@ from small_models import bits
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.engine.smoothing import Smoothed, nearest_octaves, rescale
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.smooth import Smoothed, nearest_octaves, rescale
 from fp4pass.record.state import get_state
 
 K = 48
