@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from blocks import VARIANTS, WEIGHTS, spectrum
+from blocks import WEIGHTS, spectrum
 from kernels.cases import DEVICE, cases, seeded
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from fp4pass.kernels.search import joint_reference, joint_triton
 from fp4pass.kernels.search.hessian_triton import _residual_ptx as residual_ptx
 from fp4pass.kernels.search.hessian_triton import packs_pairs
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.tiles import top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
@@ -53,18 +52,6 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 def test_references_and_kernels_have_one_signature(pair: tuple[Any, Any]) -> None:
     reference, kernel = (list(inspect.signature(each).parameters) for each in pair)
     assert reference == kernel
-
-
-@pytest.mark.parametrize("fmt", [*VARIANTS, *MADE_UP], ids=lambda f: f.key)
-def test_constants(fmt: Format) -> None:
-    element = fmt.element
-    assert element.magnitudes[top_code(element)] == element.max
-    # The largest power of two below which all round to zero.
-    assert 2.0 ** (zero_exponent(element) + 1) <= element.dead_zone
-    assert 2.0 ** (zero_exponent(element) + 2) > element.dead_zone
-    # No scale of an octave needs a clamp: below halving_reach rounding alone stays within max.
-    step = 2 * (element.halving_reach - element.max)
-    assert step == element.max - element.magnitudes[-2]
 
 
 @pytest.mark.quick(1)
