@@ -14,9 +14,9 @@ from torch import nn
 from .api import convert
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import LayoutName, get_layout
+from .checkpoint.publish import require_repository
 from .checkpoint.saving import save
 from .checkpoint.source_files import MANIFEST
-from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
 from .core.atomic import require_free
 from .core.files import path_of
@@ -84,7 +84,7 @@ def quantize_checkpoint(
         overwrite: as for `save`.
         card: as for `save`.
         push_to_hub: as for `save`.
-        trust_remote_code: run the code that a model brings along.
+        trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
 

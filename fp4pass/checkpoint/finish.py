@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ from .model_layers import (
     require_static_scales,
 )
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
-from .save_method import SaveMethod
 from .skeleton import require_made_by_config
 from .source_files import require_writable
 
@@ -50,6 +50,31 @@ _LAYOUT = "compressed-tensors"
 
 # The `quant_method` of folders that diffusers writes.
 IN_CONFIG = "fp4pass"
+
+
+@dataclass(frozen=True, eq=False)
+class SaveMethod:
+    """A `save_pretrained` that checks a model before its class saves it.
+
+    Attributes:
+        root: the model.
+        check: called with the model, `reason` and the options of the call.
+        reason: why the model cannot be saved so, "" if it can.
+    """
+
+    root: Any
+    check: Callable[..., None]
+    reason: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the class's own method, which pipelines look at for its options."""
+        return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and save it."""
+        self.check(self.root, self.reason, **kwargs)
+        return type(self.root).save_pretrained(self.root, *args, **kwargs)
 
 
 @dataclass(frozen=True)

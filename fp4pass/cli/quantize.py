@@ -14,10 +14,10 @@ from ..calibration.to_batches import SEQ_LEN, collate
 from ..checkpoint import float_models
 from ..checkpoint.float_models import open_float_source
 from ..checkpoint.layouts import LAYOUTS, get_layout
+from ..checkpoint.publish import require_repository
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.saving import save
 from ..checkpoint.source_files import MANIFEST
-from ..checkpoint.upload import require_repository
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..engine.one_call import OwnText

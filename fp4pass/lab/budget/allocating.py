@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...core.progress import shown
-from ...engine.schedule import planned_stacks
+from ...engine.layer_stack import planned_stacks
 from ...errors import OptionError, StateError, some
 from ...methods.base import MethodChoice
 from ...quantization.checks import require_layers
