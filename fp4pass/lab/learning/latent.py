@@ -24,7 +24,7 @@ from ...core.formats import Format
 from ...core.packing import pack_codes, unpack_codes
 from ...kernels.common.rounding import scale_values
 from ...methods import search_scales
-from ...nn.expert_scales import parts_of
+from ...nn.experts import parts_of
 from ...nn.linear import StoredWeight
 
 # A latent that begins in a cell stays this far from its boundaries, from where any step leaves it.

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from ... import ops
 from ...errors import OptionError, ShapeError, StateError, expected
 from ...kernels.experts.naive import chosen, of_expert
-from ...nn.expert_scales import quantize_pairs
-from ...nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
+from ...nn.experts import QUANTIZED, QuantizedExpertStack, quantize_pairs, weight_name
 from ...nn.linear import (
     GLOBAL,
     INPUT_GLOBAL,
