@@ -1,9 +1,10 @@
 """Mixtures of experts: their stacked weights, and the modules that compute with packed ones.
 
 A stack is one parameter of a module of experts, [E, N, K] or as its adapter says. In a prepared or
-converted model each stack has a module of its own, under the name of its parameter. A packed stack
-keeps global scales as [E], or as [E, R] where the R parts of an expert's rows (gate and up) have one
-each; those of inputs as [1] for all experts, or [E].
+converted model each stack has a module of its own, under the name of its parameter.
+
+A packed stack keeps global scales as [E], or as [E, R] where the R parts of an expert's rows (gate
+and up) have one each; those of inputs as [1] for all experts, or [E].
 """
 
 from __future__ import annotations

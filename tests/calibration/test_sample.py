@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,14 +240,6 @@ def test_windows_are_no_longer_than_the_context() -> None:
     assert windows.shape == (3, 8)
 
 
-def test_windows_are_written_to_a_file_on_request(tmp_path: Path) -> None:
-    tokens = tokenizer()
-    windows = sample(writer(), tokens, path=tmp_path / "own.jsonl", **SMALL)
-    lines = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
-    assert [line["input_ids"] for line in lines] == windows.tolist()
-    assert [line["text"] for line in lines] == [tokens.decode(row) for row in windows]
-
-
 def encoder() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.BertConfig(**sizes, num_attention_heads=2, vocab_size=24)
@@ -283,7 +273,6 @@ def test_models_that_cannot_write_are_refused_with_what_to_pass(make: Any, probl
         ({"batch_size": 0}, "batch_size: expected a positive number, got 0"),
         ({"temperature": 0}, "temperature: expected a positive number, got 0"),
         ({"chat_share": 2}, r"chat_share: expected a number in \[0, 1\], got 2"),
-        ({"path": "no/such/folder/file"}, "path: expected a file in a folder that exists"),
         ({"tokenizer": None}, "tokenizer: expected the tokenizer or processor"),
     ],
 )

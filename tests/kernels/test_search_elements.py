@@ -27,8 +27,6 @@ from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
-from fp4pass.parity import codebook_reference as codebook_ref
-from fp4pass.parity import codebook_triton
 
 # 4-bit elements of no registered format. The search derives all it needs from them, also where
 # other kernels ask for more (`supports`).
@@ -43,8 +41,6 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (joint_reference.choose_blocks, joint_triton.choose_blocks_triton),
     (joint_reference.settle, joint_triton.settle_triton),
     (statistics_ref.observe_ref, statistics_triton.observe_triton),
-    (codebook_ref.quantize_codebook_ref, codebook_triton.quantize_codebook_triton),
-    (codebook_ref.dequantize_codebook_ref, codebook_triton.dequantize_codebook_triton),
 ]
 
 

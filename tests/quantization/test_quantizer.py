@@ -283,10 +283,3 @@ def test_finite_numbers_stay_finite_or_are_an_error(scheme: str, dtype: torch.dt
         else:
             found = fp4pass.dequantize(state)
             assert found.isfinite().all() and torch.allclose(found, x, rtol=reach(scheme))
-
-
-def test_a_tensor_that_needs_gradients() -> None:
-    x = normal(4, 64).requires_grad_()
-    for scheme in ("nf4", "nvfp4"):
-        state = fp4pass.quantize(x, scheme)
-        assert not state.qdata.requires_grad and not fp4pass.dequantize(state).requires_grad
