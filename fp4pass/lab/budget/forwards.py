@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat import FAULTS
-from ...engine.layer_calls import map_tensors, offload_hidden_state
+from ...engine.layer_stack import map_tensors, offload_hidden_state
 from ...errors import NonFiniteError, StateError
 from ...evaluation.measure import token_kl
 from ...quantization.observers.batches import (

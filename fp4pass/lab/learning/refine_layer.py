@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.layer_calls import Call, hidden_state, offload_hidden_state
 from ...engine.layer_device import LayerDevice
 from ...engine.layer_runner import place_of_states
-from ...engine.layer_stack import Stack
+from ...engine.layer_stack import Call, Stack, hidden_state, offload_hidden_state
 from ...record.rows import RefinedLayer
 from .learned_layer import Hessians, LearnedLayer, Values, put, values_of
 from .options import Refine
