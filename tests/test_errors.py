@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import errors
-from fp4pass.core.formats import get_format
 from fp4pass.errors import (
     CalibrationError,
     Fp4PassError,
@@ -252,30 +251,6 @@ def test_a_model_without_linears(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"fmt": "nvpf4"}, ("Scheme 'nvpf4'", "Did you mean 'nvfp4'?", "nvfp4, nvfp4_ue4m4")),
-        ({"method": "hesian"}, ("Method 'hesian'", "Did you mean 'hessian'?")),
-        ({"method": fp4pass.Sse}, ("expected a name", "such as Hessian()")),
-        ({"block": 24}, ("'nvfp4' has no block of 24", "(16, 32)")),
-        ({"weight_only": 1}, ("weight_only: expected True or False, got 1",)),
-    ],
-    ids=str,
-)
-def test_bad_options(options: dict[str, Any], parts: tuple[str, ...]) -> None:
-    model = calibrated()
-    check_untouched(model, lambda: fp4pass.convert(model, **options), OptionError, *parts)
-    # The same in a rule.
-    rules = [("*.up_proj", options)]
-    check_untouched(
-        model, lambda: fp4pass.convert(model, "nvfp4", rules=rules), OptionError, *parts
-    )
-    fresh = build()
-    if "method" in options:
-        check_untouched(fresh, lambda: fp4pass.prepare(fresh, **options), OptionError, *parts)
-
-
-@pytest.mark.parametrize(
     ("rules", "parts"),
     [
         ("lm_head", ("rules: expected a list of (glob, options), got str",)),
@@ -355,18 +330,6 @@ def test_a_rule_can_take_the_head() -> None:
     assert not reasons(model) and isinstance(model.lm_head, QuantizedLinear)
 
 
-def test_rules_of_prepare_hold_in_convert() -> None:
-    model = build()
-    rules = [("layers.0.*", None), ("*.up_proj", {"fmt": "mxfp4"})]
-    fp4pass.prepare(model, rules=rules)
-    fp4pass.calibrate(model, [batch()], progress=False)
-    fp4pass.convert(model, rules=[("layers.1.down_proj", {"block": 32})])
-    found = rows(model)
-    assert found["layers.0.up_proj"].skip_reason == "rule ('layers.0.*', None)"
-    assert found["layers.1.up_proj"].config.fmt == "mxfp4"
-    assert found["layers.1.down_proj"].config.block == 32
-
-
 def test_rules_of_convert_come_before_those_of_prepare() -> None:
     model = build()
     fp4pass.prepare(model, rules=[("layers.0.*", None)])
@@ -429,20 +392,6 @@ def test_hessian_after_preparing_for_sse() -> None:
         "fresh copy",
     )
     fp4pass.convert(model, "nvfp4", method="sse")
-
-
-@pytest.mark.core
-def test_a_layer_that_calibration_never_reached() -> None:
-    model = calibrated(unused=True)
-    check_untouched(
-        model,
-        lambda: fp4pass.convert(model, "nvfp4"),
-        CalibrationError,
-        "unused: calibration never reached",
-        "rules=[('unused', None)]",
-    )
-    fp4pass.convert(model, "nvfp4", rules=[("unused", None)])
-    assert set(reasons(model)) == {"unused", "lm_head"}
 
 
 @pytest.mark.parametrize("again", [fp4pass.convert, fp4pass.prepare])
@@ -560,12 +509,6 @@ def test_no_batch_was_run(options: dict[str, Any]) -> None:
     fp4pass.convert(model, "nvfp4")
 
 
-def test_a_method_that_prepare_did_not_collect_for() -> None:
-    model = fp4pass.prepare(build(), "sse")
-    with pytest.raises(CalibrationError, match=r"prepared for a method .* Prepare a fresh copy"):
-        fp4pass.convert(model, "nvfp4", method="gptq")
-
-
 def test_batches_without_tokens() -> None:
     model = fp4pass.prepare(build())
     fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)
@@ -576,15 +519,6 @@ def test_batches_without_tokens() -> None:
     fp4pass.convert(model, "nvfp4")
     assert rows(model)["layers.0.up_proj"].tokens == 15
     assert model(torch.empty(0, 32)).shape == (0, 16)
-
-
-def test_a_batch_of_another_kind() -> None:
-    model, bad, kind = fp4pass.prepare(build()), b"text", "bytes"
-    with pytest.raises(
-        CalibrationError,
-        match=f"A batch: expected a mapping, a tuple, a list or a tensor, got {kind}",
-    ):
-        fp4pass.calibrate(model, [bad], progress=False)
 
 
 def test_inputs_too_large_for_a_hessian_are_not_called_infinite() -> None:
@@ -648,42 +582,3 @@ def test_the_default_dtype_changes_nothing() -> None:
             torch.set_default_dtype(torch.float32)
     assert fp4pass.report(model) == fp4pass.report(expected)
     assert torch.equal(model(x), expected(x))
-
-
-def test_a_format_key_and_a_block_may_not_contradict() -> None:
-    for call in (lambda: get_format("nvfp4:16", 32), lambda: get_format("nvfp4:")):
-        with pytest.raises(OptionError, match="nvfp4:"):
-            call()
-    assert get_format("nvfp4:32", 32).block == 32
-
-
-def test_batches_are_an_iterable_of_batches() -> None:
-    for batches, kind in ((batch(), "a tensor"), (3, "int"), ({"x": batch()}, "dict")):
-        model = fp4pass.prepare(build())
-        with pytest.raises(
-            CalibrationError,
-            match=f"data: expected batches, texts, .*, got {kind}.*into a list",
-        ):
-            fp4pass.calibrate(model, batches, progress=False)
-
-
-def test_a_tensor_of_the_wrong_width() -> None:
-    with pytest.raises(
-        ShapeError, match=r"multiple of 16, the block of nvfp4, got shape \(3, 40\)"
-    ):
-        torch.ops.fp4pass.quantize(torch.ones(3, 40), None, "nvfp4")
-    linear = fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True)
-    with pytest.raises(ShapeError, match=r"shape \[..., 32\], got \(3, 64\)"):
-        linear(torch.ones(3, 64))
-
-
-def test_a_search_without_what_it_needs() -> None:
-    search, weight = torch.ops.fp4pass.search, torch.ones(4, 64)
-    with pytest.raises(OptionError, match=r"Objective 'hesian' .*Did you mean 'hessian'"):
-        search(weight, None, 1.0, "nvfp4", "hesian")
-    with pytest.raises(ShapeError, match="for objective 'hessian', got None"):
-        search(weight, None, 1.0, "nvfp4", "hessian")
-    with pytest.raises(ShapeError, match=r"\(2, 32, 32\) .*64 columns, got \(1, 32, 32\)"):
-        search(weight, torch.eye(32).unsqueeze(0), 1.0, "nvfp4", "hessian")
-    with pytest.raises(NonFiniteError, match="expected finite numbers, got NaN"):
-        search(weight, torch.full((2, 32, 32), torch.nan), 1.0, "nvfp4", "hessian")

@@ -181,25 +181,6 @@ def test_every_file_and_public_name_has_a_docstring() -> None:
                 assert ast.get_docstring(node), f"{name_of(path)}: {node.name}"
 
 
-# "What is left ..." has no subject: the sentence has to be read twice.
-QUESTION = re.compile(r"(?:^|[.:;]\s+)(What|Who|How)\b(?!.*\?)", re.MULTILINE)
-
-
-@pytest.mark.core
-def test_no_sentence_begins_with_a_question_word() -> None:
-    for path in FILES:
-        texts = [
-            (node.body[0].lineno, ast.get_docstring(node) or "")
-            for node in nodes(path)
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and node.body
-        ]
-        lines = enumerate(path.read_text().splitlines(), 1)
-        comments = ((i, re.search(r"^\s*# (.*)|  # (.*)", line)) for i, line in lines)
-        texts += [(i, found[1] or found[2] or "") for i, found in comments if found]
-        found = [(line, text) for line, text in texts if QUESTION.search(text)]
-        assert not found, f"{name_of(path)}: {found}"
-
-
 # A collection of what torch left takes 0.1 s, and falls into either import by chance.
 COST = """
 import gc, sys, time

@@ -19,8 +19,6 @@ from fp4pass.methods import Stats
 from fp4pass.nn.experts import QUANTIZED
 from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.observers.observer import OBSERVERS, collect
-from fp4pass.quantization.replace import attach_observers
-from fp4pass.quantization.scan import scan_layers
 
 ALL = {case.name: case for case in zoo.CASES}
 
@@ -118,25 +116,6 @@ def test_prepared_models_observe_every_linear_and_change_no_result(case: Case) -
     for name in names:
         assert_same_statistics(statistics(model.get_submodule(name)), reference[name])
     assert_same_runs(case, model, plain(case).build())
-
-
-@every_case
-def test_preparing_again_adds_nothing(case: Case) -> None:
-    model = case.build()
-    fp4pass.prepare(model)
-    holders = [model.get_submodule(name) for name in zoo.eligible_linears(model)]
-    case.run(model, 0)
-    before = [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders]
-    layers = [layer for layer in scan_layers(model) if layer.module in holders]
-    assert attach_observers(model, layers, ("block_hessian",)) == 0
-    fp4pass.prepare(model)
-    assert [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders] == before
-    case.run(model, 1)
-    with zoo.hook_reference(fresh := plain(case).build(), zoo.eligible_linears(fresh)) as reference:
-        case.run(fresh, 0)
-        case.run(fresh, 1)
-    for holder, expected in zip(holders, reference.values(), strict=True):
-        assert statistics(holder).tokens == expected.count
 
 
 @pytest.mark.quick(2)

@@ -23,9 +23,8 @@ from ..nn.experts import finalize_stacks
 from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for
 from ..quantization.adapters import parents
-from ..quantization.observers.inputs import quantizes_input, share_inputs
 from ..quantization.observers.kv_cache import enable_cache
-from ..quantization.replace import use_slow_paths
+from ..quantization.replace import quantizes_input, share_inputs, use_slow_paths
 from ..quantization.restore import enable_dequantize
 from ..record.rows import Refined, Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state

@@ -17,7 +17,7 @@ from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.engine.schedule import planned_stacks
+from fp4pass.engine.layer_stack import planned_stacks
 from fp4pass.errors import CalibrationError, Fp4PassError, OptionError, StateError
 from fp4pass.lab.budget import Allocation
 from fp4pass.lab.budget.choosing import best_within, smallest_within, total

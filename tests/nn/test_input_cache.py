@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fp4pass
 from fp4pass.nn import linear as linear_module
@@ -431,19 +430,6 @@ def test_grad_and_no_grad_may_alternate() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_gradient_checkpointing() -> None:
-    class Checkpointed(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.q(x)
-            return y + checkpoint(super().forward, x, use_reentrant=False)
-
-    model, plain = converted(Checkpointed), converted(Checkpointed)
-    found = gradients(model, batch())
-    with unshared():
-        wanted = gradients(plain, batch())
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
 def test_graphs_have_nothing_of_what_was_computed_before() -> None:
     """A result that is a constant of a graph would be that of the first input for ever."""
     model, x = converted(fmt="mxfp4"), batch()
@@ -622,17 +608,6 @@ def test_the_check_names_the_layer_that_would_get_a_stale_value(
             assert torch.equal(y, inner.o(inner.q(batch()) + inner.k(3 * batch()))), name
 
 
-def test_the_check_tells_a_nan_from_another_value_by_its_bits() -> None:
-    x, (first, second) = torch.full((3,), torch.nan), (Reader(), Reader())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "check")
-        with running(Reader.caller):
-            assert first(x).isnan() and second(x).isnan()
-            x.data.zero_()
-            with pytest.raises(fp4pass.errors.StateError, match="same forward"):
-                Reader()(x)
-
-
 def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted()
     for value, inputs in (("1", 2), ("", 2), ("0", 4), ("check", 2)):
@@ -643,20 +618,6 @@ def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
     with pytest.raises(fp4pass.errors.OptionError, match="FP4PASS_INPUT_CACHE: expected 1 "):
         model(batch())
-
-
-def test_lists_of_layers_and_adapters_share_as_layers_by_themselves() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(K, K) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return sum(layer(x) for layer in self.layers)
-
-    with counted() as seen:
-        converted(Listed)(batch())
-    assert len(seen) == 1
 
 
 def test_what_reads_no_quantized_input_has_no_hooks() -> None:

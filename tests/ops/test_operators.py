@@ -20,7 +20,7 @@ from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.kernels.norm.naive import square_sums_ref
 from fp4pass.ops.registration import OPERATORS
-from fp4pass.parity import operators as parity
+from fp4pass.parity import codebooks as parity
 
 # numpy, in the interpreter, says when a number leaves float32.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

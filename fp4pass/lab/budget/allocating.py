@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ...core.progress import shown
-from ...engine.schedule import planned_stacks
+from ...engine.layer_stack import planned_stacks
 from ...errors import OptionError, StateError, some
 from ...methods.base import MethodChoice
 from ...quantization.checks import require_layers
-from ...quantization.observers.computing import fast_dtype
+from ...quantization.observers.batches import fast_dtype
 from ...quantization.plan import plan_layers
 from ...quantization.recipe import with_quality
 from ...quantization.scan import caller_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...evaluation.intervals import SUMS, Bootstrap, intervals
-from ...quantization.observers.computing import fast_dtype
+from ...quantization.observers.batches import fast_dtype
 from ...quantization.recipe import Recipe
 from .choosing import Schemes, extremes, smallest_within
 from .forwards import Forwards, mean_kl

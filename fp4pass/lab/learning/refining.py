@@ -17,9 +17,8 @@ from ...checkpoint.finished import ConvertedState
 from ...core.progress import current, shown
 from ...distributed import ranks, require_initialized
 from ...engine.layer_device import LayerDevice
-from ...engine.layer_stack import Stack
+from ...engine.layer_stack import Stack, stacks_of
 from ...engine.recording import Recording
-from ...engine.schedule import stacks_of
 from ...errors import CalibrationError, OptionError, StateError, expected
 from ...nn.experts import QUANTIZED
 from ...quantization.observers.batches import (

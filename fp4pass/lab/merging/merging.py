@@ -23,13 +23,16 @@ from ...errors import CalibrationError, OptionError, StateError
 from ...methods import Stats
 from ...nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ...quantization.adapters import around_packed, base_of, parents, unload
-from ...quantization.observers.batches import call_arguments, device_of, require_loaded
-from ...quantization.observers.computing import fast_dtype
-from ...quantization.observers.inputs import quantizes_input, share_inputs
+from ...quantization.observers.batches import call_arguments, device_of, fast_dtype, require_loaded
 from ...quantization.observers.observer import collect, observers_of
 from ...quantization.observers.visible_tokens import count_tokens
 from ...quantization.quantize import pack_layer
-from ...quantization.replace import attach_observers, remove_observers
+from ...quantization.replace import (
+    attach_observers,
+    quantizes_input,
+    remove_observers,
+    share_inputs,
+)
 from ...quantization.scan import LinearLayer
 from ...record.config import LinearConfig
 from ...record.rows import Row
