@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,6 +115,63 @@ def test_the_order_of_imports_names_every_module() -> None:
     )
     there = {name_of(path).partition("/")[0] for path in FILES} - {"__init__"}
     assert named == there
+
+
+# Rooms of workflows, and the rooms of which each still reads more than their `__init__` exports.
+WORKFLOWS = {
+    "lab": set(),
+    "doctor": {"_compat", "checkpoint", "core", "engine", "nn", "quantization", "record"},
+    "parity": {"core", "graph", "kernels", "nn", "ops", "quantization", "record"},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("room", WORKFLOWS)
+def test_workflows_import_what_rooms_export(room: str) -> None:
+    for path in (ROOT / room).glob("*.py"):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+                other, _, inside = node.module.partition(".")
+                assert not inside or other in WORKFLOWS[room], f"{path.name}: {node.module}"
+
+
+@pytest.mark.core
+def test_nothing_below_imports_a_workflow() -> None:
+    for path in FILES:
+        room, name = name_of(path).partition("/")[0], name_of(path)
+        if room in {*WORKFLOWS, "cli", "__main__"}:
+            continue
+        inside = name != "__init__"  # for type checkers alone
+        found = {each.partition("/")[0] for each in internal_imports(path, inside=inside)}
+        assert not found & set(WORKFLOWS), name
+
+
+WITHOUT = """
+import torch, fp4pass
+model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+packed = fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+fp4pass.save(packed, "out")
+again = fp4pass.load("out", model=torch.nn.Sequential(torch.nn.Linear(32, 32)).eval())
+assert torch.equal(again(torch.ones(1, 32)), packed(torch.ones(1, 32)))
+try:
+    fp4pass.distill
+except (AttributeError, ImportError) as error:
+    print(error)
+"""
+
+
+def test_the_package_works_without_its_workflows(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns(*WORKFLOWS, "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "fp4pass", ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'fp4pass.lab'" in done.stdout
 
 
 @pytest.mark.core

@@ -501,7 +501,7 @@ class PackedFolder:
                 if row.name not in names
                 and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
             ]
-            finish(self.model, own["recipe"], rows, carried=files, refined=report.refined)
+            finish(self.model, own["recipe"], rows, carried=files)
             return
         for name, module in self.model.named_modules():
             if isinstance(module, QUANTIZED):

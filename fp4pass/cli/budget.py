@@ -14,7 +14,7 @@ from ..calibration.to_batches import Example, batches, collate
 from ..core.files import parse_file
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
-from ..lab.budget import SCHEMES, Allocation, allocate
+from ..lab import SCHEMES, Allocation, allocate
 from ..quantization.recipe import Recipe
 from ..record.schemes import schemes as known_schemes
 from .options import flag

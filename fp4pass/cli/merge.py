@@ -16,7 +16,7 @@ from ..checkpoint.source_files import MANIFEST
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..errors import OptionError, expected
-from ..lab.merging import merge as merge_adapters
+from ..lab import merge as merge_adapters
 from ..methods import METHODS
 from ..record.config import LinearConfig
 from . import screen, sources

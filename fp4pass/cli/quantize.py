@@ -23,7 +23,7 @@ from ..core.atomic import require_free
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
-from ..lab.budget import Allocation
+from ..lab import Allocation
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
 from ..record.quality import get_quality

@@ -16,7 +16,7 @@ from ..checkpoint.reader import is_packed
 from ..core.machine import require_device
 from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
-from ..quantization.observers.computing import IN_FLOAT32, is_slow
+from ..quantization.observers.batches import IN_FLOAT32, is_slow
 from .screen import note
 
 

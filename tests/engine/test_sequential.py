@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,14 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from commands import CALIB, CALIBRATED, PLAIN, TINY, run, run_json
-from small_models import assert_same_bits, bits, language_model, linears, tokens
+from small_models import assert_same_bits, bits, linears
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.calibration import batches as batches_of
-from fp4pass.engine import layer_runner
 from fp4pass.errors import CalibrationError, OptionError, StateError
-from fp4pass.kernels.search.gptq_reference import damp
-from fp4pass.methods import METHODS, Gptq, Stats
+from fp4pass.methods import METHODS, Gptq
 from fp4pass.nn.linear import quantize_input
-from fp4pass.quantization.observers.observer import OBSERVERS, Observer
-from fp4pass.quantization.recipe import Recipe
 from fp4pass.record.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
@@ -118,21 +111,6 @@ def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: 
     names = [row.name for row in fp4pass.report(whole).rows]
     assert [row.name for row in fp4pass.report(ours).rows] == names
     assert all(row.tokens == 480 for row in fp4pass.report(ours).rows)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("method", ["gptq", CROSS])
-def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
-    """Layers that add nothing give the next what they got."""
-    whole = converted(model(scale=0.0), "gptq", False, rules=NO_HEAD, weight_only=True)
-    ours = converted(model(scale=0.0), method, rules=NO_HEAD, weight_only=True)
-    ends = ("up", "side", "down") if method == "gptq" else ("up", "side")
-    for i in range(3):
-        for end in ends:
-            assert_same_layer(whole, ours, f"layers.{i}.{end}.")
-    if method == CROSS:
-        # It reads what quantized linears of its own layer return.
-        assert_same_layer(whole, ours, "layers.0.down.", same=False)
 
 
 @pytest.mark.core
@@ -237,68 +215,6 @@ def test_the_global_scale_is_that_of_the_target(
     assert expected != linear.config.format.global_scale_for(factor * before)
 
 
-def test_the_loss_is_that_of_the_target() -> None:
-    """|W a - Q x|^2 + lam |W - Q|^2 and tr (V - Q) H (V - Q)^T differ by the same for every Q."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(300, K, generator=generator)
-    x = a + 0.3 * torch.randn(300, K, generator=generator)
-    weight = torch.randn(8, K, generator=generator)
-    observer = Observer(("cross", "hessian"), K)
-    observer(x, a)
-    stats = observer.stats().matrix(0)
-    target = METHODS["gptq"].target(weight, stats, CROSS).double()
-    a, x, w = a.double(), x.double(), weight.double()
-    lam = CROSS.target_damping * (x.T @ x).diagonal().mean()
-    damped = damp(stats.hessian, CROSS.target_damping) * (x.T @ x).diagonal().mean()
-    differences = []
-    for _ in range(4):
-        q = w + torch.randn(8, K, generator=generator)
-        loss = (a @ w.T - x @ q.T).square().sum() + lam * (w - q).square().sum()
-        differences.append(float(loss - ((target - q) @ damped * (target - q)).sum()))
-    assert np.ptp(differences) < 1e-4 * abs(differences[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> None:
-    """Measured on other data than it was calibrated on."""
-    data, fresh = batches(8), batches(9)[8:]
-    with torch.no_grad():
-        reference = model(6)(fresh[0])
-        errors = []
-        plain = Gptq(shrinkage=0.0)
-        for method in (plain, dataclasses.replace(plain, target="cross", target_damping=0.1)):
-            ours = converted(model(6), method, rules=NO_HEAD, data=data, weight_only=weight_only)
-            errors.append(float((ours(fresh[0]) - reference).norm() / reference.norm()))
-    assert errors[1] < (0.8 if weight_only else 1) * errors[0]
-
-
-@pytest.mark.slow
-def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = prepared(model(), "gptq", rules=NO_HEAD)
-    assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
-    seen: list[set[str]] = []
-    names = {module: name for name, module in source.named_modules()}
-    inner = layer_runner.shared_observer
-
-    def watch(holders: Any, *args: Any) -> Observer:
-        seen.append({names[m].rpartition(".")[0] for m in names if m.__dict__.get(OBSERVERS)})
-        kept = [each for each in gc.get_objects() if type(each) is Stats]
-        assert not [each for each in kept if each.hessian is not None]
-        # side and up see one tensor, and so have one Hessian.
-        assert {names[m].rpartition(".")[2] for m in holders} in ({"side", "up"}, {"down"})
-        return inner(holders, *args)
-
-    monkeypatch.setattr(layer_runner, "shared_observer", watch)
-    fp4pass.convert(source, method="gptq", weight_only=True)
-    assert max(map(len, seen)) == 1 and set.union(*seen) == {f"layers.{i}" for i in range(3)}
-    assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
-    assert (
-        getattr(get_state(source), "recording", None) is None
-        and not source.layers[0]._forward_pre_hooks
-    )
-
-
 def test_calibrate_stops_at_the_first_layer() -> None:
     """Behind the first batch of a shape; a loop of one's own runs through, to the same end."""
     data = [*batches(3), *batches(2, rows=40)]
@@ -321,34 +237,6 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     )
     assert "own_tokens" not in calibration
     assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
-
-
-def test_batches_run_on_the_processors_that_torchrun_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    source = fp4pass.prepare(model(), "gptq", sequential=True)
-    source.layers[0].register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    torchrun = {"TORCHELASTIC_RUN_ID": "a", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
-
-    def threads(chosen: dict[str, str]) -> set[int]:
-        seen.clear()
-        with monkeypatch.context() as patch:
-            for name, value in chosen.items():
-                patch.setenv(name, value)
-            fp4pass.calibrate(source, batches(1), progress=False)
-        return set(seen)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert threads(torchrun) == {3} and torch.get_num_threads() == 1
-        # The caller's own choice, in torchrun's and without it.
-        assert threads(torchrun | {"OMP_NUM_THREADS": "2"}) == {1}
-        assert threads({"OMP_NUM_THREADS": "1"}) == {1}
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.core
@@ -471,23 +359,6 @@ def test_offloaded_weights_come_by_their_hooks(
         fp4pass.convert(run_case(CASES["llama"], source), "nvfp4", method=method, device="cuda")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_goes_round_and_compiles(tmp_path: Path) -> None:
-    ours = language_model(dtype=torch.float32)
-    fp4pass.prepare(ours, CROSS, sequential=True)
-    fp4pass.calibrate(ours, tokens(8, 32).split(4), progress=False)
-    fp4pass.convert(ours, method=CROSS)
-    fp4pass.save(ours, tmp_path / "out")
-    assert_same_bits(ours, fp4pass.load(tmp_path / "out"))
-    recipe = Recipe.from_dict(get_state(ours).recipe)
-    assert recipe.config.method == CROSS
-    small = converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
-    x = batches()[0]
-    with torch.no_grad():
-        compiled = torch.compile(small, fullgraph=True, backend="aot_eager")(x)
-        torch.testing.assert_close(compiled, small(x), rtol=1e-4, atol=1e-4)
-
-
 def test_after_an_interruption(tmp_path: Path) -> None:
     whole = converted(model(), CROSS, rules=NO_HEAD)
     assert_same_bits(whole, converted(model(), CROSS, rules=NO_HEAD, resume=tmp_path / "r"))
@@ -505,25 +376,6 @@ def test_the_device_of_the_layers() -> None:
     assert_same_bits(a, b)
     with pytest.raises(OptionError, match=r"device is 'cpu', .* only after prepare\(model, seq"):
         fp4pass.convert(model(), "nvfp4", method="naive", device="cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
-def test_layers_go_to_a_gpu_and_back(method: Any) -> None:
-    source = prepared(model(), method, rules=NO_HEAD)
-    most: list[int] = []
-    for layer in source.layers:
-        layer.register_forward_pre_hook(
-            lambda *_: most.append(sum(p.is_cuda for p in source.parameters()))
-        )
-    fp4pass.convert(source, "nvfp4", method=method, device="cuda")
-    assert 0 < max(most) <= 6
-    assert all(x.device.type == "cpu" for x in source.state_dict().values())
-    whole = converted(model(), method, rules=NO_HEAD)
-    with torch.no_grad():
-        outputs = [m(batches()[0]) for m in (source, whole)]
-    torch.testing.assert_close(*outputs, rtol=0.1, atol=0.1 * float(outputs[1].abs().max()))
 
 
 class Routed(Block):
@@ -572,18 +424,7 @@ def convert_after_a_batch(m: nn.Module) -> nn.Module:
 
 
 ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str]] = [
-    (
-        model,
-        fp4(CROSS, id),
-        OptionError,
-        r"layers\.0\.up: .*Give sequential=True, and",
-    ),
-    (
-        model,
-        lambda m: fp4pass.convert(prepared(m, "gptq", False), "nvfp4", method=CROSS),
-        OptionError,
-        "sequential=True",
-    ),
+    (model, fp4(CROSS, id), OptionError, r"layers\.0\.up: .*Give sequential=True, and"),
     (
         model,
         fp4(CROSS, id, sequential=True),
@@ -596,19 +437,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         StateError,
         "expected a list of at least two layers .* got Sequential without one",
     ),
-    (
-        # One layer twice.
-        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(32, 32))] * 2),
-        fp4("gptq", id, sequential=True),
-        StateError,
-        "expected a list of at least two layers .* got Sequential without one",
-    ),
-    (
-        shared,
-        fp4("gptq", id, sequential=True),
-        StateError,
-        "share one weight, but are in",
-    ),
+    (shared, fp4("gptq", id, sequential=True), StateError, "share one weight, but are in"),
     (
         lambda: fp4pass.prepare(model(), "gptq"),
         fp4("gptq", id, sequential=True),
@@ -616,27 +445,10 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         "is prepared with sequential=False",
     ),
     (
-        model,
-        fp4(
-            "gptq",
-            lambda m: fp4pass.convert(m, "nvfp4", method="gptq"),
-            sequential=True,
-            rules=NO_HEAD,
-        ),
-        CalibrationError,
-        r"No batch was run: call fp4pass\.calibrate\(model, data\)",
-    ),
-    (
         around,
         fp4("gptq", convert_after_a_batch, sequential=True, rules=NO_HEAD),
         CalibrationError,
         r"layers: calibration never reached these layers\. Run batches that use them",
-    ),
-    (
-        model,
-        fp4("gptq", lambda m: fp4pass.calibrate(m, []), sequential=True),
-        CalibrationError,
-        "There are no batches",
     ),
     (
         routed,
@@ -660,51 +472,6 @@ def test_an_error_says_what_to_do(
 ) -> None:
     with pytest.raises(error, match=message):
         act(build())
-
-
-@pytest.mark.core
-def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
-    rules = [*NO_HEAD, ("*.side", {"method": "gptq"})]
-    ours = converted(routed(), CROSS, rules=rules)
-    assert len(fp4pass.report(ours).converted) == 9
-
-
-@pytest.mark.slow
-def test_a_prepared_model_can_be_copied() -> None:
-    source = prepared(model(), "gptq", rules=NO_HEAD)
-    twin = copy.deepcopy(source)
-    fp4pass.calibrate(twin, batches(4)[3:], progress=False)
-    ours = fp4pass.convert(source, "nvfp4", method="gptq")
-    assert_same_bits(ours, converted(model(), rules=NO_HEAD))
-    both = fp4pass.convert(twin, "nvfp4", method="gptq")
-    assert_same_bits(both, converted(model(), rules=NO_HEAD, data=batches(4)))
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    for package in ("transformers", "typer", "rich", "yaml", "datasets"):
-        pytest.importorskip(package)
-    options = ("--scheme", "nvfp4", "--method", "hessian", *CALIBRATED, "--batch-size", 2)
-    written = run_json("quantize", TINY, "-o", tmp_path / "a", *options, "--sequential")
-    assert written["recipe"]["calibration"]["sequential"] is True
-    ours = language_model()
-    fp4pass.prepare(ours, sequential=True)
-    windows = choose(CALIB)
-    fp4pass.calibrate(ours, [windows[:1], *windows[1:].split(2)], progress=False)
-    fp4pass.convert(ours, "nvfp4")
-    assert_same_bits(ours, fp4pass.load(tmp_path / "a"))
-    wrong = run("quantize", TINY, "-o", tmp_path / "b", *PLAIN, "--sequential", code=2)
-    assert "--sequential calibrates, and the method needs no text" in wrong.output
-    auto = (*options, "--sequential", "--device", "auto")
-    wrong = run("quantize", TINY, "-o", tmp_path / "b", *auto, code=2)
-    assert "--sequential runs layers on one device" in wrong.output
-
-
-def choose(path: Path) -> Tensor:
-    """The windows that CALIBRATED asks for."""
-    from fp4pass.checkpoint.float_models import load_tokenizer
-
-    return batches_of(path, load_tokenizer(str(TINY)), samples=4, seq_len=64)[0]
 
 
 # ---- what layers are called with ----------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,26 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from small_models import TINY, assert_same_bits, bits, tokens
+from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.checkpoint import finished
 from fp4pass.core.fingerprint import Unknown, identity_of
-from fp4pass.errors import StateError
 from fp4pass.quantization import search
 
 slow = pytest.mark.slow
 
 WIDTH = 32
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-    ],
-)
 
 
 class Block(nn.Module):
@@ -85,10 +74,6 @@ def converted(
         else:
             fp4pass.calibrate(model, [batch], progress=False)
     return fp4pass.convert(model, "mxfp4", method, weight_only=True, **options)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
 
 
 def identities(folder: Path) -> list[str]:
@@ -198,19 +183,6 @@ def test_offloaded_weights_are_read_where_they_lie(tmp_path: Path) -> None:
     assert [a == b for a, b in zip(before, identities(layers), strict=True)] == [True, False, True]
 
 
-@pytest.mark.parametrize("device", [GPU])
-@torch.no_grad()
-def test_weights_on_a_gpu_are_those_of_the_cpu(device: str, tmp_path: Path) -> None:
-    converted(made(), stream=tmp_path)
-    before = identities(tmp_path)
-    converted(made().to(device), stream=tmp_path)
-    assert identities(tmp_path) == before
-    other = made().to(device)
-    changes(other)["weight"]()
-    converted(other, stream=tmp_path)
-    assert identities(tmp_path)[1] != before[1]
-
-
 @pytest.mark.core
 @torch.no_grad()
 def test_what_cannot_be_identified_is_quantized_again(
@@ -248,58 +220,6 @@ def test_one_changed_byte_is_another_layer(tmp_path: Path, monkeypatch: pytest.M
     assert_same_bits(found, expected)
     assert fp4pass.report(found) == fp4pass.report(expected)
     assert searched == {"layers.0", "layers.2"}
-
-
-@pytest.mark.core
-@torch.no_grad()
-def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converted(made(), stream=tmp_path)
-    restore, done = finished.FinishedLayers.restore, []
-
-    def restored(*args: Any) -> None:
-        restore(*args)
-        done.append(args)
-        if len(done) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(finished.FinishedLayers, "restore", restored)
-    model = made()
-    with pytest.raises(KeyboardInterrupt):
-        converted(model, stream=tmp_path)
-    with pytest.raises(StateError, match="interrupted"):
-        fp4pass.convert(model, method="sse", weight_only=True)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("method", ["naive", pytest.param("hessian", marks=slow)])
-def test_a_source_that_changed_with_all_names_sizes_and_times(method: str, tmp_path: Path) -> None:
-    source = tmp_path / "m"
-    source.mkdir()
-    for path in TINY.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-
-    def quantized(name: str, **options: Any) -> dict[str, Tensor]:
-        data = None if method == "naive" else [tokens()]
-        more: dict[str, Any] = {"weight_only": True, "device": "cpu", "progress": False}
-        fp4pass.quantize_checkpoint(
-            source, tmp_path / name, method=method, data=data, **more, **options
-        )
-        files = (tmp_path / name).glob("*.safetensors")
-        return {key: each for path in files for key, each in load_file(path).items()}
-
-    before = quantized("first", stream=tmp_path / "layers")
-    (path,) = source.glob("*.safetensors")
-    times, tensors = path.stat(), load_file(path)
-    changed = "model.layers.1.mlp.up_proj.weight"
-    tensors[changed][20:-20] *= -3
-    save_file(tensors, path, metadata={"format": "pt"})
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    found, expected = quantized("second", stream=tmp_path / "layers"), quantized("third")
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], expected[name]) for name in found)
-    assert not torch.equal(found[f"{changed}_packed"], before[f"{changed}_packed"])
 
 
 class Named:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CheckpointError, Fp4PassError, OptionError, RuleError
-from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.observers.attention import CalledAttention, calling_projections
 
 RULES = [("*self_attn.?_proj", {}), ("*_proj", {})]
@@ -93,14 +92,6 @@ def test_the_numbers_are_those_of_torch(case: str) -> None:
         assert (found[1] is None) == (expected[1] is None)
         if expected[1] is not None:
             torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
-
-
-def test_one_sequence_without_a_batch() -> None:
-    module = attention(add_bias_kv=True)
-    query, arguments = inputs(module, False, batch=False), {"key_padding_mask": PADDING[1]}
-    expected, found = module(*query, **arguments), called(module)(*query, **arguments)
-    assert found[0].shape == (5, 64) and found[1].shape == expected[1].shape
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.core
@@ -214,18 +205,3 @@ def test_transformers_are_told(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     loaded = fp4pass.load(tmp_path / "q")
     assert torch.equal(loaded(x).pooler_output, model(x).pooler_output)
-
-
-def test_the_input_is_quantized_once() -> None:
-    model = fp4pass.convert(attention(batch_first=True), "nvfp4", method="sse", rules=ALL)
-    assert isinstance(model.q_proj, QuantizedLinear)
-    x = torch.randn(2, 5, 64)
-    assert torch.equal(model(x, x, x)[0], model(x, x.clone(), x.clone())[0])
-
-
-def test_it_compiles() -> None:
-    model = fp4pass.convert(attention(batch_first=True), method="sse", rules=ALL, fmt="mxfp4")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    x = torch.randn(2, 5, 64)
-    found = compiled(x, x, x, need_weights=False)[0]
-    assert torch.equal(found, model(x, x, x, need_weights=False)[0])
