@@ -11,7 +11,7 @@ from .checks import dense_problem
 from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import open_checkpoint, read_experts
+from .opening import is_packed, open_checkpoint, read_experts
 from .reader import CheckpointReader
 from .readers import SERVED
 from .saving import save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import socket
 import urllib.parse
@@ -25,6 +26,8 @@ from .kept_source import keep_weights
 from .layouts import LAYOUTS
 from .opening import is_packed, open_checkpoint
 from .unread import require_float, unread_names
+
+_log = logging.getLogger(__name__)
 
 # As the hub has names: an owner, which a few old ones lack, and the name.
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w(?:[\w.-]*\w)?", re.ASCII)
@@ -119,6 +122,7 @@ def load_float(
         # The error that loading it raises does not say which file is cut off either.
         require_float(Path(source))
     else:
+        _log.info("%s", held.sentence)
         reads = other_tensors(lambda tensors: _in_float(held, tensors, merge_later))
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), reads, merging as later:

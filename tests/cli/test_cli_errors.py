@@ -283,7 +283,7 @@ def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.Monke
     def wrong(*args: Any, **options: Any) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("fp4pass.cli.verify.open_checkpoint", wrong)
+    monkeypatch.setattr("fp4pass.cli.folders.open_checkpoint", wrong)
     with pytest.raises(KeyError, match="ours"):
         run("inspect", made / "mixed")
     monkeypatch.undo()
