@@ -14,9 +14,9 @@ from torch import nn
 from .api import convert
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import LayoutName, get_layout
+from .checkpoint.publish import require_repository
 from .checkpoint.saving import save
 from .checkpoint.source_files import MANIFEST
-from .checkpoint.upload import require_repository
 from .checkpoint.writer import bytes_of
 from .core.atomic import require_free
 from .core.files import path_of

@@ -44,7 +44,7 @@ def rooms() -> list[str]:
 
 
 # What a room cannot be imported without.
-NEEDED = {"reporting": ("jinja2", "matplotlib"), "integrations": ("transformers",)}
+NEEDED = {"reporting": ("jinja2",), "integrations": ("transformers",)}
 
 
 def exported(room: str) -> dict[str, Any]:
@@ -173,7 +173,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
     "fp4pass.refine": with_stack,
-    "fp4pass.reporting.draw_allocation": with_stack,
     "fp4pass.smooth": normed,
 }
 

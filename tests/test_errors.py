@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4pass
@@ -115,9 +115,9 @@ def test_unknown_names() -> None:
 # Weights.
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("method", ["naive", "sse", "hessian"])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "bad, method, fmt", [(math.nan, "hessian", "nvfp4"), (math.inf, "naive", "mxfp4")]
+)
 @pytest.mark.core
 def test_a_weight_that_is_not_finite(bad: float, method: str, fmt: str) -> None:
     model = calibrated(method)
@@ -132,7 +132,7 @@ def test_a_weight_that_is_not_finite(bad: float, method: str, fmt: str) -> None:
     assert set(reasons(model)) == {"layers.1.down_proj", "lm_head"}
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64], ids=str)
 def test_a_weight_of_another_dtype_is_skipped(dtype: torch.dtype) -> None:
     model = build(unused=True)
     weight = torch.ones(32, 32).to(dtype)
@@ -182,31 +182,6 @@ def test_a_rule_that_names_such_a_layer() -> None:
 
 
 # Layers that are linears and are not.
-
-
-class Doubled(nn.Linear):
-    """A linear with a forward of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * F.linear(x, self.weight, self.bias)
-
-
-class Renamed(nn.Linear):
-    """A linear with nothing of its own."""
-
-
-def test_a_subclass_with_its_own_forward_is_skipped() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32), Renamed(32, 32))
-    fp4pass.convert(model, method="sse")
-    assert reasons(model) == {"1": "its class Doubled is more than an nn.Linear"}
-    assert isinstance(model[2], QuantizedLinear)
-    named = nn.Sequential(Doubled(32, 32), nn.Linear(32, 32))
-    check_untouched(
-        named,
-        lambda: fp4pass.convert(named, method="sse", rules=[("0", {"fmt": "mxfp4"})]),
-        ShapeError,
-        "0: its class Doubled is more than an nn.Linear",
-    )
 
 
 class Scaled(nn.Linear):
@@ -280,12 +255,9 @@ def test_a_model_without_linears(call: Callable[..., Any]) -> None:
     ("options", "parts"),
     [
         ({"fmt": "nvpf4"}, ("Scheme 'nvpf4'", "Did you mean 'nvfp4'?", "nvfp4, nvfp4_ue4m4")),
-        ({"fmt": 4}, ("Scheme 4",)),
         ({"method": "hesian"}, ("Method 'hesian'", "Did you mean 'hessian'?")),
         ({"method": fp4pass.Sse}, ("expected a name", "such as Hessian()")),
         ({"block": 24}, ("'nvfp4' has no block of 24", "(16, 32)")),
-        ({"block": "16"}, ("'nvfp4' has no block of '16'",)),
-        ({"weight_only": "yes"}, ("weight_only: expected True or False, got 'yes'",)),
         ({"weight_only": 1}, ("weight_only: expected True or False, got 1",)),
     ],
     ids=str,
@@ -303,25 +275,13 @@ def test_bad_options(options: dict[str, Any], parts: tuple[str, ...]) -> None:
         check_untouched(fresh, lambda: fp4pass.prepare(fresh, **options), OptionError, *parts)
 
 
-@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
-@pytest.mark.parametrize("model", [None, "gpt2", {"a": 1}, Model], ids=str)
-def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
-    kind = type(model).__name__
-    with pytest.raises(OptionError, match=f"model: expected a torch.nn.Module, got {kind}"):
-        call(model)
-
-
-@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
 @pytest.mark.parametrize(
     ("rules", "parts"),
     [
         ("lm_head", ("rules: expected a list of (glob, options), got str",)),
         ({"lm_head": None}, ("got dict",)),
-        (None, ("got NoneType",)),
         (["lm_head"], ("a rule: expected (glob, None)", "('*.down_proj', None)")),
-        ([("lm_head",)], ("a rule: expected (glob, None)",)),
         ([(3, None)], ("got (3, None)",)),
-        ([("*.up_proj", False)], ("The rule for '*.up_proj': expected None or a dict, got False",)),
         (
             [("*.up_proj", "mxfp4")],
             ("The rule for '*.up_proj': expected None or a dict, got 'mxfp4'",),
@@ -334,22 +294,20 @@ def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
                 "Known: activation_scales, block",
             ),
         ),
-        ([("*.up_proj", {"blok": 32})], ("Did you mean 'block'?",)),
         (
             [("*.donw_proj", None)],
             ("'*.donw_proj' matches no linear", ".down_proj'?"),
         ),
         ([("model.lm_head", None)], ("matches no linear", "Did you mean 'lm_head'?")),
-        ([("", None)], ("matches no linear",)),
     ],
     ids=str,
 )
 @pytest.mark.core
-def test_bad_rules(call: Callable[..., Any], rules: Any, parts: tuple[str, ...]) -> None:
+def test_bad_rules(rules: Any, parts: tuple[str, ...]) -> None:
     model = build()
-    check_untouched(
-        model, lambda: call(model, method="sse", rules=rules), (RuleError, OptionError), *parts
-    )
+    for call in (fp4pass.prepare, fp4pass.convert):
+        wrong = functools.partial(call, model, method="sse", rules=rules)
+        check_untouched(model, wrong, (RuleError, OptionError), *parts)
 
 
 # What rules do.
@@ -386,12 +344,6 @@ def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any] | 
     )
     fp4pass.convert(model, "nvfp4", method="sse", rules=[("*", options or {})])
     assert model[0].weight_packed is model[1].weight_packed
-
-
-def test_a_rule_behind_another_need_not_match_first() -> None:
-    model = build()
-    fp4pass.convert(model, method="sse", rules=[("*", {"fmt": "mxfp4"}), ("lm_head", None)])
-    assert rows(model)["lm_head"].config.fmt == "mxfp4"
 
 
 def test_a_rule_can_take_the_head() -> None:
@@ -553,8 +505,7 @@ def test_calibrating_what_is_not_prepared() -> None:
         fp4pass.calibrate(converted, [batch()], progress=False)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("method", ["hessian", "sse"])
+@pytest.mark.parametrize("bad, method", [(math.nan, "hessian"), (-math.inf, "sse")])
 def test_activations_that_are_not_finite(bad: float, method: str) -> None:
     model = fp4pass.prepare(build(), method)
     x = batch()
@@ -574,15 +525,6 @@ def test_no_batches() -> None:
             fp4pass.calibrate(model, batches, progress=False)
 
 
-@pytest.mark.parametrize("batches", [{"x": torch.ones(2, 32)}, {"text": "a b"}])
-def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
-    model = fp4pass.prepare(build())
-    with pytest.raises(
-        CalibrationError, match=r"data: expected batches, texts.* calibrate\(model, \[batch\]\)"
-    ):
-        fp4pass.calibrate(model, batches, progress=False)
-
-
 def test_a_part_that_was_prepared_alone_is_not_prepared_any_more() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
     fp4pass.prepare(model[0])
@@ -591,13 +533,12 @@ def test_a_part_that_was_prepared_alone_is_not_prepared_any_more() -> None:
         fp4pass.calibrate(model[0], [torch.ones(2, 32)], progress=False)
 
 
-@pytest.mark.parametrize("width", [5, 33, 64])
-def test_inputs_that_a_linear_refuses_are_not_observed(width: int) -> None:
+def test_inputs_that_a_linear_refuses_are_not_observed() -> None:
     model = nn.Linear(32, 32)
     fp4pass.prepare(model)
     model(torch.ones(4, 32))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(1e3 * torch.ones(2, width))
+        model(1e3 * torch.ones(2, 33))
     fp4pass.convert(model, "nvfp4")
     assert rows(model)[""].tokens == 4
     assert model.input_global_scale.item() == 2048.0
@@ -606,9 +547,7 @@ def test_inputs_that_a_linear_refuses_are_not_observed(width: int) -> None:
 NO_BATCH = r"No batch was run: call fp4pass\.calibrate\(model, data\), or run the model on some"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"method": "gptq"}, {"rotation": 32}, {"unreached": "sse"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"unreached": "sse"}], ids=str)
 def test_no_batch_was_run(options: dict[str, Any]) -> None:
     model = fp4pass.prepare(build(), **options)
     fp4pass.calibrate(copy.deepcopy(model), [batch()], progress=False)
@@ -639,10 +578,8 @@ def test_batches_without_tokens() -> None:
     assert model(torch.empty(0, 32)).shape == (0, 16)
 
 
-@pytest.mark.parametrize("bad", [3, b"text", None])
-def test_a_batch_of_another_kind(bad: object) -> None:
-    model = fp4pass.prepare(build())
-    kind = type(bad).__name__
+def test_a_batch_of_another_kind() -> None:
+    model, bad, kind = fp4pass.prepare(build()), b"text", "bytes"
     with pytest.raises(
         CalibrationError,
         match=f"A batch: expected a mapping, a tuple, a list or a tensor, got {kind}",
@@ -699,10 +636,9 @@ def test_preparing_again_with_other_rules_is_refused() -> None:
         fp4pass.prepare(model, rules=[("0", None)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+def test_the_default_dtype_changes_nothing() -> None:
     expected, model, x = build(), build(), batch()
-    for each, default in ((expected, torch.float32), (model, dtype)):
+    for each, default in ((expected, torch.float32), (model, torch.float64)):
         torch.set_default_dtype(default)
         try:
             fp4pass.prepare(each)
@@ -714,28 +650,11 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(model(x), expected(x))
 
 
-def test_a_subclass_with_methods_of_its_own_is_skipped() -> None:
-    class Scored(nn.Linear):
-        def score(self) -> Tensor:
-            return self.weight.norm()
-
-    model = nn.Sequential(nn.Linear(32, 32), Scored(32, 32))
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert reasons(model) == {"1": "its class Scored is more than an nn.Linear"}
-    assert model[1].score() > 0
-
-
 def test_a_format_key_and_a_block_may_not_contradict() -> None:
     for call in (lambda: get_format("nvfp4:16", 32), lambda: get_format("nvfp4:")):
         with pytest.raises(OptionError, match="nvfp4:"):
             call()
     assert get_format("nvfp4:32", 32).block == 32
-
-
-@pytest.mark.parametrize("call", [fp4pass.report, lambda m: fp4pass.save(m, "nowhere")])
-def test_other_calls_also_want_a_module(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(OptionError, match=r"expected a torch\.nn\.Module, got dict"):
-        call({})
 
 
 def test_batches_are_an_iterable_of_batches() -> None:

@@ -21,7 +21,7 @@ ROOT = Path(fp4pass.__file__).parent
 BY_NAME = {"integrations", "reporting", "cli", "__main__"}
 BY_NAME |= {"_compat/lm_eval", "_compat/peft"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
-OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
+OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe"}
 
 # Adapters of PEFT are looked for where PEFT is imported already.
 LATE = {"quantization/adapters"}
@@ -118,7 +118,7 @@ def test_the_order_of_imports_names_every_module() -> None:
 
 @pytest.mark.core
 def test_kernels_know_formats_and_not_models() -> None:
-    allowed = {"errors", "_compat/scaled_mm", "_compat/torch", "_compat/triton"}
+    allowed = {"errors", "_compat/torch", "_compat/triton"}
     for path in (ROOT / "kernels").rglob("*.py"):
         outside = top_level_imports(path) - set(sys.stdlib_module_names)
         assert outside <= {"torch", "triton"}, path

@@ -47,7 +47,7 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
     "budget": lambda made: (
         made["found"].bits <= 5.0
         and made["found"].kl < made["found"].uniform.kl
-        and Path("out/budget.png").exists()
+        and Path("out/budget.html").exists()
     ),
     "compute": lambda made: (
         0 < made["changed"] < 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 from collections import Counter
@@ -13,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import CALIBRATED, run, run_json
-from kernels.cases import cases
 from kernels.test_rotate import matrix
 from nn.test_input_cache import unshared
 from products import assert_product
-from small_models import TINY, assert_same_bits, language_model, logits, tokens
+from small_models import assert_same_bits, language_model, logits, tokens
 from torch import Tensor, fx, nn
-from torch._inductor import config
 from torch.nn import functional as F
 
 import fp4pass
@@ -33,9 +29,7 @@ from fp4pass.nn.linear import quantize_input
 from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48
-SLOW = pytest.mark.slow
 
-sizes = pytest.mark.parametrize("rotation", [32, 64, 128])
 both_ways = pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
 
 
@@ -68,17 +62,14 @@ def calls(graph: fx.Graph, name: str) -> int:
 
 @pytest.mark.parametrize(
     ("rotation", "fmt", "weight_only", "static"),
-    cases(
-        [
-            (32, "mxfp4", False, False),
-            (64, "nvfp4", False, True),
-            # A global scale for each call is that of what is rotated.
-            (128, "nvfp4", False, False),
-            (64, "mxfp4", True, False),
-            (128, "nvfp4", True, True),
-        ],
-        itertools.product((32, 64, 128), ("mxfp4", "nvfp4"), (True, False), (True, False)),
-    ),
+    [
+        (32, "mxfp4", False, False),
+        (64, "nvfp4", False, True),
+        # A global scale for each call is that of what is rotated.
+        (128, "nvfp4", False, False),
+        (64, "mxfp4", True, False),
+        (128, "nvfp4", True, True),
+    ],
 )
 @pytest.mark.core
 def test_a_linear_computes_what_its_parts_say(
@@ -129,11 +120,7 @@ def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rotation", "method"),
-    cases(
-        [(32, "naive"), (64, "sse"), (128, "hessian"), (64, "gptq")],
-        itertools.product((32, 64, 128), ("naive", "sse", "hessian", "gptq")),
-    ),
+    ("rotation", "method"), [(32, "naive"), (64, "sse"), (128, "hessian"), (64, "gptq")]
 )
 def test_the_report_has_the_errors_of_the_dense_weight(rotation: int, method: str) -> None:
     model = mlp()
@@ -150,9 +137,8 @@ def test_the_report_has_the_errors_of_the_dense_weight(rotation: int, method: st
     assert row.config.label == f"mxfp4a16, rotated by {rotation}"
 
 
-@pytest.mark.parametrize("rotation", [64, *(pytest.param(n, marks=SLOW) for n in (32, 128))])
-def test_methods_that_see_inputs_see_them_rotated(rotation: int) -> None:
-    off = {}
+def test_methods_that_see_inputs_see_them_rotated() -> None:
+    off, rotation = {}, 64
     for method in ("naive", "hessian", "gptq"):
         model = converted(method, fmt="mxfp4", rotation=rotation, weight_only=True)
         x = batch()
@@ -214,7 +200,7 @@ def test_a_hessian_that_is_too_small_is_an_error() -> None:
         fp4pass.convert(mlp(), "mxfp4", "hessian", rotation=64)
 
 
-@pytest.mark.parametrize("rotation", [16, 48, 256, True, "64"])
+@pytest.mark.parametrize("rotation", [48, True])
 def test_other_sizes_are_refused(rotation: Any) -> None:
     for call in (fp4pass.convert, fp4pass.prepare):
         with pytest.raises(OptionError, match="expected one of 0, 32, 64, 128, got"):
@@ -237,27 +223,6 @@ def test_columns_that_do_not_divide_are_skipped() -> None:
     result = fp4pass.convert(model(), "mxfp4", "naive", rotation=64, rules=rules)
     assert [result[0].config.rotation, result[2].config.rotation] == [64, 32]
     assert "rotated by 32" in repr(result[2])
-
-
-class Experts(nn.Module):
-    """Two stacked matrices, which are no linears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(2, K, K))
-        self.proj = nn.Linear(K, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x @ self.gate_up[0])
-
-
-def test_stacked_experts_stay_as_they_are() -> None:
-    model = Experts()
-    before = model.gate_up.detach().clone()
-    fp4pass.convert(model, "mxfp4", "naive", rotation=32)
-    reasons = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
-    assert list(reasons) == ["gate_up"] and "stacked experts" in reasons["gate_up"]
-    assert torch.equal(model.gate_up, before)
 
 
 class Fork(nn.Module):
@@ -303,15 +268,8 @@ def test_linears_of_one_input_rotate_it_once(
     assert {kind: names[kind] for kind in wanted} == wanted
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("weight_only", "fmt"),
-    cases(
-        [(False, "nvfp4"), (True, "mxfp4")], itertools.product((True, False), ("mxfp4", "nvfp4"))
-    ),
-)
-def test_compiled_models_compute_the_same(weight_only: bool, fmt: str) -> None:
-    model = fp4pass.convert(fork(), fmt, "naive", rotation=32, weight_only=weight_only)
+def test_compiled_models_compute_the_same() -> None:
+    model = fp4pass.convert(fork(), "nvfp4", "naive", rotation=32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     grads = []
     for each in (model, compiled):
@@ -325,23 +283,8 @@ def test_compiled_models_compute_the_same(weight_only: bool, fmt: str) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.slow
-def test_inductor_shares_what_is_rotated_and_groups_the_products() -> None:
-    model = fp4pass.convert(fork(), "mxfp4", "naive", rotation=64)
-    torch.compiler.reset()
-    with config.patch(fx_graph_cache=False), torch.no_grad():
-        found = torch.compile(model, fullgraph=True)(batch(3))
-    assert torch.equal(found, model(batch(3)))
-    graph = fp4pass.compile_report().graphs[-1]
-    assert graph.before == {"rotate_quantize": 3, "linear_quantized": 3}
-    assert graph.after == {"rotate_quantize": 1, "linear_quantized_group": 1}
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("weight_only", [False, pytest.param(True, marks=SLOW)])
-def test_checkpoints_are_ours_alone(tmp_path: Path, weight_only: bool) -> None:
-    model = language_model()
-    fp4pass.convert(model, "mxfp4", "sse", rotation=64, weight_only=weight_only)
+def test_checkpoints_are_ours_alone(tmp_path: Path) -> None:
+    model = fp4pass.convert(language_model(), "mxfp4", "sse", rotation=64)
     with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
         model.save_pretrained(tmp_path / "p")
     with pytest.raises(CheckpointError, match="rotated weights"):
@@ -360,36 +303,6 @@ def test_checkpoints_are_ours_alone(tmp_path: Path, weight_only: bool) -> None:
     transcode(tmp_path / "q", tmp_path / "dense", to="bf16")
     dense = language_model(tmp_path / "dense").get_submodule(name).weight
     assert torch.equal(dense, model.get_submodule(name).weight)
-
-
-def test_a_skeleton_and_a_copy_rotate_as_well(tmp_path: Path) -> None:
-    model = converted(fmt="nvfp4", rotation=128)
-    fp4pass.save(model, tmp_path / "q")
-    x = batch(3)
-    for other in (fp4pass.load(tmp_path / "q", model=mlp(seed=1)), copy.deepcopy(model)):
-        assert torch.equal(other(x), model(x))
-        assert_same_bits(other, model)
-
-
-@pytest.mark.slow
-def test_the_command_line(tmp_path: Path) -> None:
-    out = tmp_path / "q"
-    options = ("--scheme", "mxfp4", "--method", "hessian", "--rotation", 64)
-    with_text = (*options, *CALIBRATED)
-    refused = run("quantize", TINY, "-o", out, *with_text, "--to", "modelopt", code=2)
-    assert "modelopt" in refused.stderr
-    found = run_json("quantize", TINY, "-o", out, *with_text)
-    assert found["layout"] == "fp4pass" and found["recipe"]["rotation"] == 64
-    assert found["summary"][0]["label"] == "mxfp4, rotated by 64"
-    assert found["summary"][0]["output_error"] < 0.1
-    assert "rotated by 64" in run("inspect", out).stdout
-    run("verify", out, "--reference", TINY, "--samples", 2, "--seq-len", 64)
-    sse = tmp_path / "sse"
-    run("quantize", TINY, "-o", sse, *options[:2], "--method", "sse", "--rotation", 32)
-    checked = run_json("verify", sse, "--reference", TINY, "--samples", 2, "--seq-len", 64)
-    assert len(checked["requantized"]) == 28
-    compared = run_json("inspect", sse, TINY)
-    assert 0.05 < max(layer["difference"] for layer in compared["layers"]) < 0.15
 
 
 def test_transformers_reads_and_dequantizes_it(tmp_path: Path) -> None:

@@ -169,8 +169,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: evaluate(confidence=1.0), "confidence: expected a number between 0 and 1"),
     (lambda: errors(batches=X), "batches: expected an iterable of batches, got Tensor"),
     (lambda: errors(reference=nn.Sequential(nn.Linear(8, 8))), "of this name and shape"),
-    (lambda: report("gather", source=3), "source: expected a converted model or a path, got 3"),
-    (lambda: report("gather", evaluations=[{"text": "a"}]), "got a text without confidence"),
     (lambda: report("write_report", path="p.pdf"), "expected a name that ends in .html, got p.pdf"),
     (lambda: report("write_report", path="/proc/x/p.html"), "/proc/x/p.html cannot be written"),
 ]

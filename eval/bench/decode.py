@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from eval import charts
 from eval.bench import turns
 from eval.bench.floor import Shape, of_floor, step_bytes
 from eval.bench.generate import (
@@ -63,7 +64,6 @@ from eval.bench.harness import (
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass._compat.transformers_cache import cache_given
-from fp4pass.reporting import charts
 
 SHAPES = ("1x512x1", "4x512x1", "16x512x1", "64x512x1", "1x8192x1", "1x32768x1")
 

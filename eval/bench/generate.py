@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 import fp4pass
+from eval import charts
 from eval.bench import turns
 from eval.bench.floor import of_floor, step_bytes
 from eval.bench.harness import (
@@ -62,7 +63,6 @@ from eval.bench.peers import LIBRARIES
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass._compat.transformers_cache import cache_given
-from fp4pass.reporting import charts
 
 LLAMA3_8B: Row = {
     "hidden_size": 4096,

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval import charts
 from eval.bench import peers
 from eval.bench.harness import (
     BYTES_PER_US,
@@ -50,11 +51,10 @@ from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.compute_fp8.naive import uses_fp8
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.fp8.naive import uses_fp8
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.reporting import charts
 
 Check = Callable[[Any], str | None]
 

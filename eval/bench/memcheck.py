@@ -86,12 +86,13 @@ def check_products(fmt: Format, dtype: torch.dtype, rows: int, count: int, token
     group = [packed, packed[:17]], [scale, scale[:17]], [divisor] * 2, [bias, bias[:17]], fmt.key
     ops.linear_group(x, *group)
     pair = [packed] * 2, [scale] * 2, [divisor] * 2, [bias] * 2
-    ops.linear_gated(x, *pair, "silu", fmt.key)
+    ops.linear_group(x, *pair, fmt.key, "input", "silu")
     gain, residual = x[0].contiguous(), torch.randn(1, rows, device="cuda").to(dtype)
-    ops.linear_add(x[:1], packed, scale, divisor, bias, residual, fmt.key)
-    row = (x[:1], torch.ones(1, -(-columns // SQUARES), device="cuda"), gain, 1e-6)
-    ops.linear_normed_group(*row, *group)
-    ops.linear_normed_gated(*row, *pair, "silu", fmt.key)
+    alone = [packed], [scale], [divisor], [bias]
+    ops.linear_group(x[:1], *alone, fmt.key, "input", None, residual)
+    norm = (torch.ones(1, -(-columns // SQUARES), device="cuda"), gain, 1e-6)
+    for gate in (None, "silu"):
+        ops.linear_group(x[:1], *pair, fmt.key, "input", gate, None, *norm)
     ops.add_rms_norm(x, x, gain, 1e-6)
     ops.linear_quantized_group(x, x_packed, x_scale, divisor, *group)
     # Three experts, of which a token takes two, and ids of none.

@@ -28,13 +28,17 @@ import torch
 from torch import Tensor
 
 import fp4pass
+from eval import charts
 from eval.bench.harness import BYTES_PER_US, cold_us, device, parser_for, weight_like, write_table
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
-from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
-from fp4pass.parity.codebooks import get_codebook
-from fp4pass.parity.operators import dequantize_codebook, quantize_codebook
-from fp4pass.reporting import charts
+from fp4pass.parity.codebooks import (
+    dequantize_codebook,
+    dequantize_codebook_ref,
+    get_codebook,
+    quantize_codebook,
+    quantize_codebook_ref,
+)
 
 SHAPE, BLOCK = (4096, 11008), 64
 SCHEMES = {"int8": "int8_linear", "nf4": "nf4", "fp4": "fp4"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.charts import MARKERS, Panel, Points, Scale, write_png
 from eval.pages.tables import ends, format_of, unique
-from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 Found = Mapping[str, Any]
 Row = Mapping[str, Any]

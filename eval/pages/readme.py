@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+from eval.charts import MARKERS, Panel, Points, Scale, write_png
 from eval.pages.tables import ROOT, table, unique, write_between
-from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 RESULTS = ROOT / "eval" / "results"
 QUALITY = "peers-quality/smollm2.json"

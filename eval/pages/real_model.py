@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from eval.charts import MARKERS, Panel, Points, Scale, write_png
 from eval.pages.tables import ROOT, group_by, number, origin, parse_args, percent, table
 from eval.quality.grids import GRIDS, Run
-from fp4pass.reporting.charts import MARKERS, Panel, Points, Scale, write_png
 
 Found = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
+from eval.charts import Panel, Points, Scale, arrange, write_png
 from eval.pages.tables import table, write_between
 from eval.record import Results, facts
 from fp4pass.lab.budget import SCHEMES, Allocation, Candidate
 from fp4pass.lab.budget.allocating import choose, measured
-from fp4pass.reporting.charts import Panel, Points, Scale, arrange, write_png
 
 BITS, KLS = (4.75, 5.0, 5.5, 6.0), (0.01,)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.reporting import draw_allocation
+from fp4pass.reporting import write_report
 
 # --8<-- [end:imports]
 
@@ -28,5 +28,5 @@ print(found)
 # --8<-- [start:convert]
 fp4pass.convert(model, **found.recipe.arguments())
 fp4pass.save(model, "out/budget", tokenizer=tokenizer, overwrite=True)
-draw_allocation(found, "out/budget.png")
+write_report("out/budget", "out/budget.html", overwrite=True)
 # --8<-- [end:convert]

@@ -6,18 +6,22 @@
 
 # ruff: noqa: F401
 
-from .beside import TOKENIZER_FILES
-from .checks import dense_problem
+from .copied_files import TOKENIZER_FILES
 from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import is_packed, open_checkpoint, read_experts
-from .reader import CheckpointReader
+from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint, read_experts
 from .readers import SERVED
 from .saving import save
-from .source_files import MANIFEST, config_changes, read_json, read_manifest, well_formed
+from .source_files import (
+    MANIFEST,
+    config_changes,
+    read_json,
+    read_manifest,
+    unread_layers,
+    well_formed,
+)
 from .transcode import transcode
-from .unread import unread_layers
 
 __all__ = [
     "LAYOUTS",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.diffusers import is_diffusers
+from .._compat.diffusers import declare, is_diffusers
 from .._compat.transformers import is_pretrained, own_config, saves_adapters, saving_model, untie
-from ..errors import CheckpointError
+from .._version import __version__
+from ..errors import CheckpointError, OptionError, StateError, expected
 from ..graph.inductor import install_passes
 from ..nn.experts import finalize_stacks
 from ..nn.kv_cache import KV_CACHE
@@ -26,9 +29,8 @@ from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
 from ..record.rows import Refined, Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
-from .beside import beyond_model
+from .copied_files import beyond_model
 from .finished import ConvertedState, LayerFile
-from .in_config import declare_layers
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     NamesOnDisk,
@@ -40,12 +42,39 @@ from .model_layers import (
     require_static_scales,
 )
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
-from .save_method import SaveMethod
 from .skeleton import require_made_by_config
-from .unread import require_writable
+from .source_files import require_writable
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"
+
+# The `quant_method` of folders that diffusers writes.
+IN_CONFIG = "fp4pass"
+
+
+@dataclass(frozen=True, eq=False)
+class SaveMethod:
+    """A `save_pretrained` that checks a model before its class saves it.
+
+    Attributes:
+        root: the model.
+        check: called with the model, `reason` and the options of the call.
+        reason: why the model cannot be saved so, "" if it can.
+    """
+
+    root: Any
+    check: Callable[..., None]
+    reason: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the class's own method, which pipelines look at for its options."""
+        return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and save it."""
+        self.check(self.root, self.reason, **kwargs)
+        return type(self.root).save_pretrained(self.root, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if has_adapters(root):
         return
     if is_diffusers(root):
-        declare_layers(root, state)
+        _declare_in_config(root, state)
         return
     if not is_pretrained(root):
         _enable_in_parts(root, state)
@@ -173,3 +202,45 @@ def _check(root: Any, reason: str, **options: Any) -> None:
     with asked_for():
         tensors = root.state_dict()
     require_made_by_config(root, layers, tensors)
+
+
+def _declare_in_config(root: nn.Module, state: ModelState) -> None:
+    """Have the config of a model of diffusers describe what is packed; alone, as it writes it."""
+    layers = describe_layers(root, state)
+    odd = (name for name, layer in layers.items() if layer.is_stacked or layer.transposed)
+    reason = "".join(
+        f"{name}: the config has no place for stacks of experts and transposed weights."
+        for name in [*odd][:1]
+    )
+    schemes: dict[str, dict[str, Any]] = {}
+    for name, layer in layers.items():
+        record = {"config": layer.config.to_dict(), "static_inputs": layer.static_inputs}
+        key = json.dumps(record, sort_keys=True)
+        schemes.setdefault(key, {**record, "layers": []})["layers"].append(name)
+    skipped: dict[str, list[str]] = {}
+    for row in state.report.skipped:
+        skipped.setdefault(row.skip_reason, []).append(row.name)
+    declared = {"quant_method": IN_CONFIG, "version": __version__, "schemes": [*schemes.values()]}
+    declare(root, {**declared, "skipped": skipped, "recipe": dict(state.recipe)})
+    root.__dict__["save_pretrained"] = SaveMethod(root, _check_in_config, reason)
+
+
+def _check_in_config(
+    root: Any, reason: str, *, use_flashpack: bool = False, **options: Any
+) -> None:
+    """Raise an error unless `save_pretrained` of a model of diffusers can write it."""
+    state = get_state(root)
+    if state is None:
+        return
+    if reason:
+        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
+    if has_adapters(root):
+        raise StateError(
+            "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
+            "both. Save the adapters by model.save_lora_adapter(...), and the packed model before "
+            "they are put on."
+        )
+    if use_flashpack:
+        raise OptionError(expected("use_flashpack", "False: it casts packed weights", True))
+    layers = describe_layers(root, state)
+    require_no_others(root, {root.get_submodule(name) for name in layers})

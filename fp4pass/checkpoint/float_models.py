@@ -1,4 +1,7 @@
-"""Load float models, their configs and tokenizers, from a folder or a hub id."""
+"""Load float models, their configs and tokenizers, from a folder or a hub id.
+
+A folder in FP8 is read as the float model that it stands for: weight * scale, in float32.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,33 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import Later, Pending, made_later, other_tensors
+from .._compat.transformers_loading import (
+    Later,
+    Pending,
+    made_later,
+    names_in_model,
+    other_tensors,
+)
+from ..core.quant_state import QuantState
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
+from ..nn.experts import ExpertStack, stacks_of
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.plan import KeptWeight, keep_weight
 from .copied_files import LISTED, files_to_copy, part_folders
-from .float_source import FloatSource, open_float_source
-from .kept_source import keep_weights
-from .layouts import LAYOUTS
-from .opening import is_packed, open_checkpoint
-from .unread import require_float, unread_names
+from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_part, joined_record
+from .model_layers import stacks_in, whole_record
+from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem
+from .source_files import opened, require_float, unread_names
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +168,7 @@ def load_float(
         owner, _, last = name.rpartition(".")
         by_module.setdefault(owner, {})[last] = made
     if held is not None:
-        keep_weights(model, held)
+        _keep_weights(model, held)
     for owner, own in by_module.items():
         make_later(model.get_submodule(owner), own)
     return model.eval()
@@ -167,6 +181,156 @@ def _in_float(held: FloatSource, tensors: dict[str, Any], later: bool) -> dict[s
         made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
         found[name] = Pending(made, weight.get_shape(), torch.float32)
     return found
+
+
+@dataclass(frozen=True)
+class FloatSource:
+    """A folder whose packed weights are all 8-bit floats, as a float model."""
+
+    reader: CheckpointReader
+
+    @property
+    def sentence(self) -> str:
+        """The line that says which layers are read, and how."""
+        layers = self.reader.layers
+        schemes = " and ".join(sorted({layer.scheme for layer in layers.values()}))
+        left = [name for name in self.reader.plain() if name.endswith(CACHE_SCALES)]
+        cache = f"; left out are scales of a key-value cache ({some(left)})" if left else ""
+        return (
+            f"{self.reader.folder}: {len(layers)} layers in {schemes} ({self.reader.layout.name}) "
+            f"are read as weight * scale in float32{cache}"
+        )
+
+    def weights(self) -> dict[str, Fp8Weight]:
+        """Return each packed weight, by the name that it has in a folder of the float model."""
+        return {join(name, "weight"): Fp8Weight(self.reader, name) for name in self.reader.layers}
+
+    def dense(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors of the folder, or what reads them, as those of the float model."""
+        kept = {
+            self.reader.on_disk.get(name, name)
+            for name in self.reader.plain()
+            if not name.endswith(CACHE_SCALES)
+        }
+        return {**{n: each for n, each in tensors.items() if n in kept}, **self.weights()}
+
+
+class Fp8Weight:
+    """A weight in FP8; indexed as a slice of safetensors, it is the dense weight in float32."""
+
+    def __init__(self, reader: CheckpointReader, layer: str) -> None:
+        self.reader, self.layer, self.record = reader, layer, reader.layers[layer]
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The codes, mapped from the file."""
+        name = self.reader.names(self.layer)[PACKED]
+        with opened(self.reader.files[name]) as file:
+            return [file.get_tensor(self.reader.on_disk.get(name, name))]
+
+    def states(self) -> list[QuantState]:
+        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
+        parts = self.reader.parts(self.layer, (PACKED, SCALE))
+        return _states(self.record, parts[PACKED], parts[SCALE])
+
+    def input_scales(self) -> tuple[float, ...]:
+        """Return the one scale of inputs, () where each token has its own."""
+        if not self.record.static_inputs:
+            return ()
+        scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
+        return () if scale is None else (scale.item(),)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the dense weight."""
+        return list(self.record.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype of what indexing returns, as safetensors names it."""
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.reader.dense(self.layer, torch.float32)[index]
+
+
+def open_float_source(source: str) -> FloatSource | None:
+    """Return a folder whose weights are 8-bit floats as a float model, None for any other."""
+    folder = Path(source)
+    if not folder.is_dir() or not is_packed(folder, known=True):
+        return None
+    reader = open_checkpoint(folder, any_blocks=True)
+    # transformers knows no single layers where the float model has a stack.
+    is_read = reader.layout.engines and not reader.said("whole")
+    layers = reader.layers.values()
+    if not is_read or not all(layer.fmt.element.native for layer in layers):
+        return None
+    return FloatSource(reader)
+
+
+def _states(layer: PackedLayer, codes: Tensor | None, scales: Tensor | None) -> list[QuantState]:
+    """Return the codes and scales of a matrix, or those of each expert."""
+    assert codes is not None and scales is not None, "open_checkpoint requires both"
+    bits, dtype = scales.view(layer.fmt.scale.dtype), getattr(torch, layer.weight_dtype)
+    shape = layer.shape[-2:]
+    pairs = zip(codes, bits, strict=True) if layer.is_stacked else [(codes, bits)]
+    return [QuantState(own, scale, 1.0, layer.fmt, shape, dtype) for own, scale in pairs]
+
+
+def _keep_weights(model: Any, source: FloatSource) -> None:
+    """Have the layers and stacks of a model know the FP8 codes that their weights are made of."""
+    reader = source.reader
+    if any(layer.tile for layer in reader.layers.values()):
+        return
+    weights, modules = source.weights(), dict(model.named_modules())
+    for disk, name in names_in_model(model, weights).items():
+        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
+        if type(module) is nn.Linear:
+            key = weight.record.fmt.key
+            kept = KeptWeight(key, key, weight.states, weight.input_scales)
+            keep_weight(module, "weight", kept)
+    stacks = stacks_in(model, reader.layers)
+    for path, owner in modules.items():
+        for key, stack in stacks_of(owner).items() if stacks else ():
+            if pieces := stacks.get(join(path, key)):
+                kept = _kept_stack(reader, join(path, key), pieces, stack)
+                keep_weight(stack.holder, stack.last, kept)
+
+
+def _kept_stack(
+    reader: CheckpointReader, name: str, pieces: Sequence[Piece], stack: ExpertStack
+) -> KeptWeight:
+    """Return what a stack is made of; one of tensor scales has a scale for each row."""
+    records = {piece.name: reader.layers[piece.name] for piece in pieces}
+    first, problem = records[pieces[0].name], ""
+    whole = whole_record(first, stack)
+    try:
+        whole = joined_record(name, pieces, records, whole)
+    except UnreadError as error:
+        problem = str(error).partition(". ")[0].removeprefix(f"{name}: ")
+
+    def states() -> list[QuantState]:
+        parts = [reader.parts(piece.name, (PACKED, SCALE)) for piece in pieces]
+        codes, scales = (
+            join_part(name, pieces, records, whole, part, [each[part] for each in parts])
+            for part in (PACKED, SCALE)
+        )
+        return _states(whole, codes, scales)
+
+    def input_scale(layer: str) -> Tensor | None:
+        stored = reader.names(layer).get(INPUT_GLOBAL)
+        for _, tensor in reader.tensors([stored] if stored else []):
+            # One that calibration never reached has none.
+            if not packed_problem(INPUT_GLOBAL, tensor, records[layer]):
+                return reader.parts(layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
+        return None
+
+    def input_scales() -> tuple[float, ...]:
+        if not whole.static_inputs:
+            return ()
+        found = [input_scale(piece.name) for piece in pieces]
+        joined = join_part(name, pieces, records, whole, INPUT_GLOBAL, found)
+        return () if joined is None else tuple(joined.tolist())
+
+    return KeptWeight(first.fmt.key, whole.fmt.key, states, input_scales, problem)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

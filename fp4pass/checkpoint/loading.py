@@ -1,39 +1,60 @@
-"""Load a checkpoint into a model: one that fp4pass wrote, or one of another library."""
+"""Fill a float model with the packed weights of a folder, of fp4pass or of another library.
+
+`load` fills the layers of a model; `from_pretrained` of transformers and diffusers first gives them
+empty buffers, so that device maps see their sizes, and fills these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import tempfile
 import warnings
-from collections.abc import Container, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from .._compat.torch import model_class
+from .._compat.transformers import ignored_tensors, stays_float32, untie, whole_modules
+from .._compat.transformers_loading import mark_initialized, names_in_model
+from ..core.files import path_of
+from ..core.machine import require_device
 from ..core.progress import current, shown
-from ..errors import CheckpointError, OptionError, expected, some
-from ..nn.experts import QUANTIZED, add_stack, stacks_of, weight_name
+from ..errors import CheckpointError, OptionError, expected, nearest, some
+from ..graph.match import is_linear
+from ..nn.experts import QUANTIZED, QuantizedExperts, add_stack, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
-from ..nn.linear import INPUT_GLOBAL
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.observers.attention import calling_projections
 from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
-from ..record.config import LinearConfig, Rule
+from ..record.config import Rule
 from ..record.rows import Report, Row
 from ..record.source_folder import tensor_shapes
 from ..record.state import forget_state, unwrap
-from .beside import COPIED, NOT_COPIED, copied_rows
-from .beyond import carried_names, without_ignored
-from .checks import cache_format_in, require_input_scales
-from .device_map import dispatch, require_map, single_device
+from .copied_files import COPIED, NOT_COPIED, copied_rows, is_left_over
 from .finish import finish
-from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
-from .model_layers import all_names, stored_shape
-from .opening import open_checkpoint
-from .reader import CheckpointReader, packed_problem, renamed
-from .skeleton import build_skeleton, check_skeleton, dense_here, fit_tensors, model_names
-from .split_stacks import stacks_in
+from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join, join_layers
+from .model_layers import all_names, stacks_in, whole_record
+from .reader import (
+    CheckpointReader,
+    cache_format_in,
+    open_checkpoint,
+    packed_problem,
+    require_input_scales,
+)
+from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names, module_for
+
+# Device maps that accelerate works out.
+_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load(
@@ -70,44 +91,49 @@ def load(
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))
         True
     """
-    if isinstance(directory, nn.Module):
-        wanted = "a path, as a string or a pathlib.Path"
-        raise OptionError(
-            f"{expected('directory', wanted, type(directory).__name__)} To load a folder into a "
-            "model, call fp4pass.load(directory, model=model)."
-        )
-    place = single_device(device_map)
+    place = _single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
-    stacks = stacks_in(skeleton, reader.layers)
-    pieces = {piece.name for each in stacks.values() for piece in each}
-    require_input_scales(reader, besides=pieces)
-    others = model_names(skeleton, reader)
-    reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
-    reader, ignored = without_ignored(skeleton, reader)
-    reader, loose = dense_here(skeleton, reader, others)
-    carried = carried_names(skeleton, reader)
+    folder = PackedFolder(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
-        tensors, aliases = _read(reader, pieces, carried)
-        tensors |= {each.parameter: each.weight() for each in loose}
+        size = sum(path.stat().st_size for path in {*reader.files.values()})
+        current().expect(size, "bytes")
+        tensors = folder.read(name for name in folder.disk.files if name not in folder.carried)
+        tensors |= {each.parameter: each.weight() for each in folder.dense}
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
-    reader = join_stacks(skeleton, reader, tensors, stacks)
+    folder.join_stacks(tensors)
     tensors |= reader.cache_scales
-    cache = hold_cache(skeleton, reader, tensors)
+    folder.hold_cache(tensors)
+    aliases = dict(folder.disk.said("aliases"))
     if reader.own is None:
-        fit_tensors(skeleton, reader, tensors, aliases)
-    names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
+        fit_tensors(skeleton, folder.reader, tensors, aliases)
+    names = {name.removesuffix(".weight") for name in (*folder.layers, *tensors)}
     called: list[Rule] = [(name, {}) for name in names if name.rpartition(".")[2] == "q_proj"]
     with calling_projections(skeleton, called):
-        check_skeleton(skeleton, reader, tensors, aliases)
+        check_skeleton(skeleton, folder.reader, tensors, aliases)
         if isinstance(device_map, Mapping):
-            require_map(skeleton, device_map)
+            _require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
     unobserve_cache(skeleton)
-    _fill(skeleton, reader.layers, tensors, aliases)
-    finish_loaded(skeleton, reader, cache, [each.row for each in loose], carried, ignored)
+
+    def stored(name: str) -> Tensor | None:
+        return tensors.get(aliases.get(name, name))
+
+    devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
+    fill_layers(skeleton, folder.layers, lambda n: {p: stored(join(n, p)) for p in BUFFERS})
+    configs = {skeleton.get_submodule(n): layer.config for n, layer in folder.layers.items()}
+    packed = {join(name, part) for name in all_names(skeleton, configs) for part in BUFFERS}
+    plain = [name for name in skeleton.state_dict() if name not in packed]
+    try:
+        found = {name: _moved(stored(name), devices[name]) for name in plain}
+        skeleton.load_state_dict(found, strict=False, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"The model cannot hold what the folder has: {error}") from error
+    if isinstance(skeleton, fx.GraphModule):
+        rewrite_graph(skeleton, configs)
+    folder.finish()
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
@@ -115,204 +141,458 @@ def load(
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:
-        dispatch(skeleton, device_map, offload_folder)
+        _dispatch(skeleton, device_map, offload_folder)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
-def _read(
-    reader: CheckpointReader, pieces: Container[str], left: Container[str]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the checked tensors by their names in a model, and the aliases for others.
-
-    Args:
-        reader: of the folder.
-        pieces: linear layers of experts; those that calibration never reached have no scale of
-            inputs, or one that is no number, which is left out.
-        left: tensors that are not read.
-    """
-    aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
-    packed = reader.packed_names()
-    tensors = {}
-    size, bar = sum(path.stat().st_size for path in {*reader.files.values()}), current()
-    bar.expect(size, "bytes")
-    for name, tensor in reader.checked([name for name in reader.files if name not in left]):
-        bar.step(tensor.nbytes)
-        if name in packed:
-            path, part, layer = packed[name]
-            is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces
-            if is_unreached and packed_problem(part, tensor, layer):
-                continue
-            tensors[join(path, part)] = reader.decoded(name, tensor, packed[name])
-        else:
-            tensors[name] = tensor
-    return tensors, aliases
+# The one way in: what `load`, transformers and diffusers fill a model by.
 
 
-def hold_cache(
-    skeleton: nn.Module, reader: CheckpointReader, tensors: dict[str, Tensor]
-) -> str | None:
-    """Give a model room for the scales of its key-value cache; return the format of these."""
-    name = cache_format_in(reader)
-    if name is None:
-        return None
-    for key in [key for key in tensors if key.endswith(CACHE_SCALES)]:
-        # Some layouts have numbers.
-        tensors[key] = torch.atleast_1d(tensors[key])
-    try:
-        hold_scales(skeleton, name, tensors)
-    except OptionError as error:
-        if reader.own is None:
-            return None
-        raise CheckpointError(f"{reader.folder}: {error}") from error
-    return name
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return a tensor on the device of its place, which may have none yet."""
+    return tensor if tensor is None or device.type == "meta" else tensor.to(device)
 
 
-def join_stacks(
+def fill_layers(
     model: nn.Module,
-    reader: CheckpointReader,
-    tensors: dict[str, Tensor],
-    stacks: Mapping[str, list[Piece]],
-) -> CheckpointReader:
-    """Return a folder with stacks in place of their pieces; in `tensors` in place.
-
-    Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
-    that a stack cannot hold.
-    """
-    layers = dict(reader.layers)
-    filled, dynamic = list[str](), list[str]()
-    for path, owner in list(model.named_modules()):
-        for key, stack in stacks_of(owner).items():
-            name = join(path, key)
-            if pieces := stacks.get(name):
-                records = {piece.name: layers.pop(piece.name) for piece in pieces}
-                shape, view = tuple(stack.dense.shape), stack.view
-                for piece, record in zip(pieces, records.values(), strict=True):
-                    if record.shape != (wanted := (piece.stop - piece.start, shape[2])):
-                        what = f"a weight of {wanted}, as the model has"
-                        raise CheckpointError(
-                            f"{reader.folder}: {expected(piece.name, what, record.shape)} The "
-                            "sizes in config.json are not those of these weights."
-                        )
-                whole = dataclasses.replace(
-                    records[pieces[0].name],
-                    shape=shape,
-                    transposed=view.transposed,
-                    stored_shape=stored_shape(view, shape),
-                )
-                names = [join(piece.name, part) for piece in pieces for part in BUFFERS]
-                state = {each: tensors.pop(each) for each in names if each in tensors}
-                layers[name], joined = join_layers(name, pieces, records, whole, state)
-                tensors |= joined
-                without = [n for n in records if join(n, INPUT_GLOBAL) not in state]
-                if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
-                    filled += without
-                elif whole.fmt.has_global_scale and not whole.config.weight_only:
-                    dynamic.append(name)
-            if name in layers:
-                add_stack(stack)
-    if filled:
-        warnings.warn(
-            f"{len(filled)} linear layers of experts have no usable scale of their inputs "
-            f"({some(sorted(filled))}): calibration never reached them. They get the largest of "
-            "the other experts of their layer.",
-            stacklevel=3,
-        )
-    if dynamic:
-        warnings.warn(
-            f"{len(dynamic)} stacks of experts have no scale of their inputs "
-            f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
-            stacklevel=3,
-        )
-    return dataclasses.replace(reader, layers=layers)
-
-
-def finish_loaded(
-    model: nn.Module,
-    reader: CheckpointReader,
-    cache: str | None,
-    loose: Sequence[Row],
-    carried: Mapping[str, str],
-    ignored: Sequence[Row],
-) -> None:
-    """Complete a loaded model in place, with what the folder says of it.
-
-    Args:
-        model: with all its tensors.
-        reader: of the folder, with the layers that the model has.
-        cache: the format of its key-value cache.
-        loose: the rows of packed layers that are dense in the model.
-        carried: the tensors beyond the model, with their names on disk.
-        ignored: the rows of packed layers that its class ignores.
-    """
-    files = {disk: reader.files[name] for name, disk in carried.items()}
-    names = {row.name for row in loose}
-    if reader.own is not None:
-        own = Report.from_dict(reader.own["report"])
-        # A class of another head has other layers.
-        known = {*model.state_dict(), *(name for name, _ in model.named_modules())}
-        rows = [
-            row
-            for row in own.rows
-            if row.name not in names
-            and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
-        ]
-        finish(model, reader.own["recipe"], [*loose, *rows], carried=files, refined=own.refined)
-        return
-    rows = list(loose)
-    for name, module in model.named_modules():
-        if isinstance(module, QUANTIZED):
-            layer = reader.layers[name]
-            bits = layer.fmt.bits_per_weight(layer.shape)
-            rows.append(Row(name, layer.shape, layer.config, bits))
-        elif isinstance(module, nn.Linear) and name not in names:
-            shape = tuple(module.weight.shape)
-            rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
-    rows += [*copied_rows(model, tensor_shapes(files)), *ignored]
-    declared = reader.config.get("quantization_config") or {}
-    producer = declared.get("producer") or declared.get("version")
-    held = {} if cache is None else {KV_CACHE: cache}
-    recipe = {"loaded": reader.layout.name, "producer": producer, **held}
-    finish(model, recipe, rows, carried=files)
-
-
-def _fill(
-    skeleton: nn.Module,
     layers: Mapping[str, PackedLayer],
-    tensors: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
+    buffers: Callable[[str], Mapping[str, Tensor | None]],
 ) -> None:
-    """Put checked tensors into a checked model."""
-    devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
-    modules = dict(skeleton.named_modules(remove_duplicate=False))
+    """Put packed weights into float layers, or into those that have empty buffers.
 
-    def stored(name: str, device: torch.device) -> Tensor | None:
-        tensor = tensors.get(aliases.get(name, name))
-        return tensor if tensor is None or device.type == "meta" else tensor.to(device)
-
-    configs: dict[nn.Module, LinearConfig] = {}
-    inputs: dict[tuple[object, ...], Tensor] = {}
+    buffers: returns those of a layer, by its name; each layer is read when it is filled.
+    """
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     for name, layer in layers.items():
         module = modules[name]
-        device = devices[weight_name(name, module)]
-        parts = {part: stored(join(name, part), device) for part in BUFFERS}
-        scale = parts[INPUT_GLOBAL]
-        if scale is not None and scale.numel() == 1:
-            # Shared as `convert` does; the value on the CPU is known without waiting for a device.
-            full = join(name, INPUT_GLOBAL)
-            value = float(tensors[aliases.get(full, full)])
-            shared = (name.rpartition(".")[0], layer.fmt.key, value, device)
-            parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
-        store_packed(module, parts, layer.config, transposed=layer.transposed)
-        if isinstance(module, QUANTIZED):
-            module.weight_dtype = getattr(torch, layer.weight_dtype)
-        configs[module] = layer.config
-    packed = {join(name, part) for name in all_names(skeleton, configs) for part in BUFFERS}
-    names = [name for name in skeleton.state_dict() if name not in packed]
-    plain = {name: stored(name, devices[name]) for name in names}
+        is_empty = PACKED in module._buffers
+        place = module._buffers[PACKED] if is_empty else module._parameters["weight"]
+        parts = {part: _moved(tensor, place.device) for part, tensor in buffers(name).items()}
+        if is_empty:
+            module._buffers.update(parts)
+            module._non_persistent_buffers_set.difference_update(parts)
+        else:
+            store_packed(module, parts, layer.config, transposed=layer.transposed)
+            if isinstance(module, QUANTIZED):
+                module.weight_dtype = getattr(torch, layer.weight_dtype)
+    share_input_scales(modules, layers)
+
+
+def share_input_scales(modules: Mapping[str, Any], layers: Mapping[str, PackedLayer]) -> None:
+    """Have layers of one module share equal scales of inputs, as after `convert`."""
+    shared: dict[tuple[object, ...], Tensor] = {}
+    for name, layer in layers.items():
+        buffers = modules[name]._buffers
+        scale = buffers.get(INPUT_GLOBAL)
+        if scale is not None and scale.numel() == 1 and not scale.is_meta:
+            key = (name.rpartition(".")[0], layer.fmt.key, float(scale), scale.device)
+            buffers[INPUT_GLOBAL] = shared.setdefault(key, scale)
+
+
+def empty_buffers(layer: PackedLayer, parts: Container[str]) -> dict[str, Tensor | None]:
+    """Return the buffers of a layer on the meta device, None for those that it lacks."""
+    fmt, (*rows, columns) = layer.fmt, layer.shape
+    shapes = {
+        PACKED: ((*rows, fmt.packed_columns(columns)), torch.uint8),
+        SCALE: (layer.scale_shape, fmt.scale.storage),
+        GLOBAL: ((1,), torch.float32),
+        INPUT_GLOBAL: ((1,), torch.float32),
+    }
+    return {
+        part: torch.empty(shape, dtype=dtype, device="meta") if part in parts else None
+        for part, (shape, dtype) in shapes.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseHere:
+    """A packed layer of a folder whose weight is a parameter of the model, and no linear layer's.
+
+    Others pack routers, embeddings and other parameters, which modules read by themselves.
+    """
+
+    reader: CheckpointReader
+    layer: str
+    parameter: str
+    dtype: torch.dtype  # of the parameter
+    row: Row  # what the report says of it
+
+    def weight(self) -> Tensor:
+        """Return the numbers that are stored, rounded once."""
+        return self.reader.layers[self.layer].dense(self.reader.dense(self.layer, self.dtype))
+
+
+class PackedFolder:
+    """A folder with packed weights under the names of a model, which it fills.
+
+    Args:
+        model: a float model; its parameters may be on meta.
+        reader: of the folder.
+        is_part: the model may lack heads that the folder has packed.
+
+    Attributes:
+        disk: the folder with the names of the model, where experts lie one by one.
+        layers: the packed layers of the model, with whole stacks once they are joined.
+        dense: packed layers of the folder that are dense in the model.
+        carried: names on disk of tensors beyond the model.
+
+    Raises:
+        CheckpointError: the folder has packed layers that the model has no place for.
+    """
+
+    def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
+        self.model = model
+        self._on_disk = [*reader.packed_names()]
+        self._stacks = stacks_in(model, reader.layers)
+        self._pieces = {piece.name for pieces in self._stacks.values() for piece in pieces}
+        require_input_scales(reader, besides=self._pieces)
+        names = model_names(model, reader)
+        own = {disk: name for disk, name in names.items() if disk not in self._pieces}
+        self.disk = reader.with_names(own)
+        self._leave_ignored()
+        if is_part:
+            self._leave_heads()
+        self.dense = self._dense_here(names)
+        self.disk = self.disk.without({each.layer for each in self.dense})
+        self.layers = dict(self.disk.layers)
+        self.carried = self._carried()
+        self._packed = self.disk.packed_names()
+        self._cache: str | None = None
+        self._cache_scales: dict[str, Tensor] = {}
+
+    @property
+    def reader(self) -> CheckpointReader:
+        """The folder with the layers of the model."""
+        return dataclasses.replace(self.disk, layers=self.layers)
+
+    def _leave_ignored(self) -> None:
+        """Leave out layers that the class of the model ignores.
+
+        Others that match the same pattern, as those of multi-token prediction, go with them.
+        """
+        known = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
+        spare = [join(name, "weight") for name in self.disk.layers if name not in known]
+        patterns = ignored_tensors(self.model)
+        used = [each for each in patterns if any(re.search(each, name) for name in spare)]
+
+        def is_left(name: str) -> bool:
+            return any(re.search(each, name) for each in used)
+
+        left = {n: each for n, each in self.disk.layers.items() if is_left(join(n, "weight"))}
+        why = f"{model_class(self.model).__name__} has no place for it{NOT_COPIED}"
+        self._ignored = [Row(name, each.shape, skip_reason=why) for name, each in left.items()]
+        if used:
+            self.disk = self.disk.without(left)
+            files = {name: path for name, path in self.disk.files.items() if not is_left(name)}
+            self.disk = dataclasses.replace(self.disk, files=files)
+
+    def _leave_heads(self) -> None:
+        """Leave out packed heads that the model, as a base model, lacks.
+
+        Raises CheckpointError for a layer of the body that it has no place for.
+        """
+        known = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
+        known |= {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        out = [name for name in self.disk.layers if name not in known | self._pieces]
+        lost = [name for name in out if any(map(str.isdigit, name.split(".")))]
+        if lost or len(out) == len(self.disk.layers):
+            raise CheckpointError(
+                f"{self.disk.folder}: {model_class(self.model).__name__} has no place for "
+                f"{len(lost or out)} packed layers ({some(lost or out)}). Load it with the class "
+                "that config.json names."
+            )
+        self.disk = self.disk.without(out)
+
+    def _dense_here(self, names: Mapping[str, str]) -> list[DenseHere]:
+        """Return the packed layers that the model has no linear layer for."""
+        found, keeps = [], stays_float32(self.model)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        # The parameters of a graph are in modules that nobody calls.
+        is_graph = isinstance(self.model, fx.GraphModule)
+        for name, layer in () if is_graph else self.disk.layers.items():
+            parameter = names.get(join(name, "weight"), join(name, "weight"))
+            path, _, key = parameter.rpartition(".")
+            module = modules.get(path)
+            weight = None if module is None else module._parameters.get(key)
+            if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
+                continue
+            if key != "weight" or not is_linear(module):
+                why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
+                row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
+                dtype = torch.float32 if keeps(parameter) else weight.dtype
+                found.append(DenseHere(self.disk, name, parameter, dtype, row))
+        return found
+
+    def _carried(self) -> dict[str, str]:
+        """Return the tensors that go beyond the model, with their names on disk."""
+        known, patterns = self.model.state_dict(), ignored_tensors(self.model)
+        if self.disk.own is not None:
+            found = [name for name in self.disk.own.get("carried", ()) if name not in known]
+        else:
+            found = [
+                name
+                for name in self.disk.plain()
+                if name not in known
+                and any(re.search(each, name) for each in patterns)
+                and not is_left_over(self.model, name)
+            ]
+        return {name: self.disk.on_disk.get(name, name) for name in found}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return checked tensors of the folder, by their names in a state dict.
+
+        Left out are scales of inputs of experts that calibration never reached.
+        """
+        found, bar = dict[str, Tensor](), current()
+        for name, tensor in self.disk.checked(names):
+            bar.step(tensor.nbytes)
+            if name not in self._packed:
+                found[name] = tensor
+                continue
+            path, part, layer = self._packed[name]
+            is_piece = self.disk.own is None and path in self._pieces
+            if is_piece and part == INPUT_GLOBAL and packed_problem(part, tensor, layer):
+                continue
+            found[join(path, part)] = self.disk.decoded(name, tensor, self._packed[name])
+        return found
+
+    def join_stacks(self, tensors: dict[str, Tensor]) -> None:
+        """Put stacks in place of their pieces, in `tensors` too.
+
+        Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
+        that a stack cannot hold.
+        """
+        filled, dynamic = list[str](), list[str]()
+        for path, owner in list(self.model.named_modules()):
+            for key, stack in stacks_of(owner).items():
+                name = join(path, key)
+                if pieces := self._stacks.get(name):
+                    records = {piece.name: self.layers.pop(piece.name) for piece in pieces}
+                    for piece in pieces:
+                        wanted = (piece.stop - piece.start, stack.dense.shape[2])
+                        if (got := records[piece.name].shape) != wanted:
+                            what = f"a weight of {wanted}, as the model has"
+                            raise CheckpointError(
+                                f"{self.disk.folder}: {expected(piece.name, what, got)} The sizes "
+                                "in config.json are not those of these weights."
+                            )
+                    places = [join(piece.name, part) for piece in pieces for part in BUFFERS]
+                    state = {each: tensors.pop(each) for each in places if each in tensors}
+                    whole = whole_record(records[pieces[0].name], stack)
+                    whole, joined = join_layers(name, pieces, records, whole, state)
+                    self.layers[name] = whole
+                    tensors |= joined
+                    if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
+                        filled += [n for n in records if join(n, INPUT_GLOBAL) not in state]
+                    elif whole.fmt.has_global_scale and not whole.config.weight_only:
+                        dynamic.append(name)
+                if name in self.layers:
+                    add_stack(stack)
+        if filled:
+            warnings.warn(
+                f"{len(filled)} linear layers of experts have no usable scale of their inputs "
+                f"({some(sorted(filled))}): calibration never reached them. They get the largest "
+                "of the other experts of their layer.",
+                stacklevel=3,
+            )
+        if dynamic:
+            warnings.warn(
+                f"{len(dynamic)} stacks of experts have no scale of their inputs "
+                f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
+                stacklevel=3,
+            )
+
+    def hold_cache(self, tensors: dict[str, Tensor]) -> None:
+        """Give the model room for the scales of its key-value cache, if the folder has some."""
+        if (name := cache_format_in(self.disk)) is None:
+            return
+        for key in [key for key in tensors if key.endswith(CACHE_SCALES)]:
+            # Some layouts have numbers.
+            tensors[key] = torch.atleast_1d(tensors[key])
+        try:
+            hold_scales(self.model, name, tensors)
+        except OptionError as error:
+            if self.disk.own is not None:
+                raise CheckpointError(f"{self.disk.folder}: {error}") from error
+        else:
+            self._cache = name
+
+    # For transformers, which loads all other tensors itself.
+
+    def place(self) -> None:
+        """Give layers empty buffers, which transformers moves and does not look for."""
+        small = [n for n, (_, part, _) in self._packed.items() if part in (GLOBAL, INPUT_GLOBAL)]
+        tensors = self.read(small)
+        for path, part, layer in self._packed.values():
+            if (empty := empty_buffers(layer, (PACKED, SCALE))[part]) is not None:
+                tensors[join(path, part)] = empty
+        self.join_stacks(tensors)
+        is_cached = cache_format_in(self.disk) is not None
+        cached = [n for n in self.disk.plain() if is_cached and n.endswith(CACHE_SCALES)]
+        self._on_disk += [self.disk.on_disk.get(name, name) for name in cached]
+        scales = dict(self.disk.tensors(cached)) | self.disk.cache_scales
+        self.hold_cache(scales)
+        self._cache_scales = {} if self._cache is None else scales
+        modules: dict[str, Any] = dict(self.model.named_modules(remove_duplicate=False))
+        for name, layer in self.layers.items():
+            advice = "Load it with the class that config.json names."
+            module: Any = module_for(modules, self.reader, name, advice)
+            parts = {part: tensors.get(join(name, part)) for part in BUFFERS}
+            meta = {part: None if t is None else t.to("meta") for part, t in parts.items()}
+            store_packed(module, meta, layer.config, transposed=layer.transposed)
+            module._non_persistent_buffers_set.update(p for p, t in meta.items() if t is not None)
+            mark_initialized(module)
+        for owner in self.model.modules():
+            if isinstance(owner, QuantizedExperts):
+                mark_initialized(owner)
+        for name in self._cache_scales:
+            path, _, key = name.rpartition(".")
+            self.model.get_submodule(path)._non_persistent_buffers_set.add(key)
+        untie(self.model)
+
+    @cached_property
+    def expected(self) -> set[str]:
+        """The names that transformers gives to the packed tensors, and to what it makes of them."""
+        named = names_in_model(self.model, self._on_disk, merged=True).values()
+        weights = {weight_name(n, self.model.get_submodule(n)) for n in self.layers}
+        known = self.reader.packed_names()
+        return {*known, *named, *self._on_disk, *weights, *self._cache_scales, *self.carried}
+
+    def fill(self) -> None:
+        """Read the packed layers, one by one, to the devices where transformers put them."""
+        fill_layers(self.model, self.layers, self._buffers)
+        for name, scale in self._cache_scales.items():
+            path, _, last = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            module._buffers[last] = scale.float().to(module.get_buffer(last).device)
+            module._non_persistent_buffers_set.discard(last)
+        for dense in self.dense:
+            # In place of what transformers took for it; ties to it stay.
+            weight = self.model.get_parameter(dense.parameter)
+            if weight.is_meta:
+                raise CheckpointError(
+                    f"{dense.parameter}: the folder has it packed, and the model dense, which the "
+                    'disk cannot hold. Give it another place than "disk" in device_map.'
+                )
+            weight.data = dense.weight().to(weight.device)
+
+    def _buffers(self, name: str) -> dict[str, Tensor | None]:
+        """Read the buffers of a layer of the model."""
+        pieces = self._stacks.get(name, [])
+        layers = [piece.name for piece in pieces] or [name]
+        tensors = self.read(each for layer in layers for each in self.disk.names(layer).values())
+        if pieces:
+            _, tensors = join_layers(name, pieces, self.disk.layers, self.layers[name], tensors)
+        return {part: tensors.get(join(name, part)) for part in BUFFERS}
+
+    def finish(self) -> None:
+        """Complete the filled model, with what the folder says of it."""
+        files = {disk: self.disk.files[name] for name, disk in self.carried.items()}
+        rows = [each.row for each in self.dense]
+        names, own = {row.name for row in rows}, self.disk.own
+        if own is not None:
+            report = Report.from_dict(own["report"])
+            # A class of another head has other layers.
+            known = {*self.model.state_dict(), *(name for name, _ in self.model.named_modules())}
+            rows += [
+                row
+                for row in report.rows
+                if row.name not in names
+                and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
+            ]
+            finish(self.model, own["recipe"], rows, carried=files, refined=report.refined)
+            return
+        for name, module in self.model.named_modules():
+            if isinstance(module, QUANTIZED):
+                layer = self.layers[name]
+                bits = layer.fmt.bits_per_weight(layer.shape)
+                rows.append(Row(name, layer.shape, layer.config, bits))
+            elif isinstance(module, nn.Linear) and name not in names:
+                shape = tuple(module.weight.shape)
+                rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
+        rows += [*copied_rows(self.model, tensor_shapes(files)), *self._ignored]
+        declared = self.disk.config.get("quantization_config") or {}
+        producer = declared.get("producer") or declared.get("version")
+        held = {} if self._cache is None else {KV_CACHE: self._cache}
+        recipe = {"loaded": self.disk.layout.name, "producer": producer, **held}
+        finish(self.model, recipe, rows, carried=files)
+
+
+# Device maps.
+
+
+def _single_device(device_map: Any) -> torch.device | None:
+    """Return the device that a device map names, None for several. Raises OptionError."""
+    if device_map is None or isinstance(device_map, Mapping) or device_map in _BALANCED:
+        return None
     try:
-        skeleton.load_state_dict(plain, strict=False, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"The model cannot hold what the folder has: {error}") from error
-    if isinstance(skeleton, fx.GraphModule):
-        rewrite_graph(skeleton, configs)
+        device = torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
+        what = f"a device such as 'cuda:0', one of {maps}"
+        raise OptionError(expected("device_map", what, device_map)) from error
+    require_device(str(device), "device_map=")
+    return device
+
+
+def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise OptionError unless a map gives every module a place, and has no other names."""
+    known = {*model.state_dict(), *(n for n, _ in model.named_modules(remove_duplicate=False))}
+    for name, place in device_map.items():
+        if name not in known:
+            wanted = f"names of modules{nearest(name, known)}"
+            raise OptionError(expected("device_map", wanted, repr(name)))
+        if place != "disk" and _single_device(place) is None:
+            raise OptionError(expected("device_map", f"a device for {name!r}", repr(place)))
+    for name in model.state_dict():
+        if _place_of(name, device_map) is None:
+            raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
+
+
+def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the place of a tensor, by the nearest module above it that a map names."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def _dispatch(
+    model: nn.Module, device_map: Any, offload_folder: str | os.PathLike[str] | None
+) -> None:
+    """Put a model where a device map of several devices says, in place."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    if device_map in _BALANCED:
+        whole: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
+        memory = None
+        if device_map != "sequential":
+            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **whole)
+        # Packed weights are buffers.
+        device_map = infer_auto_device_map(model, max_memory=memory, offload_buffers=True, **whole)
+    devices = set(device_map.values())
+    if len(devices) == 1 and "disk" not in devices:
+        model.to(devices.pop())
+        return
+    index = _on_disk(model, device_map, offload_folder) if "disk" in devices else None
+    dispatch_model(model, device_map, offload_index=index, offload_buffers=True)
+
+
+def _on_disk(
+    model: nn.Module, device_map: Mapping[str, Any], folder: str | os.PathLike[str] | None
+) -> dict[str, dict[str, str]]:
+    """Write what a device map has on the disk, and return accelerate's index of it."""
+    if folder is None:
+        target = Path(tempfile.mkdtemp(prefix="fp4pass-"))
+        weakref.finalize(model, rmtree, target, ignore_errors=True)
+    else:
+        target = path_of(folder, "offload_folder")
+        target.mkdir(parents=True, exist_ok=True)
+    index = {}
+    for name, tensor in model.state_dict().items():
+        if _place_of(name, device_map) == "disk":
+            file = target / f"{name}.safetensors"
+            save_file({name: tensor.detach().cpu().contiguous()}, file)
+            index[name] = {"safetensors_file": str(file), "weight_name": name}
+    return index

@@ -1,9 +1,10 @@
-"""Read a folder with packed weights, tensor by tensor, in any layout."""
+"""Open a folder with packed weights in any layout, and read it tensor by tensor."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._version import __version__
+from ..core.atomic import interrupted
+from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..errors import CheckpointError, nearest
+from ..core.quant_state import QuantState
+from ..errors import CheckpointError, UnreadError, expected, nearest, some
 from ..nn.expert_scales import dequantize_stack
+from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
-from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
-from .source_files import Stamp, read_json, read_tensors, require_same
+from ..record.rows import Report
+from .layouts import (
+    BUFFERS,
+    LAYOUTS,
+    Layout,
+    PackedLayer,
+    Piece,
+    expected_shapes,
+    join,
+    layout_of,
+    read_layers,
+    side_files,
+)
+from .source_files import (
+    MANIFEST,
+    Shapes,
+    find_shards,
+    read_json,
+    read_manifest,
+    read_tensors,
+    require_all_read,
+    require_float,
+    tensor_facts,
+    well_formed,
+)
 
 _EXPERTS = "expert_dtype"
 
@@ -33,7 +62,6 @@ class CheckpointReader:
         layers: what is packed, by the names of the layers.
         files: the file of every tensor.
         on_disk: the name on disk of every tensor that `renamed` gave another one.
-        stamps: of the files; what is read later must be the same files.
 
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
@@ -49,7 +77,8 @@ class CheckpointReader:
     layers: Mapping[str, PackedLayer]
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
-    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+
+    # What the folder says of itself.
 
     @property
     def recipe(self) -> Mapping[str, Any] | None:
@@ -75,6 +104,11 @@ class CheckpointReader:
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
 
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        """The quantization_config, in config.json or in a file of the layout."""
+        return declared_config(self.folder, self.config) or {}
+
     def said(self, key: str) -> Mapping[str, Any]:
         """Return what fp4pass.json says, {} if it says nothing."""
         return (self.own or {}).get(key) or {}
@@ -83,11 +117,6 @@ class CheckpointReader:
     def renamed(self) -> dict[str, str]:
         """Names on disk of what has another one in the model, as far as the folder says."""
         return {name: disk for disk, name in self.said("renamed").items()}
-
-    @property
-    def declared(self) -> Mapping[str, Any]:
-        """The quantization_config, in config.json or in a file of the layout."""
-        return declared_config(self.folder, self.config) or {}
 
     @property
     def cache_scales(self) -> dict[str, Tensor]:
@@ -100,6 +129,11 @@ class CheckpointReader:
         return {n: [Piece(*piece) for piece in pieces] for n, pieces in self.said("stacks").items()}
 
     @property
+    def joined(self) -> dict[str, PackedLayer]:
+        """The stacks that lie in pieces as a model has them, as far as the folder says."""
+        return {n: PackedLayer.from_dict(layer) for n, layer in self.said("joined").items()}
+
+    @property
     def float_layers(self) -> dict[str, PackedLayer]:
         """The packed layers as folders of the float model have them, with whole stacks."""
         found = dict(self.layers)
@@ -109,34 +143,7 @@ class CheckpointReader:
             found[name] = self.joined[name]
         return found
 
-    @property
-    def joined(self) -> dict[str, PackedLayer]:
-        """The stacks that lie in pieces as a model has them, as far as the folder says."""
-        return {n: PackedLayer.from_dict(layer) for n, layer in self.said("joined").items()}
-
-    def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
-        names = {disk: name for name, disk in self.on_disk.items()}
-        wanted = self.files if chosen is None else chosen
-        files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
-        for name, tensor in read_tensors(files):
-            yield names.get(name, name), tensor
-        require_same(self.stamps)
-
-    def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
-        for name, tensor in self.tensors(chosen):
-            if problem := self.sum_problem(name, tensor):
-                raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
-            yield name, tensor
-
-    def sum_problem(self, name: str, tensor: Tensor) -> str:
-        """Return that a tensor is not what was saved, as far as the folder says, or ""."""
-        if self.own is None:
-            return ""
-        if fingerprint(tensor) == self.own["tensors"][self.on_disk.get(name, name)]:
-            return ""
-        return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
+    # The names of its tensors.
 
     def names(self, layer: str, record: PackedLayer | None = None) -> dict[str, str]:
         """Return the name on disk of each buffer that a packed layer, or its twin, has."""
@@ -152,7 +159,7 @@ class CheckpointReader:
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
             if part != PACKED:
                 continue
-            # As a model has them, if `renamed` was called.
+            # As a model has them, if `with_names` was called.
             if twin not in self.layers and layer not in self.layers:
                 twin, layer = (disk.get(n, n).removesuffix(".weight") for n in (twin, layer))
             if (layer in self.layers) != (twin in self.layers):
@@ -167,6 +174,66 @@ class CheckpointReader:
             for layer, path in layers.items()
             for part, name in self.names(layer, self.layers[path]).items()
         }
+
+    def plain(self) -> list[str]:
+        """Return the names of all tensors that belong to no packed layer."""
+        packed = {name for layer in self.layers for name in self.names(layer).values()}
+        return [name for name in self.files if name not in packed]
+
+    def dense_layers(self) -> list[str]:
+        """Return the names of what has a weight that is not packed."""
+        return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
+
+    def with_names(self, names: Mapping[str, str]) -> CheckpointReader:
+        """Return the folder with layers and tensors under the names that a model has for them."""
+        tensors = {name: names.get(name, name) for name in self.plain()}
+        for layer in self.layers:
+            for part in self.names(layer).values():
+                tensors[part] = names.get(layer, layer) + part.removeprefix(layer)
+        return dataclasses.replace(
+            self,
+            layers={names.get(name, name): layer for name, layer in self.layers.items()},
+            files={tensors[name]: path for name, path in self.files.items()},
+            on_disk={new: self.on_disk.get(name, name) for name, new in tensors.items()},
+        )
+
+    def as_in_model(self) -> CheckpointReader:
+        """Return the folder with the names in a model, as far as the folder says."""
+        return self.with_names(with_layers(self.said("renamed")))
+
+    def without(self, layers: Collection[str]) -> CheckpointReader:
+        """Return the folder without some packed layers."""
+        gone = {name for layer in layers for name in self.names(layer).values()}
+        return dataclasses.replace(
+            self,
+            layers={name: layer for name, layer in self.layers.items() if name not in layers},
+            files={name: path for name, path in self.files.items() if name not in gone},
+        )
+
+    # The tensors.
+
+    def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
+        names = {disk: name for name, disk in self.on_disk.items()}
+        wanted = self.files if chosen is None else chosen
+        files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
+        for name, tensor in read_tensors(files):
+            yield names.get(name, name), tensor
+
+    def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
+        for name, tensor in self.tensors(chosen):
+            if problem := self.sum_problem(name, tensor):
+                raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
+            yield name, tensor
+
+    def sum_problem(self, name: str, tensor: Tensor) -> str:
+        """Return that a tensor is not what was saved, as far as the folder says, or ""."""
+        if self.own is None:
+            return ""
+        if fingerprint(tensor) == self.own["tensors"][self.on_disk.get(name, name)]:
+            return ""
+        return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
 
     def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
         """Return a stored tensor, of what `packed_names` says, as a buffer of a QuantizedLinear.
@@ -219,14 +286,127 @@ class CheckpointReader:
             dense = torch.stack([config.restored(each) for each in dense]).to(dtype)
         return dense if record.is_stacked else dense[0]
 
-    def plain(self) -> list[str]:
-        """Return the names of all tensors that belong to no packed layer."""
-        packed = {name for layer in self.layers for name in self.names(layer).values()}
-        return [name for name in self.files if name not in packed]
 
-    def dense_layers(self) -> list[str]:
-        """Return the names of what has a weight that is not packed."""
-        return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
+def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
+    """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
+    folder = Path(directory)
+    if (folder / MANIFEST).is_file():
+        return True
+    declared = declared_config(folder, _read_config(folder))
+    layouts = [] if declared is None else [each.detect(declared) for each in LAYOUTS.values()]
+    return any(layouts) if known else declared is not None
+
+
+def open_checkpoint(
+    directory: str | os.PathLike[str], *, any_version: bool = False, any_blocks: bool = False
+) -> CheckpointReader:
+    """Open a folder with packed weights in any layout.
+
+    Names, shapes and dtypes are checked, checksums are not.
+
+    Args:
+        directory: the folder.
+        any_version: read one with the fp4pass.json of another version as if it had none.
+        any_blocks: read FP8 in other blocks than 128 x 128, which is only made dense.
+
+    Raises:
+        CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
+        >>> reader = fp4pass.checkpoint.open_checkpoint("out")
+        >>> reader.layout.name, sorted(reader.layers)
+        ('compressed-tensors', ['0', '2'])
+    """
+    folder = path_of(directory, "directory")
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
+    config, own = _read_config(folder), read_manifest(folder, any_version)
+    with well_formed(folder / ("config.json" if own is None else MANIFEST)):
+        reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
+        dtype = getattr(torch, reader.dtype, None)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(expected("dtype", "a floating-point dtype of torch", reader.dtype))
+        # What is read later is well formed, too.
+        dict(reader.versions)
+        dict(reader.config.get("quantization_config") or {})
+        if own is not None:
+            Report.from_dict(own["report"])
+        cached = cache_format_in(reader)
+    odd = [name for name, layer in reader.layers.items() if layer.tile and not any_blocks]
+    if odd:
+        raise UnreadError(
+            f"{folder}: {some(odd)}: expected fp8_block in blocks of 128 x 128, got "
+            f"{reader.layers[odd[0]].scheme}. fp4pass transcode --to bf16 makes it dense, and "
+            "fp4pass quantize takes it for a float model."
+        )
+    reader = _with_directions(reader)
+    return reader if cached is None else _with_cache_names(reader)
+
+
+def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
+    """Open a folder with fp4pass.json."""
+    if own["layout"] not in LAYOUTS:
+        raise CheckpointError(
+            f"{folder / MANIFEST}: layout: expected one of {', '.join(LAYOUTS)}, which this "
+            f"fp4pass ({__version__}) knows, got {own['layout']!r}. Update fp4pass."
+        )
+    files = find_shards(folder, own["weights"])
+    if set(files) != set(own["tensors"]):
+        missing = sorted(set(own["tensors"]) - set(files)) or "none"
+        extra = sorted(set(files) - set(own["tensors"])) or "none"
+        raise CheckpointError(
+            f"{folder} does not hold the tensors of {MANIFEST}: missing {missing}, unknown "
+            f"{extra}. The folder is a mixture or incomplete; copy it again."
+        )
+    layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
+    reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    _check_shapes(reader, tensor_facts(files))
+    return reader
+
+
+def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
+    """Open a folder that is described by its quantization_config alone."""
+    declared = declared_config(folder, config)
+    if declared is None:
+        without = f"neither {MANIFEST} nor a quantization_config in config.json"
+        try:
+            require_float(folder)
+        except UnreadError as error:
+            raise UnreadError(
+                f"{folder} is not quantized as far as it says: it has {without}. {error}"
+            ) from error
+        raise CheckpointError(
+            f"{folder} is not quantized: it has {without}. Load it with transformers."
+            f"{interrupted(folder, MANIFEST)}"
+        )
+    if "_class_name" in config:
+        kind = config["_class_name"]
+        raise UnreadError(
+            f"{folder} is a folder of diffusers: load it with {kind}.from_pretrained(folder)."
+        )
+    layout = layout_of(declared, folder)
+    files = find_shards(folder, layout.weights)
+    shapes = tensor_facts(files)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    try:
+        layers = read_layers(layout, declared, shapes, dtype.removeprefix("torch."))
+    except UnreadError as error:
+        raise UnreadError(f"{folder}: {error}") from error
+    layout.ignored(declared)
+    reader = CheckpointReader(folder, layout, config, None, layers, files)
+    read = reader.packed_names()
+    require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
+    if not layers:
+        raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")
+    _check_shapes(reader, shapes)
+    return reader
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json, {} without one."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -241,6 +421,52 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
     return declared
 
 
+def cache_format_in(reader: CheckpointReader) -> str | None:
+    """Return the format of the key-value cache that a folder has scales of, None without one."""
+    if reader.own is not None:
+        found: str | None = reader.own["recipe"].get(KV_CACHE)
+        return found
+    return reader.layout.cache.format(reader.declared)
+
+
+def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
+    """Give the scales of a key-value cache the names that a model has for them."""
+    named = {
+        name: f"{name.removesuffix(disk)}{own}"
+        for name in reader.files
+        for own, disk in reader.layout.cache.names.items()
+        if name.endswith(f".{disk}")
+    }
+    return dataclasses.replace(
+        reader,
+        files={named.get(name, name): path for name, path in reader.files.items()},
+        on_disk={new: name for name, new in named.items()},
+    )
+
+
+def _with_directions(reader: CheckpointReader) -> CheckpointReader:
+    """Have the layers say whether their global scales stay multipliers in memory."""
+    if not reader.layout.multiplies:
+        return reader
+    holders = {
+        name: layer
+        for layer, record in reader.layers.items()
+        for part, name in reader.names(layer).items()
+        if part in (GLOBAL, INPUT_GLOBAL) and record.fmt.has_global_scale
+    }
+    # One that is no power of two has no exact reciprocal.
+    inexact = {
+        holders[name]
+        for name, tensor in reader.tensors(holders)
+        if not (torch.frexp(tensor).mantissa == 0.5).all()
+    }
+    layers = dict(reader.layers)
+    for name in {*holders.values()}:
+        config = dataclasses.replace(layers[name].config, multiplies=name in inexact)
+        layers[name] = dataclasses.replace(layers[name], config=config)
+    return dataclasses.replace(reader, layers=layers)
+
+
 def with_layers(names: Mapping[str, str]) -> dict[str, str]:
     """Return names of tensors, and those of the layers whose weights are among them."""
     weights = {disk: name for disk, name in names.items() if disk.endswith(".weight")}
@@ -248,65 +474,112 @@ def with_layers(names: Mapping[str, str]) -> dict[str, str]:
     return {**names, **layers}
 
 
-def as_in_model(reader: CheckpointReader) -> CheckpointReader:
-    """Return a folder with the names in a model, as far as the folder says."""
-    return renamed(reader, with_layers({disk: name for name, disk in reader.renamed.items()}))
+# What is wrong with a folder.
 
 
-def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
-    """Return a folder with layers and tensors under the names that a model has for them."""
-    tensors = {name: names.get(name, name) for name in reader.plain()}
-    for layer in reader.layers:
-        for part in reader.names(layer).values():
-            tensors[part] = names.get(layer, layer) + part.removeprefix(layer)
-    return dataclasses.replace(
-        reader,
-        layers={names.get(name, name): layer for name, layer in reader.layers.items()},
-        files={tensors[name]: path for name, path in reader.files.items()},
-        on_disk={new: reader.on_disk.get(name, name) for name, new in tensors.items()},
-    )
+def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
+    """Raise CheckpointError if the tensors of a layer do not fit each other."""
+    for layer, facts in reader.layers.items():
+        known, names = expected_shapes(reader.layout, facts), reader.names(layer)
+        for part in (part for part in known if part != INPUT_GLOBAL and part not in names):
+            missing = reader.layout.tensor_name(layer, part, facts.fmt)
+            raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
+        for part, name in names.items():
+            (shape, dtype), (allowed, kinds) = shapes[name], known.get(part, ((), ()))
+            if part in known and (shape not in allowed or dtype not in kinds):
+                raise CheckpointError(
+                    f"{reader.files[name]}: {name}: expected {kinds[0]} {list(allowed[0])} for a "
+                    f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
+                    "Copy the folder again."
+                )
 
 
-def _are_scales(tensor: Tensor, layer: PackedLayer) -> bool:
-    """Return whether all scales are numbers, and none is negative."""
-    if layer.fmt.has_float_scale:
-        return bool(((tensor.float() >= 0) & tensor.isfinite()).all())
-    return not (tensor.view(torch.uint8) > layer.fmt.scale.last).any()
+def require_input_scales(reader: CheckpointReader, besides: Container[str] = ()) -> None:
+    """Raise CheckpointError for a scale of inputs that is missing, but for some layers."""
+    # Ours has them, or means that each input gets one of its own.
+    for layer, facts in ({} if reader.own else reader.layers).items():
+        is_missing = facts.has_input_scale and INPUT_GLOBAL not in reader.names(layer)
+        if is_missing and layer not in besides:
+            name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
+            raise CheckpointError(
+                f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the "
+                "folder again; or make it dense, which needs none, by fp4pass transcode --to bf16."
+            )
 
 
-def _are_codes(tensor: Tensor, layer: PackedLayer) -> bool:
-    """Return whether all codes of 8 bits stand for numbers."""
-    if layer.fmt.element.native is None:
-        return True
-    values = torch.tensor(layer.fmt.element.values, dtype=torch.float32)
-    return not values.isnan()[tensor.view(torch.uint8).flatten().int()].any()
+def dense_problem(tensor: Tensor, is_buffer: bool) -> str:
+    """Return that a dense tensor is not finite, or ""; masks are buffers of infinities."""
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        if tensor.isnan().any() or (not is_buffer and tensor.isinf().any()):
+            return (
+                "expected finite numbers, got NaN or infinity. Copy the folder again, or quantize "
+                "a model that is finite."
+            )
+    return ""
 
 
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    if part == PACKED and not _are_codes(tensor, layer):
+    found, fmt = "", layer.fmt
+    if part == PACKED and fmt.element.native is not None:
+        values = torch.tensor(fmt.element.values, dtype=torch.float32)
+        if values.isnan()[tensor.view(torch.uint8).flatten().int()].any():
+            found = "NaN"
+    elif part == SCALE and fmt.has_float_scale:
+        if not ((tensor.float() >= 0) & tensor.isfinite()).all():
+            found = "NaN or a negative scale"
+    elif part == SCALE and (tensor.view(torch.uint8) > fmt.scale.last).any():
+        found = "NaN or a negative scale"
+    if found:
         return (
-            "it holds NaN. The checkpoint is damaged, or its weights were not finite when it was "
-            "written. Copy it again, or quantize a model that is finite."
-        )
-    if part == SCALE and not _are_scales(tensor, layer):
-        return (
-            "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
-            "finite when it was written. Copy it again, or quantize a model that is finite."
+            f"it holds {found}. The checkpoint is damaged, or its weights were not finite when it "
+            "was written. Copy it again, or quantize a model that is finite."
         )
     # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
-    if (
-        part in (GLOBAL, INPUT_GLOBAL)
-        and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
-    ):
-        remedy = (
-            "An expert that calibration never reached looks like this; fp4pass transcode --to bf16 "
-            "needs no scale of inputs"
-            if part == INPUT_GLOBAL
-            else "Copy the folder again, or quantize the model again"
-        )
+    is_global = part in (GLOBAL, INPUT_GLOBAL)
+    if is_global and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all():
+        remedy = "Copy the folder again, or quantize the model again"
+        if part == INPUT_GLOBAL:
+            remedy = (
+                "An expert that calibration never reached looks like this; fp4pass transcode --to "
+                "bf16 needs no scale of inputs"
+            )
         return (
             f"expected a positive finite number with a finite reciprocal, got {tensor.tolist()}. "
             f"{remedy}."
         )
     return ""
+
+
+def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
+    """Yield the packed experts of a folder, such as gpt-oss, without a changed bit.
+
+    Args:
+        directory: the folder.
+
+    Yields:
+        The name of a parameter, such as model.layers.0.mlp.experts.gate_up_proj, and the state of
+        each expert [N, K]; gate and up are every other row of gate_up_proj.
+
+    Raises:
+        CheckpointError: the folder is damaged or has no stacked experts.
+
+    Example:
+        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss"):
+        ...     print(name, len(experts), experts[0].shape)
+        model.layers.0.mlp.experts.gate_up_proj 4 (128, 64)
+        model.layers.0.mlp.experts.down_proj 4 (64, 64)
+        model.layers.1.mlp.experts.gate_up_proj 4 (128, 64)
+        model.layers.1.mlp.experts.down_proj 4 (64, 64)
+    """
+    reader = open_checkpoint(directory)
+    for name, layer in reader.layers.items():
+        if layer.is_stacked:
+            parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])
+            packed, scale = parts[PACKED], parts[SCALE]
+            assert packed is not None and scale is not None, "open_checkpoint requires both"
+            states = [
+                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
+                for codes, bits in zip(packed, scale, strict=True)
+            ]
+            yield name, tuple(states)

@@ -1,4 +1,7 @@
-"""Tell which programs read a folder, and why others do not: the table of readers.
+"""Tell which programs read a folder, and why others do not: the tables of readers.
+
+Of vLLM 0.33 and SGLang 0.5.23 on one GPU: eval/engines/ loads such folders by their own code. Of
+transformers (5.17 to 5.24) without a GPU: tests/checkpoint/test_stock.py does.
 
 `save` logs what it says of a folder and writes it in the model card, `save_pretrained` refuses by
 it, and a test writes docs/readers.md from it.
@@ -6,6 +9,7 @@ it, and a test writes docs/readers.md from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +21,7 @@ from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..nn.experts import QuantizedExpertStack
 from ..quantization.observers.attention import CalledAttention
-from .layouts import LAYOUTS, CompressedTensors, PackedLayer
+from .layouts import FUSED, LAYOUTS, CompressedTensors, Layout, PackedLayer, join
 
 # The classes of models that serving engines have.
 SERVED = ("ForCausalLM", "ForConditionalGeneration")
@@ -41,6 +45,7 @@ class Facts:
         merged: those of the stacks that transformers makes of these layers again.
         ignore: names and patterns of what stays dense.
         refused: why no layout of others has a place for it, or "".
+        has_cache: its key-value cache is quantized.
     """
 
     root: nn.Module
@@ -50,6 +55,7 @@ class Facts:
     merged: Collection[str] = ()
     ignore: Sequence[str] = ()
     refused: str = ""
+    has_cache: bool = False
 
     @property
     def experts(self) -> list[PackedLayer]:
@@ -226,6 +232,136 @@ def problem(reasons: Sequence[Because], facts: Any) -> str:
     return ""
 
 
+class _Folder(NamedTuple):
+    """The packed layers of a folder of a model of transformers, and its quantization_config."""
+
+    layers: Mapping[str, PackedLayer]
+    declared: Mapping[str, Any]
+
+
+# An expert of a mixture, by its name in a folder.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+# The schemes of experts that engines have no method for, by the quant_method.
+_NO_EXPERTS: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("fp8a16", "fp8_blocka16", "fp8_tensora16", "fp8_tensor"),
+    "modelopt": ("fp8", "fp8_blocka16"),
+}
+
+
+def _experts_without_method(facts: _Folder) -> str:
+    """Return the scheme of experts that engines have no method for, or ""."""
+    known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
+    found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
+    return next((scheme for scheme in found if scheme in known), "")
+
+
+def _cut_rows(facts: _Folder) -> str:
+    """Return a layer that engines put before another, though its rows end within a block."""
+    for name in (n for n, each in _in_blocks(facts).items() if each.shape[0] % each.fmt.rows):
+        parent, _, last = name.rpartition(".")
+        for members in FUSED:
+            if last in [each for each in members if join(parent, each) in facts.layers][:-1]:
+                return name
+    return ""
+
+
+def _cut_columns(facts: _Folder, inputs: bool = False) -> str:
+    """Return a layer whose columns end within a block of rows and columns, or "".
+
+    inputs: of those whose inputs are quantized alone.
+    """
+    layers = {n: each for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block}
+    return next((n for n, each in layers.items() if not (inputs and each.config.weight_only)), "")
+
+
+def _cut_blocks(facts: _Folder) -> str:
+    """Return a layer whose last rows or columns are less than a block, and not the first, or ""."""
+    for name, each in _in_blocks(facts).items():
+        sides = zip(each.shape[-2:], (each.fmt.rows, each.fmt.block), strict=True)
+        if any(size > block and size % block for size, block in sides):
+            return name
+    return ""
+
+
+def _in_blocks(facts: _Folder) -> dict[str, PackedLayer]:
+    """Return the layers in which rows share scales of blocks."""
+    return {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
+
+
+def _is_stock(facts: _Folder) -> bool:
+    return facts.declared["quant_method"] == CompressedTensors.name
+
+
+def _schemes(facts: _Folder) -> set[str]:
+    return {each.scheme for each in facts.layers.values()}
+
+
+_BOTH = (
+    Because(_experts_without_method, "it has no method for experts in {found} of this layout"),
+    Because(
+        _cut_rows, "it joins {found} with the next layer, and its rows do not fill blocks of 128"
+    ),
+)
+
+# The first that is so counts.
+_REFUSED = {
+    "transformers": (
+        Because(
+            lambda facts: _is_stock(facts) and _cut_columns(facts, inputs=True),
+            "it fails at the inputs of {found}, whose columns do not fill blocks of 128",
+        ),
+        Because(
+            lambda facts: not _is_stock(facts) and _cut_blocks(facts),
+            "it takes the blocks of {found} for equal ones, and they do not fill 128",
+        ),
+    ),
+    "vLLM": (
+        *_BOTH,
+        Because(
+            lambda facts: _is_stock(facts) and "fp8_blocka16" in _schemes(facts),
+            "an assertion of its loader fails for weights only in fp8_block; "
+            "the modelopt layout holds them",
+        ),
+        Because(
+            lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
+            "the columns of {found} do not fill blocks of 128",
+        ),
+    ),
+    "SGLang": (
+        *_BOTH,
+        Because(
+            lambda facts: "fp8_blocka16" in _schemes(facts),
+            "it has no method for weights only in fp8_block",
+        ),
+        Because(
+            lambda facts: _in_blocks(facts) and len(_schemes(facts)) > 1,
+            "it does not load fp8_block beside other schemes",
+        ),
+    ),
+}
+
+# Where vLLM may read wrong scales without an error.
+_SILENT = (
+    Because(
+        lambda facts: LAYOUTS["finegrained-fp8"].detect(facts.declared) and _cut_rows(facts),
+        "vLLM joins {found} with the next layer though its rows do not fill blocks of 128, and "
+        "may read wrong scales without an error. Choose the compressed-tensors layout, which it "
+        "refuses, or another format",
+    ),
+)
+
+
+def of_engines(
+    layers: Mapping[str, PackedLayer], declared: Mapping[str, Any]
+) -> tuple[dict[str, str], str]:
+    """Return why each engine does not load a folder, or "", and what vLLM may not say."""
+    folder = _Folder(layers, declared)
+    return {engine: problem(why, folder) for engine, why in _REFUSED.items()}, problem(
+        _SILENT, folder
+    )
+
+
 class Reads(NamedTuple):
     """The formats that a program reads in one layout, and a remark for the page."""
 
@@ -311,3 +447,39 @@ def who_reads(
         else:
             names.append(name)
     return Readers(tuple(names), tuple(reasons))
+
+
+class Judgement(NamedTuple):
+    """The readers of a folder, the quantization_config that they need, and what to warn of."""
+
+    readers: Readers
+    declared: dict[str, Any]
+    notes: Sequence[str] = ()
+
+
+def judge(layout: Layout, written: Mapping[str, PackedLayer], facts: Facts) -> Judgement:
+    """Return who will read a folder.
+
+    Args:
+        layout: of the folder.
+        written: the packed layers as they lie in it.
+        facts: the model; it declares nothing if it is not of transformers.
+    """
+    declared, problems, notes = dict(facts.declared), dict[str, str](), []
+    if declared:
+        is_stock = isinstance(layout, CompressedTensors)
+        if is_stock:
+            problems["transformers"], entries = of_stock(facts)
+            declared |= entries
+        if layout.engines:
+            refused, silent = of_engines(written, declared)
+            problems |= {engine: problems.get(engine) or why for engine, why in refused.items()}
+            notes += [f"{silent}."] if silent else []
+        if unread := problems.get("transformers"):
+            what = "transformers cannot load this folder by itself"
+            notes.append(f"{what}: {unread}. fp4pass.load reads it.")
+        if is_stock and facts.has_cache:
+            problems["transformers"] = problems.get("transformers") or CACHE_IN_FLOAT
+    formats = {layer.fmt.key for layer in facts.layers.values()}
+    readers = who_reads(layout.name, formats, facts.kind if declared else "", problems)
+    return Judgement(readers, declared, notes)

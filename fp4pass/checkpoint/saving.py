@@ -1,4 +1,4 @@
-"""Save a converted model to a folder."""
+"""Save a converted model to a folder: decide all of it, a `SavePlan`, then write it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from .._compat.transformers import tied_weights
 from ..core.atomic import replacing
 from ..core.files import path_of
 from ..core.fingerprint import digest_of, dtype_name
-from ..core.progress import shown
+from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
@@ -27,15 +28,14 @@ from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for, part_error
 from ..quantization.observers.kv_cache import scales_apart
 from ..record.state import get_state, has_adapters, unwrap
-from .beside import Beside, read_carried
-from .card import Card, Contents
-from .engines import Folder, of_engines
-from .finished import ConvertedState, files_to_take
+from .copied_files import Beside, read_carried
+from .finished import ConvertedState, LayerFile, files_to_take
 from .layouts import (
     BUFFERS,
     CompressedTensors,
     Layout,
     LayoutName,
+    PackedLayer,
     Piece,
     get_layout,
     join,
@@ -44,7 +44,6 @@ from .layouts import (
 )
 from .model_layers import (
     NamesOnDisk,
-    all_names,
     describe_layers,
     ignored_layers,
     ignored_names,
@@ -52,16 +51,50 @@ from .model_layers import (
     require_equal_parts,
     require_no_others,
     require_static_scales,
+    split_layers,
 )
-from .readers import CACHE_IN_FLOAT, Facts, of_stock, who_reads
+from .publish import Card, require_repository, upload
+from .readers import Facts, Readers, judge
 from .skeleton import require_made_by_config
-from .source_files import MANIFEST
-from .split_stacks import SplitStack, split_layers
-from .unread import require_writable
-from .upload import require_repository, upload
+from .source_files import MANIFEST, require_writable
 from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """All that is decided of a folder before its first byte.
+
+    Attributes:
+        layout: of its tensors.
+        layers: the packed layers, by their names in the folder.
+        files: those that the model maps, to be taken as they are.
+        tensors: what gives each other tensor, by its name in the model.
+        size: the bytes of these.
+        names: of dense tensors in the folder, of those that have another one there.
+        packed: the layer, the buffer and the record of each packed tensor.
+        pieces: the layers in the folder of each layer of the model.
+        ignored: names and patterns of what stays dense.
+        declared: the quantization_config, {} for a model that is not of transformers.
+        facts: what fp4pass.json says of the model.
+        readers: the programs that read it.
+        warnings: what a caller should know.
+    """
+
+    layout: Layout
+    layers: Mapping[str, PackedLayer]
+    files: Sequence[LayerFile]
+    tensors: Mapping[str, Callable[[], Tensor]]
+    size: int
+    names: Mapping[str, str]
+    packed: Mapping[str, tuple[str, str, PackedLayer]]
+    pieces: Mapping[str, Sequence[Piece]]
+    ignored: Sequence[str]
+    declared: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    readers: Readers
+    warnings: Sequence[str]
 
 
 def save(
@@ -132,7 +165,7 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside.of(root, tokenizer, source, copy_files)
-    page = Card.of(root, card, beside.source, push_to_hub or "", is_transformers(root))
+    page = Card.of(root, card, beside.source, push_to_hub or "")
     group = ranks()
     if push_to_hub is not None:
         require_repository(push_to_hub, token)
@@ -142,135 +175,134 @@ def save(
     group.require_equal("The model to save", digest_of([*tensors], str(target)))
     tensors = whole_tensors(group, tensors, tied_weights(root))
     with shown("save", progress), group.first_alone() as is_first:
-        if is_first:
-            _save(root, state, tensors, target, chosen, limit, beside, page, overwrite)
-            if push_to_hub is not None:
-                upload(target, push_to_hub, private, token)
+        if not is_first:
+            return
+        plan = _plan(root, state, tensors, chosen, limit)
+        for warning in plan.warnings:
+            warnings.warn(warning, stacklevel=2)
+        _write(plan, root, state, target, limit, beside, page, overwrite)
+        if push_to_hub is not None:
+            upload(target, push_to_hub, private, token)
 
 
-def _save(
-    root: nn.Module,
-    state: ConvertedState,
-    found: Mapping[str, Any],
-    target: Path,
-    asked: Layout,
-    limit: int,
-    beside: Beside,
-    page: Card | None,
-    overwrite: bool,
-) -> None:
+def _plan(
+    root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: Layout, limit: int
+) -> SavePlan:
+    """Decide what a folder holds. Raises CheckpointError for what no folder can hold."""
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
-    of_transformers = is_transformers(root)
-    modules = dict(root.named_modules(remove_duplicate=False))
-    written, split, left_whole = layers, dict[str, SplitStack](), dict[str, str]()
-    if asked.engines:
-        written, split, left_whole = split_layers(root, layers)
-    chosen = asked.for_layers(written)
-    if not chosen.engines:
+    written, split, left = split_layers(root, layers) if asked.engines else (layers, {}, {})
+    layout = asked.for_layers(written)
+    if not layout.engines:
         written, split = layers, {}
-    whole = {name: stack.whole for name, stack in split.items() if stack.whole}
-    cache = chosen.cache.config(state.recipe.get(KV_CACHE), chosen.name)
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
+    modules = dict(root.named_modules(remove_duplicate=False))
     records = {modules[name]: layer for name, layer in layers.items()}
-    if of_transformers:
-        require_no_others(root, records)
-        if asked.engines:
-            require_made_by_config(root, layers, found)
-        require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
-    named = {name: modules[name] for name in all_names(root, records)}
+    named = {name: module for name, module in modules.items() if module in records}
     packed = {
         join(name, part): (name, part, records[module])
         for name, module in named.items()
         for part in BUFFERS
     }
-    if of_transformers:
-        require_writable({n: t for n, t in found.items() if n not in packed})
+    if is_transformers(root):
+        require_no_others(root, records)
+        if asked.engines:
+            require_made_by_config(root, layers, found)
+        require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
+        require_writable({name: each for name, each in found.items() if name not in packed})
     tensors, aliases = _tensors(root, found, packed)
     cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
     # Also those that are tied: a reader may have a layer of its own for them.
     dense = [name for name in (*tensors, *aliases) if name not in packed]
     apart = {name: module for name, module in named.items() if name not in split}
+    whole = {name: stack.whole for name, stack in split.items() if stack.whole}
     names = NamesOnDisk.of(root, dense, apart, whole)
-    paths = names.layers
-    pieces = {name: [Piece(paths.get(name, name))] for name in apart}
+    files = files_to_take(modules, state.files, layout, packed, {*split, *names.layers}, limit)
+    taken = {name for file in files for name in file.tensors}
+    pieces = {name: [Piece(names.layers.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
-    files = files_to_take(modules, state.files, chosen, packed, {*split, *paths}, limit)
-    written = {paths.get(name, name): layer for name, layer in written.items()}
-    problems, ignored, declared = dict[str, str](), list[str](), dict[str, Any]()
-    if of_transformers:
+    written = {names.layers.get(name, name): layer for name, layer in written.items()}
+    ignored, declared = list[str](), dict[str, Any]()
+    if is_transformers(root):
+        ignored = _ignored(root, state, layers, names, modules)
         # transformers looks for its own names, engines for those on disk.
-        ignored = ignored_names(root, state)
-        ignored += [paths[name] for name in ignored if name in paths]
-        carried = [row for row in state.report.skipped if row.name in state.carried]
-        ignored += ignored_layers(carried, [*layers], modules.__contains__)
-        is_stock = isinstance(chosen, CompressedTensors)
-        own = {name: layers[name] for name in paths if name in layers and is_stock}
-        declared = chosen.config({**written, **own}, ignored) | cache
-        if is_stock:
-            merged = [name for name in split if name not in whole]
-            why, entries = of_stock(Facts(root, layers, declared, [*split], merged))
-            problems["transformers"], declared = why, declared | entries
-        if chosen.engines:
-            for engine, why in of_engines(Folder(written, declared)).items():
-                problems[engine] = problems.get(engine) or why
-    if unread := problems.get("transformers"):
-        warnings.warn(
-            f"transformers cannot load this folder by itself: {unread}. fp4pass.load reads it.",
-            stacklevel=3,
+        both = {name: layers[name] for name in names.layers if name in layers}
+        own = both if isinstance(layout, CompressedTensors) else {}
+        declared = layout.config({**written, **own}, ignored) | cache
+    merged = [name for name in split if name not in whole]
+    model = Facts(root, layers, declared, [*split], merged, has_cache=bool(cache))
+    judged = judge(layout, written, model)
+    notes = list(judged.notes)
+    if left and not layout.engines and is_transformers(root):
+        notes.append(
+            f"{asked.name} has no place for stacks of experts ({some([*left])}): "
+            f"{next(iter(left.values()))}. This folder is in a layout that only "
+            "fp4pass.load reads."
         )
-    if left_whole and not chosen.engines and of_transformers:
-        warnings.warn(
-            f"{asked.name} has no place for stacks of experts ({some([*left_whole])}): "
-            f"{next(iter(left_whole.values()))}. This folder is in a layout that only "
-            "fp4pass.load reads.",
-            stacklevel=3,
-        )
-    if cache and isinstance(chosen, CompressedTensors):
-        problems["transformers"] = problems.get("transformers") or CACHE_IN_FLOAT
-    architecture = model_class(root).__name__ if of_transformers else ""
-    formats = {layer.fmt.key for layer in layers.values()}
-    readers = who_reads(chosen.name, formats, architecture, problems)
+    facts = {
+        "dtype": dtype_name(getattr(root, "dtype", torch.float32)),
+        "recipe": state.recipe,
+        "report": state.report.record(),
+        "aliases": aliases,
+        "renamed": names.in_model,
+        # As the model has them, and those that are whole in folders of the float model.
+        "stacks": {name: pieces[name] for name in split},
+        "joined": {name: layers[name].to_dict() for name in split},
+        "whole": list(whole),
+        "carried": [*state.carried],
+        "cache_scales": cache_scales,
+    }
+    return SavePlan(
+        layout=layout,
+        layers=written,
+        files=files,
+        tensors={name: read for name, read in tensors.items() if name not in taken},
+        size=sum(found[name].nbytes for name in tensors if name not in taken),
+        names=names.tensors,
+        packed=packed,
+        pieces=pieces,
+        ignored=ignored,
+        declared=judged.declared,
+        facts=facts,
+        readers=judged.readers,
+        warnings=notes,
+    )
+
+
+def _write(
+    plan: SavePlan,
+    root: nn.Module,
+    state: ConvertedState,
+    target: Path,
+    limit: int,
+    beside: Beside,
+    page: Card | None,
+    overwrite: bool,
+) -> None:
+    """Write what is decided, whole or not at all."""
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
-        writer = CheckpointWriter(folder, chosen, written, limit)
+        writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
         beside.copy(folder, {MANIFEST, "config.json", *side_files()})
-        if of_transformers:
-            _write_configs(root, ignored, declared, writer)
+        if is_transformers(root):
+            _write_configs(root, plan, writer)
         beside.write_tokenizer(root, folder)
-        for file in files:
-            writer.add_file(file.path, file.sums, file.tensors)
-            tensors = {name: read for name, read in tensors.items() if name not in file.tensors}
-        writer.expect(sum(found[name].nbytes for name in tensors))
-        for name, read in tensors.items():
+        for file in plan.files:
+            writer.add_file(file)
+        current().expect(plan.size, "bytes")
+        for name, read in plan.tensors.items():
             tensor = _on_cpu(read())
-            if name not in packed:
-                writer.add(names.tensors.get(name, name), tensor)
+            if name not in plan.packed:
+                writer.add(plan.names.get(name, name), tensor)
                 continue
-            layer, part, record = packed[name]
-            for path, share in split_layer(pieces[layer], part, tensor, record.fmt):
-                writer.add(join(path, part), share, written.get(path, record))
+            layer, part, record = plan.packed[name]
+            for path, share in split_layer(plan.pieces[layer], part, tensor, record.fmt):
+                writer.add(join(path, part), share, plan.layers.get(path, record))
         for name, tensor in read_carried(state.carried):
             writer.add(name, tensor)
-        writer.close(
-            {
-                "dtype": dtype_name(getattr(root, "dtype", torch.float32)),
-                "recipe": state.recipe,
-                "report": state.report.record(),
-                "aliases": aliases,
-                "renamed": names.in_model,
-                # As the model has them, and those that are whole in folders of the float model.
-                "stacks": {name: pieces[name] for name in split},
-                "joined": {name: layers[name].to_dict() for name in split},
-                "whole": list(whole),
-                "carried": [*state.carried],
-                "cache_scales": cache_scales,
-            }
-        )
+        writer.close(plan.facts)
         if page is not None:
-            names_of = sorted({layer.config.fmt for layer in layers.values()})
-            size = sum(layer.dense_bytes for layer in layers.values())
-            contents = Contents(chosen.name, names_of, size, readers.names, str(readers))
-            page.write(folder, state, contents)
-    _log.info("%s: %s", target, readers)
+            page.write(folder, state, plan.layout.name, plan.readers)
+    _log.info("%s: %s", target, plan.readers)
 
 
 def _require_converted(root: nn.Module) -> ConvertedState:
@@ -292,17 +324,28 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
-def _write_configs(
-    root: nn.Module, ignored: Sequence[str], declared: Mapping[str, Any], writer: CheckpointWriter
-) -> None:
+def _ignored(
+    root: nn.Module,
+    state: ConvertedState,
+    packed: Collection[str],
+    names: NamesOnDisk,
+    modules: Container[str],
+) -> list[str]:
+    """Return names and patterns of what stays dense, in the model and in its folder."""
+    ignored = ignored_names(root, state)
+    ignored += [names.layers[name] for name in ignored if name in names.layers]
+    carried = [row for row in state.report.skipped if row.name in state.carried]
+    return ignored + ignored_layers(carried, packed, modules.__contains__)
+
+
+def _write_configs(root: Any, plan: SavePlan, writer: CheckpointWriter) -> None:
     """Write config.json, generation_config.json, and what the layout has beside them."""
-    model: Any = root
-    model.config.save_pretrained(writer.folder)
+    root.config.save_pretrained(writer.folder)
     data = json.loads((writer.folder / "config.json").read_text())
     data["architectures"] = [model_class(root).__name__]
-    if writer.layout.dtype:
+    if plan.layout.dtype:
         # Stock transformers dequantizes to it whatever the rest has, and cannot multiply by both.
-        data["dtype"], own = writer.layout.dtype, dtype_name(model.dtype)
+        data["dtype"], own = plan.layout.dtype, plan.facts["dtype"]
         if data["dtype"] != own:
             _log.info(
                 "config.json says %s, in which others compute; dense weights are %s, and "
@@ -310,9 +353,9 @@ def _write_configs(
                 data["dtype"],
                 own,
             )
-    writer.declare(data, ignored, declared)
+    writer.declare(data, plan.ignored, plan.declared)
     if getattr(root, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(writer.folder)
+        root.generation_config.save_pretrained(writer.folder)
 
 
 def _tensors(

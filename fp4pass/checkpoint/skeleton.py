@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .._compat.torch import model_class
 from .._compat.transformers import (
@@ -24,17 +22,15 @@ from .._compat.transformers import (
     tied_weights,
 )
 from .._compat.transformers_loading import names_in_model
+from ..core.names import without_numbers
 from ..errors import CheckpointError, Fp4PassError, expected, some
-from ..graph.match import is_linear
 from ..nn.experts import weight_name
 from ..quantization.observers.attention import calling_projections
 from ..record.config import Rule
-from ..record.rows import Row
 from ..record.state import has_adapters
-from .checks import dense_problem
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join
 from .model_layers import all_names, is_transformers
-from .reader import CheckpointReader, with_layers
+from .reader import CheckpointReader, dense_problem, with_layers
 from .source_files import require_config
 
 # Far more than any model has: some run few layers many times.
@@ -201,66 +197,6 @@ def fit_tensors(
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 
-@dataclass(frozen=True)
-class DenseHere:
-    """A packed layer of a folder whose weight is a parameter of a model.
-
-    Attributes:
-        reader: of the folder.
-        layer: its name.
-        parameter: the name of the parameter.
-        dtype: of the parameter.
-        row: what the report says of it.
-    """
-
-    reader: CheckpointReader
-    layer: str
-    parameter: str
-    dtype: torch.dtype
-    row: Row
-
-    def weight(self) -> Tensor:
-        """Return the numbers that are stored, rounded once."""
-        return self.reader.layers[self.layer].dense(self.reader.dense(self.layer, self.dtype))
-
-
-def dense_here(
-    skeleton: nn.Module, reader: CheckpointReader, names: Mapping[str, str]
-) -> tuple[CheckpointReader, list[DenseHere]]:
-    """Return a folder without the layers that a model has no linear layer for, and these.
-
-    Others pack routers, embeddings and other parameters, which modules read by themselves.
-
-    Args:
-        skeleton: the float model.
-        reader: of the folder, with the names of the model.
-        names: those that the model gives to tensors with other names on disk.
-    """
-    found: dict[str, DenseHere] = {}
-    # The parameters of a graph are in modules that nobody calls.
-    layers = {} if isinstance(skeleton, fx.GraphModule) else reader.layers
-    modules, keeps = dict(skeleton.named_modules(remove_duplicate=False)), stays_float32(skeleton)
-    for name, layer in layers.items():
-        parameter = names.get(join(name, "weight"), join(name, "weight"))
-        path, _, key = parameter.rpartition(".")
-        module = modules.get(path)
-        weight = None if module is None else module._parameters.get(key)
-        if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
-            continue
-        if key != "weight" or not is_linear(module):
-            why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
-            row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
-            dtype = torch.float32 if keeps(parameter) else weight.dtype
-            found[name] = DenseHere(reader, name, parameter, dtype, row)
-    gone = {each for name in found for each in reader.names(name).values()}
-    kept = dataclasses.replace(
-        reader,
-        layers={name: layer for name, layer in reader.layers.items() if name not in found},
-        files={name: path for name, path in reader.files.items() if name not in gone},
-    )
-    return (kept if found else reader), list(found.values())
-
-
 def module_for(
     modules: Mapping[str, nn.Module], reader: CheckpointReader, name: str, advice: str
 ) -> nn.Module:
@@ -315,12 +251,6 @@ def check_skeleton(
             )
 
 
-_ADVICE = (
-    "Set the fields of model.config that say so. If it has none for it, save with "
-    "layout='fp4pass', and load into a model that is edited alike: fp4pass.load(dir, model=model)."
-)
-
-
 def require_made_by_config(
     root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
 ) -> None:
@@ -336,7 +266,7 @@ def require_made_by_config(
     made = None if has_adapters(root) else _made(root, layers)
     if made is None:
         return
-    expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     modules = dict(root.named_modules(remove_duplicate=False))
     packed = {modules[name]: layer for name, layer in layers.items()}
     names = all_names(root, packed)
@@ -344,17 +274,20 @@ def require_made_by_config(
     own = {
         name: tuple(tensor.shape)
         for name, tensor in tensors.items()
-        if name not in buffers and isinstance(tensor, torch.Tensor)
+        if name not in buffers and isinstance(tensor, Tensor)
     }
     own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
         f"{name} {shape} is not in the model"
         if name not in own
         else f"{name} is {own[name]}, not {shape}"
-        for name, shape in expected.items()
+        for name, shape in wanted.items()
         if own.get(name) != shape
     ]
-    problems += [f"{name} is beyond it" for name in _further_layers(own, expected, made)]
+    # A layer like those of its list, which is longer than the config says.
+    alike = {without_numbers(name) for name in wanted}
+    beyond = (name for name in own if name not in wanted and without_numbers(name) in alike)
+    problems += [f"{name} is beyond it" for name in beyond]
     problems += [
         f"{target} is not {source}, to which it is tied"
         for target, source in tied_weights(made).items()
@@ -363,7 +296,9 @@ def require_made_by_config(
     if problems:
         raise CheckpointError(
             f"{type(root).__name__}: expected a model that its config makes, got another, which no "
-            f"library would load: {some(problems)}. {_ADVICE}"
+            f"library would load: {some(problems)}. Set the fields of model.config that say so. If "
+            "it has none for it, save with layout='fp4pass', and load into a model that is edited "
+            "alike: fp4pass.load(dir, model=model)."
         )
 
 
@@ -388,17 +323,3 @@ def _differ(*tensors: object) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
         return False
     return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
-
-
-def _further_layers(
-    own: Mapping[str, object], expected: Mapping[str, object], made: nn.Module
-) -> Iterator[str]:
-    """Yield the tensors in layers of a list that has fewer of them by the config."""
-    lists = {n for n, each in made.named_modules() if isinstance(each, nn.ModuleList)}
-    known = {name for name, _ in made.named_modules()}
-    for name in (name for name in own if name not in expected):
-        parts = name.split(".")
-        paths = [".".join(parts[:i]) for i in range(1, len(parts))]
-        path = next((each for each in paths if each not in known), "")
-        if path.rpartition(".")[0] in lists:
-            yield name

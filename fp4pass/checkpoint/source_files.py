@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .._version import __version__
 from ..core.files import parse_json
-from ..errors import CheckpointError, Fp4PassError, expected
+from ..errors import CheckpointError, Fp4PassError, UnreadError, expected, some
 
 # The recipe, the report and the checksums, for which no layout has a place.
 MANIFEST = "fp4pass.json"
@@ -32,6 +33,9 @@ _FAULTS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
+
+# The shape and the safetensors dtype of each tensor of a folder, by its name.
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
@@ -103,6 +107,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file that people can read."""
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
 @contextmanager
 def well_formed(path: Path) -> Iterator[None]:
     """Make what goes wrong with what a JSON file holds a CheckpointError that names the file."""
@@ -118,40 +127,20 @@ def well_formed(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_float(name: str) -> None:
-    """Raise ValueError for what names no floating-point dtype of torch."""
-    found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(expected("dtype", "a floating-point dtype of torch", name))
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file that people can read."""
-    path.write_text(json.dumps(data, indent=2) + "\n")
-
-
-# The shape and the safetensors dtype of each tensor of a folder, by its name.
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]
-
-# Device, number, size and time of a file.
-Stamp = tuple[int, int, int, int] | None
-
-
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
     """Return the file of each tensor: `weights`, or those of its index. Raises CheckpointError."""
     index, one = folder / f"{weights}.index.json", _inside(folder, weights)
     if not index.is_file():
-        return dict.fromkeys(_names(one), one)
+        return files_of([one])
     with well_formed(index):
         files = {
             name: _inside(folder, file) for name, file in read_json(index)["weight_map"].items()
         }
-    held = {name: path for path in sorted(set(files.values())) for name in _names(path)}
+    held = files_of(files.values())
     if held != files:
         differ = sorted({name for name in {*held, *files} if held.get(name) != files.get(name)})
         raise CheckpointError(
-            f"{index} does not say what the files hold: {', '.join(differ[:5])}"
-            f"{f' and {len(differ) - 5} more' if len(differ) > 5 else ''}. The folder is a mixture "
+            f"{index} does not say what the files hold: {some(differ, 5)}. The folder is a mixture "
             "or incomplete; copy it again."
         )
     return files
@@ -164,9 +153,13 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _names(path: Path) -> list[str]:
-    with opened(path) as file:
-        return list(file.keys())
+def files_of(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return the file of each tensor in files of safetensors. Raises CheckpointError."""
+    found: dict[str, Path] = {}
+    for path in sorted({*paths}):
+        with opened(path) as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
 
 
 @contextmanager
@@ -195,22 +188,6 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
     return facts
 
 
-def stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
-    """Return what tells whether files are still the same, None for one that is not there."""
-    found: dict[Path, Stamp] = {}
-    for path in paths:
-        facts = path.stat() if path.exists() else None
-        found[path] = facts and (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-    return found
-
-
-def require_same(stamps: Mapping[Path, Stamp]) -> None:
-    """Raise CheckpointError for a file that was changed or replaced since."""
-    now = stamps_of(stamps)
-    if changed := [path for path, stamp in stamps.items() if now[path] != stamp]:
-        raise CheckpointError(f"{changed[0]} was changed while it was read. Read the folder again.")
-
-
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file, in memory of its own.
 
@@ -218,10 +195,8 @@ def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     process, and its addresses have kernels add up in another order.
     """
     for path, names in _by_file(files).items():
-        stamps = stamps_of([path])
-        places = _places(path, stamps[path])
         with opened(path) as file, path.open("rb") as stream:
-            require_same(stamps)
+            places = _places(path, path.stat().st_mtime_ns)
             for name in sorted(names, key=places.__getitem__):
                 mapped = file.get_tensor(name)
                 tensor = torch.empty_like(mapped)
@@ -238,8 +213,8 @@ def read_tensor(files: Mapping[str, Path], name: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _places(path: Path, stamp: Stamp) -> Mapping[str, int]:
-    """Return where each tensor of a file begins, for the file that has this stamp."""
+def _places(path: Path, time: int) -> Mapping[str, int]:
+    """Return where each tensor of a file begins; time: when it was written."""
     places = {}
     with opened(path) as file, path.open("rb") as stream:
         place = 8 + int.from_bytes(stream.read(8), "little")
@@ -255,3 +230,116 @@ def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
     for name, path in files.items():
         found.setdefault(path, []).append(name)
     return found
+
+
+# Weights that another library quantized in a way that fp4pass does not read.
+
+# Numbers of a byte or less, by the names of safetensors; no readable weight is kept in these.
+_SMALL_FLOATS = ("F8_", "F6_", "F4")
+
+# Dtypes of codes, or of a mask or a table: the tensors beside tell which.
+_INTEGERS = ("U8", "I8", "I16", "U16", "I32", "U32")
+
+# The ends of names that only quantized weights have beside them, or instead of them: of
+# compressed-tensors, ModelOpt, FP8 of transformers, AWQ, GPTQ and bitsandbytes.
+_COMPANION = re.compile(
+    r"[._]*(?:weight_(?:scale(?:_inv|_2)?|global_scale|zero_point|g_idx|shape|packed)"
+    r"|input_(?:global_scale|zero_point)|scale_inv|qweight|qzeros|SCB|weight_format"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))$"
+)
+
+# Those that a float model may have, too; they count beside codes.
+_ACCOMPANYING = re.compile(
+    r"(?:[._](?:input_scale|output_scale|output_zero_point|scales?|zeros?|zero_points?|g_idx"
+    r"|absmax)|[:_](?:scale|zero_point|qdata))$"
+)
+
+# The rest of a name, after that of the layer or of the stack of experts.
+_REST = re.compile(r"(?:[._]+weight|_blocks)?[._:]*$")
+
+
+def unread_layers(shapes: Shapes, read: Container[str] = ()) -> dict[str, list[str]]:
+    """Return the layers whose weights are quantized and not read, and what there is of each.
+
+    Args:
+        shapes: of all tensors of a folder.
+        read: the names of those that a layout reads.
+    """
+    rest = {name: kind for name, (_, kind) in shapes.items() if name not in read}
+    beside: dict[str, list[str]] = {}
+    certain: set[str] = set()
+    for name, kind in rest.items():
+        layer = _REST.sub("", _ACCOMPANYING.sub("", _COMPANION.sub("", name)))
+        beside.setdefault(layer, []).append(name)
+        if kind.startswith(_SMALL_FLOATS) or _COMPANION.search(name):
+            certain.add(layer)
+    for layer, names in beside.items():
+        codes = [name for name in names if rest[name] in _INTEGERS and len(shapes[name][0]) > 1]
+        is_weight = any(name.endswith(".weight") for name in codes)
+        if codes and (is_weight or any(map(_ACCOMPANYING.search, names))):
+            certain.add(layer)
+    return {
+        layer: [f"{name.removeprefix(layer).lstrip('._')} {rest[name]}".strip() for name in names]
+        for layer, names in beside.items()
+        if layer in certain
+    }
+
+
+def require_all_read(
+    folder: Path,
+    shapes: Shapes,
+    read: Container[str],
+    group_of: Callable[[str], str] = lambda layer: "",
+) -> None:
+    """Raise UnreadError for weights that are quantized and not read.
+
+    group_of: returns what a config calls the scheme of a layer, "" if it does not say.
+    """
+    groups: dict[str, dict[str, list[str]]] = {}
+    for layer, tensors in unread_layers(shapes, read).items():
+        groups.setdefault(group_of(layer), {})[layer] = tensors
+    if not groups:
+        return
+    found = []
+    for group, layers in groups.items():
+        name, tensors = next(iter(layers.items()))
+        held = f"{name} has {', '.join(sorted(tensors))}"
+        found.append(f"{f'{group}: ' if group else ''}{some(list(layers))} ({held})")
+    raise UnreadError(
+        f"{folder}: fp4pass does not read {sum(map(len, groups.values()))} of its quantized "
+        f"layers: {'; '.join(found)}. It reads nvfp4, mxfp4 and FP8 that "
+        "their config declares. Load the folder with the library that wrote it, or quantize the "
+        "float model that it was made of."
+    )
+
+
+def require_float(folder: Path, paths: Iterable[Path] | None = None) -> None:
+    """Raise UnreadError for quantized weights in a folder whose config declares none.
+
+    paths: its files of weights, by default all.
+    """
+    files = files_of(folder.glob("*.safetensors") if paths is None else paths)
+    require_all_read(folder, tensor_facts(files), ())
+
+
+def require_writable(tensors: Mapping[str, object]) -> None:
+    """Raise CheckpointError for quantized weights of others in a model that is saved for others.
+
+    tensors: those of the model that fp4pass did not pack, by their names.
+    """
+    if unread := unread_names(tensors):
+        raise CheckpointError(
+            f"{some(unread)}: expected weights in floating point or packed by fp4pass, got "
+            "quantized ones, which no layout declares: others would read them without their "
+            "scales. Convert the float model that they were made of."
+        )
+
+
+def without_scales(names: Iterable[str]) -> list[str]:
+    """Return the names that are none of what lies beside quantized weights."""
+    return [n for n in names if not _COMPANION.search(n) and not _ACCOMPANYING.search(n)]
+
+
+def unread_names(names: Iterable[str]) -> list[str]:
+    """Return the names that only quantized weights have."""
+    return [name for name in names if _COMPANION.search(name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from ..core.files import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, as_option, some, unknown_name
 from ..record.rows import Report
-from .beside import copy_beside
-from .checks import cache_format_in, require_input_scales
-from .engines import Folder, of_engines
+from .copied_files import copy_beside
 from .layouts import (
     CACHE_SCALES,
     LAYOUTS,
@@ -35,9 +33,14 @@ from .layouts import (
     side_files,
 )
 from .model_layers import ignored_layers
-from .opening import open_checkpoint
-from .reader import CheckpointReader, declared_config
-from .readers import DEQUANTIZE
+from .reader import (
+    CheckpointReader,
+    cache_format_in,
+    declared_config,
+    open_checkpoint,
+    require_input_scales,
+)
+from .readers import DEQUANTIZE, of_engines
 from .source_files import MANIFEST, require_config, well_formed, write_json
 from .writer import CheckpointWriter, ShardWriter, bytes_of
 
@@ -105,23 +108,19 @@ def transcode(
     marks = (MANIFEST, *side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
     with shown("transcode", progress), whole as folder:
-        known = {
-            MANIFEST,
-            "config.json",
-            *side_files(),
-            *(each.name for each in reader.files.values()),
-        }
+        weights = {each.name for each in reader.files.values()}
+        known = {MANIFEST, "config.json", *side_files(), *weights}
         copy_beside(reader.folder, folder, known, copy_files)
-        if layout is None:
-            config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
-            if config:
-                write_json(folder / "config.json", config | {"dtype": "bfloat16"})
-            shards = ShardWriter(folder, WEIGHTS, limit)
-            for name, tensor in _dense_tensors(reader):
-                shards.add(name, tensor)
-            shards.close()
-        else:
+        if layout is not None:
             _write_packed(reader, folder, layout, limit)
+            return
+        config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
+        if config:
+            write_json(folder / "config.json", config | {"dtype": "bfloat16"})
+        shards = ShardWriter(folder, WEIGHTS, limit)
+        for name, tensor in _dense_tensors(reader):
+            shards.add(name, tensor)
+        shards.close()
 
 
 def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit: int) -> None:
@@ -132,30 +131,27 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     ignored = _ignored(reader)
     declared = _declared(reader, layout, ignored)
     if config and layout.engines:
-        _say_of_engines(reader, declared)
+        for parent, what in list(fused_problems(reader.layers, reader.dense_layers()))[:1]:
+            warnings.warn(
+                f"{parent}: {what}. Serving engines multiply by these as by one matrix, and would "
+                "read scales that do not exist. fp4pass transcode --to bf16 makes dense weights.",
+                stacklevel=3,
+            )
+        refused, silent = of_engines(reader.layers, declared)
+        if silent:
+            warnings.warn(f"{silent}.", stacklevel=3)
+        for engine, why in refused.items():
+            if why:
+                _log.info("%s does not load this folder: %s", engine, why)
     writer.declare(config, ignored, declared)
     names = reader.packed_names()
     for name, tensor in _counted(reader):
         if name in names:
             path, part, layer = names[name]
-            decoded = reader.decoded(name, tensor, names[name])
-            writer.add(join(path, part), decoded, layer)
+            writer.add(join(path, part), reader.decoded(name, tensor, names[name]), layer)
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
-
-
-def _say_of_engines(reader: CheckpointReader, declared: Mapping[str, Any]) -> None:
-    """Say which engines do not load the new folder; warn of scales that they would read wrongly."""
-    for parent, what in list(fused_problems(reader.layers, reader.dense_layers()))[:1]:
-        warnings.warn(
-            f"{parent}: {what}. Serving engines multiply by these as by one matrix, and would "
-            "read scales that do not exist. fp4pass transcode --to bf16 makes dense weights.",
-            stacklevel=4,
-        )
-    for engine, why in of_engines(Folder(reader.layers, declared)).items():
-        if why:
-            _log.info("%s does not load this folder: %s", engine, why)
 
 
 def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:

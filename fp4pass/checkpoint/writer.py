@@ -14,83 +14,9 @@ from torch import Tensor
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
 from ..errors import CheckpointError, OptionError, expected
+from .finished import LayerFile
 from .layouts import Layout, PackedLayer, matches
 from .source_files import write_json, write_manifest
-
-
-class CheckpointWriter:
-    """A writer of configs, of tensors in files of at most `limit` bytes, and of fp4pass.json."""
-
-    def __init__(
-        self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
-    ) -> None:
-        self.folder, self.layout, self.layers = folder, layout, layers
-        self.shards = ShardWriter(folder, layout.weights, limit)
-        self.sums: dict[str, dict[str, Any]] = {}
-        self.config: dict[str, Any] = {}
-        # The format of the key-value cache that is declared.
-        self.cache: str | None = None
-
-    def expect(self, size: int) -> None:
-        """Show the progress of tensors of `size` bytes in memory, which may be others on disk."""
-        current().expect(size, "bytes")
-
-    def declare(
-        self,
-        config: Mapping[str, Any],
-        ignore: Sequence[str],
-        declared: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write config.json, unless `config` is empty, and the other files of the layout.
-
-        Its quantization_config is `declared`, by default what the layout says. Raises
-        CheckpointError if readers would take a packed layer for one that `ignore` lists.
-        """
-        if covered := [name for name in self.layers if matches(name, ignore)]:
-            raise CheckpointError(
-                f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
-                f"others would give it random weights: {', '.join(ignore)}."
-            )
-        if config:
-            declared = declared or self.layout.config(self.layers, ignore)
-            self.config = {**config, "quantization_config": dict(declared)}
-            write_json(self.folder / "config.json", self.config)
-        self.cache = None if declared is None else self.layout.cache.format(declared)
-        for name, data in self.layout.files(self.layers, ignore, self.cache).items():
-            write_json(self.folder / name, data)
-
-    def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
-        """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
-        layers = {} if layer is None else {name.rpartition(".")[0]: layer}
-        stored = self.layout.to_stored({name: tensor}, layers, self.cache is not None)
-        for own, each in stored.items():
-            each = each.contiguous()
-            self.sums[own] = fingerprint(each)
-            current().step(each.nbytes)
-            self.shards.add(own, each)
-
-    def add_file(self, path: Path, sums: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take a file that holds tensors as the layout has them, with their fingerprints."""
-        self.sums |= sums
-        self.shards.add_file(path, {name: tensor.nbytes for name, tensor in tensors.items()})
-
-    def close(self, facts: Mapping[str, Any] | None) -> None:
-        """Write the rest, and fp4pass.json with what `facts` says of the model."""
-        self.shards.close()
-        if facts is None:
-            return
-        own = {
-            "layout": self.layout.name,
-            "weights": self.layout.weights,
-            **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
-            **{key: facts.get(key, {}) for key in ("renamed", "stacks", "joined", "whole")},
-            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            **{key: facts[key] for key in ("carried", "cache_scales") if facts.get(key)},
-            "tensors": dict(sorted(self.sums.items())),
-            "config": self.config,
-        }
-        write_manifest(self.folder, own)
-
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -131,18 +57,16 @@ class ShardWriter:
         self.size += tensor.nbytes
         self.total += tensor.nbytes
 
-    def add_file(self, path: Path, sizes: Mapping[str, int]) -> None:
-        """Take a whole file in place of its tensors, whose bytes are `sizes`: the same on the disk.
-
-        Only where the file system has no links, or this is another one, it is copied.
-        """
+    def add_file(self, file: LayerFile) -> None:
+        """Take a whole file in place of its tensors: the same on the disk, or else a copy."""
         part = self._new_part()
         try:
-            part.hardlink_to(path)
+            part.hardlink_to(file.path)
         except OSError:
-            shutil.copyfile(path, part)
-        self.parts.append((part, list(sizes)))
-        self.total += sum(sizes.values())
+            # The file system has no links, or is another one.
+            shutil.copyfile(file.path, part)
+        self.parts.append((part, [*file.tensors]))
+        self.total += sum(tensor.nbytes for tensor in file.tensors.values())
 
     def _new_part(self) -> Path:
         return self.folder / f"part-{len(self.parts)}"
@@ -174,3 +98,73 @@ class ShardWriter:
             index |= dict.fromkeys(names, file)
         data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
         write_json(self.folder / f"{self.weights}.index.json", data)
+
+
+class CheckpointWriter(ShardWriter):
+    """A writer of configs, of tensors in files of at most `limit` bytes, and of fp4pass.json."""
+
+    def __init__(
+        self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
+    ) -> None:
+        super().__init__(folder, layout.weights, limit)
+        self.layout, self.layers = layout, layers
+        self.sums: dict[str, dict[str, Any]] = {}
+        self.config: dict[str, Any] = {}
+        # The format of the key-value cache that is declared.
+        self.cache: str | None = None
+
+    def declare(
+        self,
+        config: Mapping[str, Any],
+        ignore: Sequence[str],
+        declared: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write config.json, unless `config` is empty, and the other files of the layout.
+
+        Its quantization_config is `declared`, by default what the layout says. Raises
+        CheckpointError if readers would take a packed layer for one that `ignore` lists.
+        """
+        if covered := [name for name in self.layers if matches(name, ignore)]:
+            raise CheckpointError(
+                f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
+                f"others would give it random weights: {', '.join(ignore)}."
+            )
+        if config:
+            declared = declared or self.layout.config(self.layers, ignore)
+            self.config = {**config, "quantization_config": dict(declared)}
+            write_json(self.folder / "config.json", self.config)
+        self.cache = None if declared is None else self.layout.cache.format(declared)
+        for name, data in self.layout.files(self.layers, ignore, self.cache).items():
+            write_json(self.folder / name, data)
+
+    def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
+        """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
+        layers = {} if layer is None else {name.rpartition(".")[0]: layer}
+        stored = self.layout.to_stored({name: tensor}, layers, self.cache is not None)
+        for own, each in stored.items():
+            each = each.contiguous()
+            self.sums[own] = fingerprint(each)
+            current().step(each.nbytes)
+            super().add(own, each)
+
+    def add_file(self, file: LayerFile) -> None:
+        """Take a file that holds tensors as the layout has them."""
+        self.sums |= file.sums
+        super().add_file(file)
+
+    def close(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Write the rest, and fp4pass.json with what `facts` says of the model."""
+        super().close()
+        if facts is None:
+            return
+        own = {
+            "layout": self.layout.name,
+            "weights": self.layout.weights,
+            **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
+            **{key: facts.get(key, {}) for key in ("renamed", "stacks", "joined", "whole")},
+            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
+            **{key: facts[key] for key in ("carried", "cache_scales") if facts.get(key)},
+            "tensors": dict(sorted(self.sums.items())),
+            "config": self.config,
+        }
+        write_manifest(self.folder, own)

@@ -18,7 +18,7 @@ from .._version import __version__
 from ..core.formats import FORMATS, NVFP4
 from ..core.machine import has_fp4_tensor_cores
 from ..kernels.cpu.library import load, serves
-from ..ops.registration import has_e4m3, unserved
+from ..ops.registration import OPERATORS, unserved
 from . import screen
 
 # Compute capability from which GPUs have tensor cores for it.
@@ -81,8 +81,8 @@ def _find() -> dict[str, Any]:
         on_gpu = None
         if gpus:
             device = torch.device("cuda", 0)
-            known = unserved(device, None) is None and has_e4m3(fmt)
-            on_gpu = "Triton" if known or unserved(device, fmt) is None else PLAIN
+            kernel = OPERATORS["linear"].triton
+            on_gpu = PLAIN if kernel is None or unserved(device, fmt, kernel) else "Triton"
         on_cpu = "C++" if reason is None and serves(torch.float32, fmt) else PLAIN
         formats[name] = {"cpu": on_cpu, "gpu": on_gpu}
     lines = [f"Products on the CPU run in plain PyTorch: {reason}"] if reason else []

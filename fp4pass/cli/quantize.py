@@ -19,7 +19,7 @@ from ..checkpoint import MANIFEST, open_checkpoint, save
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import LAYOUTS, get_layout
-from ..checkpoint.upload import require_repository
+from ..checkpoint.publish import require_repository
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..core.files import parse_file
@@ -33,8 +33,9 @@ from ..record.quality import get_quality
 from ..record.rows import Report
 from ..record.schemes import schemes as known_schemes
 from ..record.state import report
-from ..reporting.layers import ERRORS, layer_facts, summarize
-from ..reporting.source import open_packed
+from ..reporting.charts import ERRORS
+from ..reporting.data import layer_facts, summarize
+from ..reporting.models import open_packed
 from ..reporting.text import size
 from . import options as given
 from . import screen
@@ -342,7 +343,7 @@ def _require_writer(config: Any, source: str, processor: Any) -> None:
 def _require_possible(recipe: Recipe, to: str, stream: bool) -> None:
     """Refuse recipes that the layout cannot hold, before hours of work."""
     layout = get_layout(to)
-    layout.cache_config(recipe.kv_cache)
+    layout.cache.config(recipe.kv_cache, layout.name)
     if recipe.kv_cache is not None and stream:
         raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():

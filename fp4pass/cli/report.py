@@ -11,13 +11,16 @@ from typer import Argument, Option
 from ..checkpoint import is_packed, open_checkpoint
 from ..checkpoint.float_models import load_float, load_tokenizer, text_tokenizer
 from ..core.files import parse_json
-from ..errors import OptionError
-from ..reporting.data import gather, require_rows
+from ..errors import OptionError, expected
+from ..reporting.data import gather
+from ..reporting.page import require_free, write_page
 from ..reporting.text import size
-from ..reporting.write import require_free, write_page
 from . import options as given
 from . import screen
 from .evaluate import measure_texts, read_texts
+
+# The fields of an evaluation that the page needs.
+_SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
 
 
 def report(
@@ -39,19 +42,18 @@ def report(
     batch_size: given.BatchSize = 8,
     device: given.Device = None,
     trust_remote_code: given.TrustCode = False,
-    png: Annotated[bool, Option(help="Also write the charts as PNG files.")] = True,
-    overwrite: Annotated[bool, Option(help="Replace the page and the files beside it.")] = False,
+    overwrite: Annotated[bool, Option(help="Replace the page and the JSON beside it.")] = False,
     as_json: screen.Json = False,
 ) -> None:
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
-    The page needs no network. Its numbers are written beside it as JSON, its charts as PNG.
+    The page needs no network. Its numbers are written beside it as JSON.
     """
     given.require_at_least(1, batch_size=batch_size)
     if data and evaluation:
         raise OptionError("Give --data or --evaluation, not both.")
     rows = [] if evaluation is None else _read_evaluation(evaluation)
-    require_free(output, png, overwrite)
+    require_free(output, overwrite)
     # A damaged folder is refused before a text is read.
     open_checkpoint(Path(folder))
     chosen, trust = given.choose_device(device), trust_remote_code
@@ -74,11 +76,11 @@ def report(
         reference_name=reference or "",
         evaluations=rows,
     )
-    files = write_page(page, output, png)
+    numbers = write_page(page, output)
     if as_json:
         screen.print_json(page)
     else:
-        _print(page, files)
+        _print(page, output, numbers)
 
 
 def _read_evaluation(path: Path) -> list[dict[str, Any]]:
@@ -92,17 +94,18 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
         raise OptionError(
             f"{path} holds no perplexity. Expected what fp4pass eval DIR --data FILE --json prints."
         )
-    require_rows(path, texts)
+    for row in texts:
+        if missing := sorted(_SHOWN - set(row)):
+            wanted = "what Evaluation.row returns"
+            raise OptionError(expected(f"{path}", wanted, f"a text without {', '.join(missing)}"))
     return texts
 
 
-def _print(data: Mapping[str, Any], files: list[Path]) -> None:
-    page = next(path for path in files if path.suffix != ".json")
+def _print(data: Mapping[str, Any], page: Path, numbers: Path) -> None:
     summary = data["summary"]
     print(
         f"{page}: {summary['layers']} layers at {summary['bits_per_weight']:.2f} bits, "
         f"{size(summary['bytes'])}, {summary['share']:.0%} of "
         f"{size(summary['bytes_before'])} before"
     )
-    others = [path.name for path in files if path != page]
-    print(f"beside it: {', '.join(others)}")
+    print(f"beside it: {numbers.name}")

@@ -10,8 +10,7 @@ from ..calibration.windows import cut_windows, token_windows
 from ..quantization.observers.computing import fast_dtype
 from .intervals import Change
 from .layer_errors import output_errors
-from .measure import evaluate
-from .results import Difference, Evaluation
+from .measure import Difference, Evaluation, evaluate
 
 __all__ = [
     "Change",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -68,50 +69,41 @@ def output_errors(
     require_batches(batches)
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
-    handles = []
-    experts: dict[Any, dict[str, Any]] = {}
-    for name, module in unwrap(model).named_modules():
-        if isinstance(module, QuantizedExperts):
-            owner = originals.get(name)
-            stacks = {} if owner is None else stacks_of(owner)
-            for key, stack in packed_stacks(module).items():
-                if key not in stacks or stacks[key].weight.shape != stack.weight.shape:
-                    raise _no_original(f"{name}.{key}")
-                own = sums[f"{name}.{key}"] = [0.0, 0.0]
-                experts.setdefault(owner, {})[key] = partial(
-                    _measure_stack, own, stack, activations
-                )
-        if not isinstance(module, QuantizedLinear):
-            continue
-        original = originals.get(name)
-        weight = getattr(original, "weight", None)
-        fits = isinstance(weight, Tensor) and weight.shape == module.weight.shape
-        if original is None or not fits or isinstance(original, QuantizedLinear):
-            raise _no_original(name)
-        sums[name] = [0.0, 0.0]
-        measure = partial(_measure, sums[name], module, activations)
-        handles.append(original.register_forward_hook(measure))
-    for owner, measures in experts.items():
-        hook = partial(_call_stacks, measures)
-        handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
-    if not handles:
-        raise StateError(
-            "Expected a converted model, got one that has no converted linear layer. Call "
-            "fp4pass.convert(model) first."
-        )
-    device = next(reference.parameters()).device
-    try:
-        with (
-            shown("output errors", progress) as bar,
-            fast_dtype(model, reference),
-            watching_tokens(unwrap(reference)),
-        ):
+    with ExitStack() as hooks:
+        for name, module in unwrap(model).named_modules():
+            original = originals.get(name)
+            if isinstance(module, QuantizedExperts):
+                stacks = {} if original is None else stacks_of(original)
+                measures: dict[str, Any] = {}
+                for key, stack in packed_stacks(module).items():
+                    found = sums[f"{name}.{key}"] = [0.0, 0.0]
+                    if key not in stacks or stacks[key].weight.shape != stack.weight.shape:
+                        raise _no_original(f"{name}.{key}")
+                    measures[key] = partial(_measure_stack, found, stack, activations)
+                if original is not None:
+                    hook = partial(_call_stacks, measures)
+                    hooks.callback(
+                        original.register_forward_pre_hook(hook, with_kwargs=True).remove
+                    )
+            elif isinstance(module, QuantizedLinear):
+                weight = getattr(original, "weight", None)
+                fits = isinstance(weight, Tensor) and weight.shape == module.weight.shape
+                if original is None or not fits or isinstance(original, QuantizedLinear):
+                    raise _no_original(name)
+                sums[name] = [0.0, 0.0]
+                measure = partial(_measure, sums[name], module, activations)
+                hooks.callback(original.register_forward_hook(measure).remove)
+        if not sums:
+            raise StateError(
+                "Expected a converted model, got one that has no converted linear layer. Call "
+                "fp4pass.convert(model) first."
+            )
+        device = next(reference.parameters()).device
+        bar = hooks.enter_context(shown("output errors", progress))
+        with fast_dtype(model, reference), watching_tokens(unwrap(reference)):
             for batch in bar.each(batches, "batches"):
                 args, kwargs = call_arguments(batch, device)
                 reference(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {
         name: math.sqrt(error / size) if size else (math.inf if error else math.nan)
         for name, (error, size) in sums.items()
@@ -149,14 +141,13 @@ def _measure_stack(
     x: Tensor,
     ids: Tensor,
 ) -> None:
-    """Add |y - y'|^2 and |y|^2 of the inputs x [T, K] or [T, k, K] of experts ids [T, k]."""
+    """Count the inputs x [T, K] or [T, k, K] of experts ids [T, k]."""
     weights = [original.dense.float(), module.view.of(module.weight).to(x.device).float()]
     y, rounded = (ops.experts_dense(x.float(), ids, weight, None) for weight in weights)
     if activations:
         there = module.weight_packed.device
         rounded = module(x.to(there), ids.to(there)).to(y.device).float()
-    sums[0] += (y - rounded).square().sum(dtype=torch.float64).item()
-    sums[1] += y.square().sum(dtype=torch.float64).item()
+    _add(sums, y - rounded, y)
 
 
 def _measure(
@@ -167,23 +158,26 @@ def _measure(
     args: Sequence[Tensor],
     output: Tensor,
 ) -> None:
-    """Add |y - y'|^2 and |y|^2 of one call of a linear layer to `sums`."""
+    """Count one call of a linear layer."""
     visible = visible_rows(args[0]).visible
     x = args[0].flatten(0, -2)  # [T, K]
     x = x if visible is None else x[visible]
-    weight = _matrix(original.weight, module)  # [N, K]
+    # [N, K]
+    weight, packed = (
+        (each.t() if module.transposed else each).to(x.device).float()
+        for each in (original.weight, module.weight)
+    )
     y = x.float() @ weight.t()
     if activations:
         difference = y - _output(module, x).to(y.device)
     else:
-        difference = x.float() @ (weight - _matrix(module.weight.to(weight.device), module)).t()
-    sums[0] += difference.square().sum(dtype=torch.float64).item()
-    sums[1] += y.square().sum(dtype=torch.float64).item()
+        difference = x.float() @ (weight - packed).t()
+    _add(sums, difference, y)
 
 
-def _matrix(weight: Tensor, module: QuantizedLinear) -> Tensor:
-    """Return a weight of the layer as float32 [N, K]."""
-    return (weight.t() if module.transposed else weight).float()
+def _add(sums: list[float], difference: Tensor, y: Tensor) -> None:
+    for i, each in enumerate((difference, y)):
+        sums[i] += each.square().sum(dtype=torch.float64).item()
 
 
 def _output(module: QuantizedLinear, x: Tensor) -> Tensor:

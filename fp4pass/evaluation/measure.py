@@ -1,8 +1,11 @@
-"""Evaluate a causal language model on a text."""
+"""Evaluate a causal language model on a text: what is measured, and the difference of two."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,20 +14,183 @@ from torch import Tensor, nn
 from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
-from ..errors import ABOVE_0, OptionError, StateError, expected, require_number
+from ..errors import ABOVE_0, OptionError, ShapeError, StateError, expected, require_number
 from ..quantization.observers.batches import device_of, require_tokens
 from ..quantization.observers.computing import fast_dtype
 from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
 from ..record.state import unwrap
-from .intervals import SUMS, Bootstrap, intervals
-from .metrics import MEASURED, quantile, score_tokens
-from .results import Evaluation
+from .intervals import SUMS, Bootstrap, Change, changes, intervals
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
 
 # Logits of one batch: 256 MB.
 _LARGEST = 1 << 28
+
+# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token, KL in
+# the nucleus, the change of the probability of the right token, and its square.
+MEASURED = ("nll", "kl", "top1", "top_p_kl", "delta_p", "delta_p2")
+
+# Tokens of a nucleus to look for first; rows with a larger nucleus are searched again.
+_NUCLEUS = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures of a model on a text.
+
+    Attributes:
+        windows: windows that were run.
+        tokens: tokens that were scored.
+        perplexity: of the scored tokens.
+        bits_per_byte: over the bytes that the scored tokens stand for; None without a tokenizer.
+        kl: KL(reference || model), nats per token; None without a reference.
+        kl_999: the KL that 99.9 % of the tokens stay below; None without a reference.
+        top1: share of tokens whose likeliest successor is the reference's; None without one.
+        delta_p: mean of what the model gives the right token more than the reference, as
+            probabilities; None without a reference.
+        rms_delta_p: root of the mean square of the same; None without a reference.
+        top_p_kl: KL in the reference's nucleus of mass `top_p`, both renormalized there; None
+            without a reference.
+        top_p: mass of the nucleus.
+        unit: what is resampled: "document", or "window" where documents are not known.
+        units: units with scored tokens.
+        confidence: of the intervals.
+        intervals: lower and upper end by the name of the measure; empty for fewer than two units.
+        digest: SHA-256 of the tokens and of the scored positions.
+        sums: [units, SUMS] float64, sums over the tokens of each unit.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, model, window=16, progress=False)
+        >>> found.kl, found.top1
+        (0.0, 1.0)
+    """
+
+    windows: int
+    tokens: int
+    perplexity: float
+    bits_per_byte: float | None = None
+    kl: float | None = None
+    top1: float | None = None
+    top_p_kl: float | None = None
+    top_p: float = 0.95
+    kl_999: float | None = None
+    delta_p: float | None = None
+    rms_delta_p: float | None = None
+    unit: str = "window"
+    units: int = 0
+    confidence: float = 0.95
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    digest: str = ""
+    sums: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self, *, sums: bool = False) -> dict[str, Any]:
+        """Return the fields as JSON values; with `sums`, those of each unit too.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> found.to_dict()["unit"]
+            'window'
+        """
+        ends = {name: list(each) for name, each in self.intervals.items()}
+        of_units = self.sums.tolist() if sums and self.sums is not None else None
+        plain = {**vars(self), "intervals": ends, "sums": of_units}
+        if not sums:
+            del plain["sums"]
+        return plain
+
+    def row(self, text: str, before: Evaluation | None = None) -> dict[str, Any]:
+        """Return the row that `fp4pass eval --json` prints; `before` is that of the original.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, model, window=16, progress=False)
+            >>> found.row("a text", before=found)["difference"]["perplexity"]["value"]
+            0.0
+        """
+        found = {"text": text, **self.to_dict()}
+        if before is not None:
+            found["reference_perplexity"] = before.perplexity
+            found["reference_intervals"] = before.to_dict()["intervals"]
+            found["difference"] = self.difference(before).to_dict()
+        return found
+
+    def difference(
+        self, other: Evaluation, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    ) -> Difference:
+        """Return this evaluation minus another of the same tokens, with intervals.
+
+        Units are resampled for both together, so that what a hard document costs both cancels.
+
+        Args:
+            other: an evaluation by `fp4pass.evaluate` of the same tokens.
+            confidence: of the intervals, in (0, 1).
+            resamples: of the bootstrap.
+            seed: of the bootstrap.
+
+        Raises:
+            StateError: the tokens differ, or an evaluation has no sums.
+            OptionError: confidence or resamples is out of range.
+
+        Example:
+            >>> before = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> packed = fp4pass.convert(model, "nvfp4a16", "sse")
+            >>> found = fp4pass.evaluate(packed, tokenizer, text, window=16, progress=False)
+            >>> change = found.difference(before).perplexity_ratio
+            >>> change.low < change.value < change.high
+            True
+        """
+        if self.sums is None or other.sums is None:
+            raise StateError(
+                "Expected two evaluations by fp4pass.evaluate, got one that has no sums. Make "
+                "both with fp4pass.evaluate."
+            )
+        if self.digest != other.digest:
+            raise StateError(
+                "Expected evaluations of the same tokens, got different tokens: "
+                f"{self.tokens} scored in {self.windows} windows (digest {self.digest}), and "
+                f"{other.tokens} in {other.windows} (digest {other.digest}). Evaluate both on the "
+                "same text, with the same window and stride."
+            )
+        options = Bootstrap(confidence, resamples, seed)
+        found = changes(self.sums.numpy(), other.sums.numpy(), options)
+        if self.top_p != other.top_p:
+            found.pop("top_p_kl", None)
+        return Difference(confidence=confidence, **found)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One evaluation minus another of the same tokens.
+
+    `perplexity_ratio` is perplexity over perplexity, the others are differences. A measure that one
+    of them lacks is None, as is the KL in nuclei of different mass. `confidence` is of the
+    intervals.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+        >>> found.difference(found).perplexity.value
+        0.0
+    """
+
+    confidence: float
+    perplexity: Change
+    perplexity_ratio: Change
+    bits_per_byte: Change | None = None
+    kl: Change | None = None
+    top_p_kl: Change | None = None
+    top1: Change | None = None
+    delta_p: Change | None = None
+    rms_delta_p: Change | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> found.difference(found).to_dict()["kl"] is None
+            True
+        """
+        return dataclasses.asdict(self)
 
 
 @torch.no_grad()
@@ -149,12 +315,7 @@ def _sum_up(
     batch_size: int,
     top_p: float,
 ) -> tuple[dict[str, float], Tensor, Tensor]:
-    """Run the models on all windows.
-
-    Returns:
-        The sums over all scored tokens; those over the tokens of each unit [units, SUMS]; and the
-        KL of each token [tokens], of none without a reference.
-    """
+    """Return sums over all tokens, those of each unit [units, SUMS], and the KL of each token."""
     models = [each for each in (model, reference) if each is not None]
     names = MEASURED[:1] if reference is None else MEASURED
     kls: list[Tensor] = []
@@ -210,3 +371,79 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
             f"{type(output).__name__} without them. Give a causal language model."
         )
     return logits.flatten(0, 1)
+
+
+def score_tokens(
+    logits: Tensor, targets: Tensor, others: Tensor | None = None, *, top_p: float
+) -> list[Tensor]:
+    """Return metrics [T] of tokens, in the order of MEASURED: all but nll only with `others`.
+
+    logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
+    [T]. The nucleus is the reference's, of mass `top_p`. KL and differences of probabilities are
+    float64, agreement of top-1 is bool.
+    """
+    if others is not None and others.shape != logits.shape:
+        raise ShapeError(
+            f"The reference has logits {tuple(others.shape)}: expected {tuple(logits.shape)}, "
+            "those of the model. Give the model that was converted."
+        )
+    log_q = logits.float().log_softmax(-1)
+    nll = -log_q.gather(1, targets[:, None])[:, 0]
+    if others is None:
+        return [nll]
+    log_p = others.float().log_softmax(-1)
+    terms = _kl_terms(log_p, log_q)
+    kl = terms.sum(-1, dtype=torch.float64)
+    agree = others.argmax(-1) == logits.argmax(-1)
+    delta = (-nll.double()).exp() - log_p.gather(1, targets[:, None])[:, 0].double().exp()
+    if top_p == 1:
+        return [nll, kl, agree, kl, delta, delta.square()]
+    outside = log_p < _least_likely(log_p, top_p)[:, None]
+    # log of the mass that each model has in the nucleus.
+    mass_p = log_p.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
+    mass_q = log_q.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
+    inside = terms.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
+    inside = inside / mass_p + (mass_q.log() - mass_p.log())
+    # A model that rules the whole nucleus out is infinitely far, and not inf - inf.
+    inside = torch.where(mass_q == 0, math.inf, inside)
+    return [nll, kl, agree, inside, delta, delta.square()]
+
+
+def token_kl(logits: Tensor, others: Tensor) -> Tensor:
+    """Return KL(others || logits) [T] float64 of tokens, of logits [T, vocabulary] each."""
+    log_q, log_p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    return _kl_terms(log_p, log_q).sum(-1, dtype=torch.float64)
+
+
+def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return what each token of the vocabulary adds to the KL."""
+    p = log_p.exp()
+    # A token that the reference rules out (logit -inf) adds nothing.
+    return torch.where(p == 0, 0.0, p * (log_p - log_q))
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """Return the quantile of values [n], between two of them on the line through both."""
+    ordered = values.sort().values
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    # Two infinite values have no line.
+    found = low if low == high else low + (high - low) * (place % 1)
+    return float(found)
+
+
+def _least_likely(log_p: Tensor, top_p: float) -> Tensor:
+    """Return the log probability of the last token in the nucleus: [T, vocabulary] to [T]."""
+    tokens, vocabulary = log_p.shape
+    found = log_p.new_full((tokens,), -math.inf)
+    left = torch.arange(tokens, device=log_p.device)
+    count = _NUCLEUS
+    while len(left):
+        likeliest = log_p[left].topk(min(count, vocabulary)).values
+        mass = likeliest.double().exp().cumsum(-1)
+        # Where rounding leaves the sum of all below top_p, the nucleus is all tokens.
+        before = (mass < top_p).sum(-1).clamp(max=vocabulary - 1)
+        enough = before < likeliest.shape[1]
+        found[left[enough]] = likeliest[enough].gather(1, before[enough, None])[:, 0]
+        left, count = left[~enough], count * 8
+    return found

@@ -9,7 +9,7 @@ adapters on converted models.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +17,21 @@ from torch import nn
 
 from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
-from .._compat.transformers_loading import choose_config
+from .._compat.transformers_loading import choose_config, loads_model
+from ..checkpoint.finish import IN_CONFIG
+from ..checkpoint.layouts import CompressedTensors
 from ..nn.experts import QUANTIZED
 from ..quantization.adapters import around_packed, refuse_merge
-from .choosing import ASKED, KEPT_PACKED, METHOD, choose, diffusers_quantizer, read_described
 
 if TYPE_CHECKING:
     from ..quantization.observers.kv_cache import quantized_cache
-    from .packed_folders import PackedConfig
-    from .transformers import Fp4PassConfig
+    from .transformers import Fp4PassConfig, PackedConfig
 
 __all__ = ["Fp4PassConfig", "PackedConfig", "quantized_cache"]
 
 _MODULES = {
     "Fp4PassConfig": ".transformers",
-    "PackedConfig": ".packed_folders",
+    "PackedConfig": ".transformers",
     "quantized_cache": "..quantization.observers.kv_cache",
 }
 
@@ -45,6 +45,61 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names, which completion shows."""
     return sorted(__all__)
+
+
+# Those that transformers reads with no library, or with one that fp4pass is not in need of.
+_KEPT_PACKED = ("modelopt", "quark")
+
+# Those that transformers reads, and that stay packed where sentence-transformers loads a model.
+_ASKED = (CompressedTensors.name,)
+
+
+class QuantMethod(str):
+    """The `quant_method` of a config, which diffusers reads as a member of an enumeration."""
+
+    @property
+    def value(self) -> str:
+        """The plain name."""
+        return str(self)
+
+
+# The method of `Fp4PassConfig`, and of the folders that diffusers writes.
+METHOD = QuantMethod(IN_CONFIG)
+
+
+def _choose(declared: Mapping[str, Any], given: Any) -> Any:
+    """Return the config of a folder that stays packed, None for one that transformers reads."""
+    if given is None and declared.get("quant_method") == CompressedTensors.name:
+        # transformers reads these, unless the model is called by another library than itself.
+        if not CompressedTensors().detect(declared) or not loads_model():
+            return None
+    elif given is None and declared.get("quant_method") == "quark":
+        # Quark has formats of its own library.
+        from ..checkpoint.layouts.mxfp4 import is_read
+
+        if not is_read(declared):
+            return None
+    elif given is not None and type(given).__name__ != "PackedConfig":
+        return None
+    # It imports transformers, and refuses old versions.
+    from .transformers import PackedConfig
+
+    return PackedConfig.from_dict(declared)
+
+
+def _read_described(declared: Mapping[str, Any]) -> Any:
+    """Return the config of a folder that diffusers wrote."""
+    # It imports diffusers, and refuses old versions.
+    from .diffusers import DescribedConfig
+
+    return DescribedConfig(declared)
+
+
+def _diffusers_quantizer(config: Any, **kwargs: Any) -> Any:
+    """Return the quantizer of a config of diffusers."""
+    from .diffusers import PackedQuantizer
+
+    return PackedQuantizer(config, **kwargs)
 
 
 @contextmanager
@@ -67,5 +122,5 @@ def _before_merge(tuner: Any) -> None:
 
 
 around_adapters(_around, _before_merge)
-choose_config(KEPT_PACKED, ASKED, choose)
-register_quantizer(METHOD, read_described, diffusers_quantizer)
+choose_config(_KEPT_PACKED, _ASKED, _choose)
+register_quantizer(METHOD, _read_described, _diffusers_quantizer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.loading import load
-from ..checkpoint.opening import is_packed
+from ..checkpoint.reader import is_packed
 from ..core.machine import require_device
 from ..errors import Fp4PassError, OptionError, VersionError
 from ..evaluation import fast_dtype

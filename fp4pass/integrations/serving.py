@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._compat.transformers import config_faults
 from ..checkpoint.loading import load
-from ..checkpoint.opening import is_packed
+from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, OptionError, expected
 
 _log = logging.getLogger(__name__)

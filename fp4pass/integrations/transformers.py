@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,29 +11,35 @@ import torch
 from torch import Tensor
 
 from .._compat.transformers import (
+    held_plan,
     loading_operation,
     register_quantization,
+    released_mesh,
     require_transformers,
     tied,
     unread_parameters,
 )
-from ..checkpoint.unread import require_float
+from .._compat.transformers_loading import require_filled, when_loaded
+from ..checkpoint.loading import PackedFolder
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.source_files import require_float
 from ..errors import CheckpointError, OptionError
 from ..methods.base import MethodChoice
 from ..nn.experts import current_weight
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.recipe import Recipe
+from ..quantization.restore import dequantize_model
 from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..record.config import LinearOptions, Rule, check_rules
 from ..record.schemes import Scheme
 from ..record.state import config_of
+from . import METHOD
 from .as_read import PackedAsRead
-from .choosing import METHOD
-from .quantizer import PackedQuantizer
 
 require_transformers()
 
+from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 if TYPE_CHECKING:
@@ -115,7 +122,55 @@ class Fp4PassConfig(QuantizationConfigMixin):
         return {"quant_method": str(METHOD), **self.recipe.to_dict()}
 
 
-class Fp4PassQuantizer(PackedQuantizer):
+class _Quantizer(HfQuantizer):
+    """A quantizer whose models are converted ones once they are loaded.
+
+    transformers documents the methods that it calls, those with an underscore too.
+    """
+
+    _split: dict[str, str] | None = None
+
+    def hold_plan(self, model: Any) -> None:
+        """Take the plan of tensor parallelism from a model, which is split once it is whole."""
+        self._split = held_plan(model)
+
+    @abstractmethod
+    def complete(self, model: Any) -> None:
+        """Complete a model whose tensors are loaded."""
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Complete the model, and split it if that was asked for."""
+        # The config of the layout takes its place, if there is one.
+        del model.config.quantization_config
+        split, self._split = self._split, None
+        self.complete(model)
+        if split is not None:
+            # Importing it takes a second.
+            from ..parallel import parallelize
+
+            parallelize(model, released_mesh(model, split))
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """Make every packed layer dense again, with its rounded weight."""
+        return dequantize_model(model, dtype)
+
+    def is_serializable(self) -> bool:
+        """Return whether save_pretrained works; the model refuses where there is no layout."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: products have a gradient for their input, so that adapters can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """True: torch.compile works."""
+        return True
+
+
+class Fp4PassQuantizer(_Quantizer):
     """Packs weights as they are read, so that only layers that share a scale are ever dense.
 
     transformers documents the methods that it calls, those with an underscore too.
@@ -187,3 +242,91 @@ class Fp4PassQuantizer(PackedQuantizer):
 
 
 register_quantization(METHOD, Fp4PassConfig, Fp4PassQuantizer)
+
+
+# The `quant_method` of configs that keep a folder packed.
+PACKED = "fp4pass-packed"
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """Keeps the weights of a packed folder packed: `from_pretrained(..., quantization_config=...)`.
+
+    Folders of ModelOpt and Quark are kept packed without it, for transformers reads them in no
+    other way. With it are those that transformers makes dense: compressed-tensors and gpt-oss.
+
+    Attributes:
+        declared: what the folder declares.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "packed-model")
+        >>> config = fp4pass.integrations.PackedConfig()
+        >>> load = AutoModelForCausalLM.from_pretrained
+        >>> model = load("packed-model", quantization_config=config)
+        >>> type(model.model.layers[0].mlp.up_proj).__name__
+        'QuantizedLinear'
+    """
+
+    def __init__(self) -> None:
+        self.quant_method: Any = PACKED
+        self.declared: dict[str, Any] = {}
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the config of the `quantization_config` of a folder, as plain values.
+
+        With `return_unused_kwargs` it returns the config and `kwargs`, as transformers asks.
+
+        Example:
+            >>> declared = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+            >>> fp4pass.integrations.PackedConfig.from_dict(declared).declared["quant_algo"]
+            'NVFP4'
+        """
+        config = cls()
+        config.declared = dict(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them; `from_dict` reads them.
+
+        Example:
+            >>> fp4pass.integrations.PackedConfig().to_dict()
+            {'quant_method': 'fp4pass-packed'}
+        """
+        return {"quant_method": PACKED, **self.declared}
+
+
+class FolderQuantizer(_Quantizer):
+    """Leaves packed layers to fp4pass, and everything else to transformers."""
+
+    def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._folder: PackedFolder | None = None
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        """Give the skeleton its packed layers, without memory."""
+        files = [Path(each) for each in kwargs.get("checkpoint_files") or ()]
+        if not files or any(each.suffix != ".safetensors" for each in files):
+            raise CheckpointError(
+                "The checkpoint: expected a folder of packed weights in .safetensors files, got "
+                f"{files[0].name if files else 'a state dict'}. Give the folder to from_pretrained."
+            )
+        self.hold_plan(model)
+        # The skeleton is made within a context that has no memory.
+        with torch.device("cpu"):
+            reader = open_checkpoint(files[0].parent)
+            folder = self._folder = PackedFolder(model, reader, is_part=True)
+            folder.place()
+        dense = {each.parameter for each in folder.dense}
+        when_loaded(model, folder.fill, lambda name: name in folder.expected, dense)
+
+    def complete(self, model: Any) -> None:
+        """Finish the model as `load` does."""
+        assert self._folder is not None, "transformers calls the other method first"
+        require_filled(model)
+        self._folder.finish()
+        self._folder = None
+
+
+register_quantization(PACKED, PackedConfig, FolderQuantizer)

@@ -1,5 +1,7 @@
 """Methods that quantize a weight, and the registry."""
 
+# ruff: noqa: F401
+
 from .base import (
     METHODS,
     Certificate,
@@ -12,14 +14,12 @@ from .base import (
 )
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
-from .statistics import STATISTICS, ExpertInputs, Stats
-from .weight_errors import squared_errors
+from .statistics import STATISTICS, ExpertInputs, Stats, squared_errors
 
 __all__ = [
     "METHODS",
     "STATISTICS",
     "Certificate",
-    "ExpertInputs",
     "Gptq",
     "Hessian",
     "Method",
@@ -29,9 +29,6 @@ __all__ = [
     "Stats",
     "certify",
     "method",
-    "method_from_dict",
-    "method_to_dict",
-    "resolve_method",
     "search_scales",
     "squared_errors",
 ]

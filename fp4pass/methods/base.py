@@ -179,15 +179,7 @@ def method(
 def resolve_method(choice: object) -> tuple[Method, Any]:
     """Return the method and its options for a name, or for an options object.
 
-    Options may have needs beyond those of their method.
-
-    Raises:
-        OptionError: no method is registered for it.
-
-    Example:
-        >>> method, options = fp4pass.methods.resolve_method("gptq")
-        >>> method.name, options.damping
-        ('gptq', 0.1)
+    Options may have needs beyond those of their method. Raises OptionError for anything else.
     """
     if isinstance(choice, str):
         if choice not in METHODS:
@@ -202,34 +194,21 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
 
 
 def method_to_dict(options: Any) -> dict[str, Any]:
-    """Return the options of a method as JSON has them; `method_from_dict` reads it.
-
-    Example:
-        >>> fp4pass.methods.method_to_dict(fp4pass.Sse())
-        {'name': 'sse'}
-    """
+    """Return the options of a method as JSON has them; `method_from_dict` reads it."""
     return {"name": resolve_method(options)[0].name, **dataclasses.asdict(options)}
 
 
 def method_from_dict(data: Mapping[str, Any]) -> Any:
     """Return the options object of a name and options, as in {"name": "gptq", "damping": 0.1}.
 
-    Raises:
-        OptionError: the name is missing or unknown, or an option does not exist.
-
-    Example:
-        >>> fp4pass.methods.method_from_dict({"name": "hessian", "codes": "joint"}).codes
-        'joint'
+    Raises OptionError where the name is missing or unknown, or an option does not exist.
     """
-    rest = dict(data)
-    name = rest.pop("name", None)
+    name = data.get("name")
     if not isinstance(name, str):
         raise OptionError(expected("method", "a name, as in {name: hessian}", dict(data)))
-    if name not in METHODS:
-        raise unknown_name("Method", name, METHODS)
-    kind = METHODS[name].options
+    kind = resolve_method(name)[0].options
+    rest = {key: value for key, value in data.items() if key != "name"}
     known = [field.name for field in dataclasses.fields(kind)]
-    for key in rest:
-        if key not in known:
-            raise unknown_name(f"Method {name!r}: the option", key, known)
+    for key in rest.keys() - set(known):
+        raise unknown_name(f"Method {name!r}: the option", key, known)
     return kind(**rest)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_number, unknown_name
 from ..kernels.search.float_scales import codes_at
 from ..kernels.statistics.naive import ieee_products
-from ..ops.checks import require_weight
-from .base import Certificate, MethodResult, StackFunction, method
+from ..ops.checks import require_block_scales, require_weight
+from .base import Certificate, MethodResult, method
 from .statistics import Stats
 
 CODES = ("rtn", "joint")
@@ -47,8 +48,6 @@ def search_scales(
         >>> state.scale.shape
         torch.Size([4, 2])
     """
-    if not isinstance(weight, Tensor):
-        raise OptionError(expected("weight", "a torch.Tensor", type(weight).__name__))
     require_weight(weight, fmt)
     if not 0.0 < global_scale < math.inf:
         raise OptionError(expected("global_scale", "a positive number", global_scale))
@@ -73,9 +72,10 @@ def exact_global_scale(matrices: Sequence[Tensor], fmt: Format, global_scale: fl
     The given one is for their largest magnitude. Numbers that were quantized before, when one that
     was clipped was larger, have had the next.
     """
-    scales = (global_scale, 2 * global_scale)
-    exact = (each for each in scales if all(_is_exact(x, fmt, each) for x in matrices))
-    return next(exact, global_scale)
+    for scale in (global_scale, 2 * global_scale):
+        if all(_is_exact(x, fmt, scale) for x in matrices):
+            return scale
+    return global_scale
 
 
 def _is_exact(matrix: Tensor, fmt: Format, global_scale: float) -> bool:
@@ -105,20 +105,13 @@ def _search(
     return QuantState(packed, bits, global_scale, fmt, shape, dtype)
 
 
-def _search_stack(objective: str) -> StackFunction:
-    """Return a function that searches all matrices of a stack at once."""
-
-    def search(
-        weight: Tensor, fmt: Format, global_scales: Sequence[float], options: Any
-    ) -> list[QuantState]:
-        packed, scale = ops.search_stack(weight.detach(), global_scales, fmt.key, objective)
-        shape = tuple(weight.shape[1:])
-        return [
-            QuantState(*each, fmt, shape, weight.dtype)
-            for each in zip(packed, scale, global_scales, strict=True)
-        ]
-
-    return search
+def _search_stack(
+    objective: str, weight: Tensor, fmt: Format, global_scales: Sequence[float], options: Any
+) -> list[QuantState]:
+    """Search all matrices of a stack [E, N, K] at once."""
+    packed, scale = ops.search_stack(weight.detach(), global_scales, fmt.key, objective)
+    found = zip(packed, scale, global_scales, strict=True)
+    return [QuantState(*each, fmt, tuple(weight.shape[1:]), weight.dtype) for each in found]
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ class Naive:
     """
 
 
-@method("naive", Naive, stack=_search_stack("naive"), objective="naive")
+@method("naive", Naive, stack=partial(_search_stack, "naive"), objective="naive")
 def naive(
     weight: Tensor,
     stats: Stats,
@@ -152,7 +145,7 @@ class Sse:
     """
 
 
-@method("sse", Sse, stack=_search_stack("sse"), objective="sse")
+@method("sse", Sse, stack=partial(_search_stack, "sse"), objective="sse")
 def sse(
     weight: Tensor,
     stats: Stats,
@@ -194,7 +187,7 @@ class Hessian:
     def __post_init__(self) -> None:
         if self.codes not in CODES:
             raise unknown_name("Hessian: codes", self.codes, CODES)
-        if not isinstance(self.exact, bool):
+        if not isinstance(self.exact, bool):  # as a recipe may have it
             raise OptionError(expected("Hessian: exact", "True or False", repr(self.exact)))
         require_number("Hessian: node_budget", "1, 2, ...", self.node_budget, least=1)
 
@@ -256,3 +249,41 @@ def hessian(
     if not options.exact:
         return state
     return MethodResult(*certify(weight, state, block_hessian, options.node_budget))
+
+
+def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
+    """Count the blocks of a state by how many steps their scale is above that of `naive`.
+
+    A step goes from one scale of the format to the next larger one. Blocks of zeros of the `weight`
+    [N, K] are not counted. Returns {steps: blocks}, ascending; raises ShapeError.
+    """
+    if weight.shape != state.shape:
+        raise ShapeError(
+            f"The weight has shape {tuple(weight.shape)} and its quantized state {state.shape}. "
+            "Give the dense weight as [N, K]; a transposed one with .t()."
+        )
+    fmt = state.format
+    require_block_scales(fmt)
+    naive = search_scales(weight, fmt, state.global_scale, "naive")
+    counted = weight.detach().unflatten(1, (-1, fmt.block)).any(-1)  # [N, K / block]
+    # Bytes ascend with the scales they stand for.
+    steps = (state.scale.int() - naive.scale.int())[counted]
+    return {offset - 255: count for offset, count in _counts(steps + 255)}
+
+
+def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:
+    """Count the blocks by scale, without the global scale: {scale: blocks}, ascending, NaN last."""
+    require_block_scales(fmt)
+    bits = scale.scale if isinstance(scale, QuantState) else scale.view(torch.uint8)
+    found: dict[float, int] = {}
+    for byte, count in _counts(bits):
+        # One NaN for all bytes that stand for no scale.
+        value = fmt.scale.decode(byte) if byte < fmt.scale.nan else math.nan
+        found[value] = found.get(value, 0) + count
+    return found
+
+
+def _counts(numbers: Tensor) -> list[tuple[int, int]]:
+    """Return the integers >= 0 that occur, ascending, and how often."""
+    counts = numbers.flatten().int().bincount().tolist()
+    return [(number, count) for number, count in enumerate(counts) if count]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..core.quant_state import QuantState
-from ..kernels.fp8.naive import COMPUTES
+from ..kernels.compute_fp8.naive import COMPUTES
 from ..record.config import LinearConfig
 from .input_cache import compute_once
 from .packed_linear import PackedLinear, code_bits, scale_bits, swap_class

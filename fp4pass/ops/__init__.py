@@ -10,16 +10,22 @@ run the Triton kernels, everything else the references, which document the argum
 from .activations import (
     activate_quantize,
     activate_round,
+    add_rms_norm,
+    all_reduce,
+    all_reduce_add,
+    attention,
+    attention_span,
     dynamic_global_scale,
     norm_quantize,
     norm_round,
     quantize,
+    rms_norm,
+    rotary_attention,
     rotate,
     rotate_quantize,
 )
-from .attention import attention, attention_span, rotary_attention
 from .checks import FLOATS
-from .experts import (
+from .linears import (
     experts_dense,
     experts_linear,
     experts_linear_quantized,
@@ -27,20 +33,11 @@ from .experts import (
     experts_mixture,
     experts_outer,
     experts_quantize,
-    observe_experts,
-)
-from .linears import (
     linear,
-    linear_add,
-    linear_gated,
     linear_group,
-    linear_normed_gated,
-    linear_normed_group,
     linear_quantized,
     linear_quantized_group,
-    linear_rounded,
+    observe_experts,
 )
-from .norms import add_rms_norm, rms_norm
-from .reduce import all_reduce, all_reduce_add
 from .registration import call
 from .weights import dequantize, gptq, joint, observe, observe_full, search, search_stack

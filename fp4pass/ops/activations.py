@@ -1,4 +1,4 @@
-"""Declare the operators that rotate and quantize activations, alone or fused."""
+"""Declare the operators on activations: quantization, rotation, norms, attention, reductions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 
 from ..core.packing import empty_blocks
-from ..kernels.fp8.naive import activate_round_ref, norm_round_ref
+from ..kernels.attention.naive import (
+    COUNTERS,
+    attention_ref,
+    attention_span_ref,
+    rotary_attention_ref,
+)
+from ..kernels.compute_fp8.naive import activate_round_ref, norm_round_ref
+from ..kernels.norm.naive import add_rms_norm_ref, rms_norm_ref, sums_of_squares
 from ..kernels.quantize.naive import (
     activate_quantize_ref,
     dynamic_global_scale_ref,
     norm_quantize_ref,
     quantize_ref,
 )
+from ..kernels.reduce.naive import all_reduce_add_ref, all_reduce_ref
 from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
 from .checks import (
     require_activation,
@@ -83,17 +91,15 @@ dynamic_global_scale = operator(
 quantize = operator(
     quantize_ref,
     triton="kernels.quantize.triton:quantize_triton",
-    e4m3="kernels.quantize.e4m3_triton:quantize_e4m3",
-    cpu="kernels.quantize.cpu:quantize_cpu",
+    cpu="kernels.cpu.operators:quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable,),
     backward=ROUNDING,
 )
 norm_quantize = operator(
     norm_quantize_ref,
-    triton="kernels.quantize.norm_triton:norm_quantize_triton",
-    e4m3="kernels.quantize.e4m3_triton:norm_quantize_e4m3",
-    cpu="kernels.quantize.cpu:norm_quantize_cpu",
+    triton="kernels.quantize.triton:norm_quantize_triton",
+    cpu="kernels.cpu.operators:norm_quantize_cpu",
     shapes=lambda x, residual, fmt: (
         x.new_empty(0 if residual is None else x.shape),
         *empty_blocks(x, fmt),
@@ -104,8 +110,7 @@ norm_quantize = operator(
 activate_quantize = operator(
     activate_quantize_ref,
     triton="kernels.quantize.triton:activate_quantize_triton",
-    e4m3="kernels.quantize.e4m3_triton:activate_quantize_e4m3",
-    cpu="kernels.quantize.cpu:activate_quantize_cpu",
+    cpu="kernels.cpu.operators:activate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=ROUNDING,
@@ -113,13 +118,13 @@ activate_quantize = operator(
 # Passes put these into graphs whose gradients are made already: they have none of their own.
 activate_round = operator(
     activate_round_ref,
-    triton="kernels.fp8.round_triton:activate_round_triton",
+    triton="kernels.compute_fp8.operands_triton:activate_round_triton",
     shapes=_rounded,
     checks=(require_activation, require_float, require_factor),
 )
 norm_round = operator(
     norm_round_ref,
-    triton="kernels.fp8.round_triton:norm_round_triton",
+    triton="kernels.compute_fp8.operands_triton:norm_round_triton",
     shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
     checks=(require_float, require_rms_weight, require_residual),
 )
@@ -133,8 +138,47 @@ rotate = operator(
 rotate_quantize = operator(
     rotate_quantize_ref,
     triton="kernels.rotate.triton:rotate_quantize_triton",
-    cpu="kernels.quantize.cpu:rotate_quantize_cpu",
+    cpu="kernels.cpu.operators:rotate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable, require_rotation),
     backward=ROUNDING,
+)
+# Only passes make calls of these norms, in graphs whose gradients are made already.
+rms_norm = operator(
+    rms_norm_ref,
+    triton="kernels.norm.triton:rms_norm_triton",
+    shapes=lambda x: x.new_empty(x.shape),
+    checks=(require_float, require_rms_weight),
+)
+add_rms_norm = operator(
+    add_rms_norm_ref,
+    triton="kernels.norm.triton:add_rms_norm_triton",
+    shapes=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    checks=(require_float, require_rms_weight, require_residual),
+)
+attention_span = operator(
+    attention_span_ref,
+    triton="kernels.attention.triton:attention_span_triton",
+    shapes=lambda mask: (
+        mask.new_empty((mask.shape[0], 2), dtype=torch.int32),
+        mask.new_empty(COUNTERS, dtype=torch.int32),
+    ),
+)
+attention = operator(
+    attention_ref,
+    triton="kernels.attention.triton:attention_triton",
+    shapes=lambda q, v: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])),
+)
+rotary_attention = operator(
+    rotary_attention_ref,
+    triton="kernels.attention.triton:rotary_attention_triton",
+    shapes=lambda q, v: q.new_empty((*q.shape[:3], v.shape[3])),
+    mutates=("keys", "values"),
+)
+all_reduce = operator(all_reduce_ref, shapes=lambda x: x.new_empty(x.shape))
+# Only a pass makes calls of it.
+all_reduce_add = operator(
+    all_reduce_add_ref,
+    shapes=lambda x: (x.new_empty(x.shape), sums_of_squares(x)),
+    checks=(require_residual,),
 )

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.packing import PackedInput, PackedWeight
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
-from ..kernels.fp8.naive import COMPUTES
+from ..kernels.compute_fp8.naive import COMPUTES
+from ..kernels.linear.naive import Around
 from ..kernels.norm.naive import SQUARES
 from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS, NORMS
 from ..kernels.rotate.naive import ROTATIONS
@@ -111,54 +112,44 @@ def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
         )
 
 
-require_norm_weight = _check(
-    "x norm_weight", lambda x, weight: require_norm(x, weight, None, "rms")
-)
 require_rms_weight = _check("x weight", lambda x, weight: require_norm(x, weight, None, "rms"))
 require_residual = _check("x residual", _like_input, "residual")
 require_factor = _check("x up", _like_input, "factor")
 
 
-def require_gate(weights: Sequence[PackedWeight]) -> None:
-    """Raise ShapeError unless these are two weights of one shape, or one of halves."""
-    shapes = [tuple(each.packed.shape) for each in weights]
-    if shapes != shapes[:1] * 2 and not (len(shapes) == 1 and shapes[0][0] % 2 == 0):
-        raise ShapeError(
-            "The weights of a gate and its factor: expected packed codes of two in one shape, or "
-            f"of one with an even number of rows, got {shapes}. Multiply each and apply the "
-            "activation to the results."
-        )
-
-
-def require_added(x: Tensor, weight: PackedWeight, residual: Tensor) -> None:
-    """Raise ShapeError unless a residual is like the product of x and a weight."""
-    shape = (*x.shape[:-1], weight.packed.shape[0])
-    if residual.shape != shape or residual.dtype != x.dtype:
-        raise ShapeError(
-            f"The residual: expected {shape} {x.dtype} as the product, got "
-            f"{tuple(residual.shape)} {residual.dtype}. Expand or cast it before the call."
-        )
-
-
-def require_rounded(x: Tensor, factors: Tensor) -> None:
-    """Raise DtypeError or ShapeError unless these are E4M3 rows with their factors."""
-    if x.dtype != torch.float8_e4m3fn:
+def require_around(x: Tensor, weights: Sequence[PackedWeight], around: Around) -> None:
+    """Raise unless what is around products fits them, and they can be computed."""
+    if around.factors is None:
+        require_float(x)
+    elif x.dtype != torch.float8_e4m3fn:
         raise DtypeError(f"Rounded rows: expected torch.float8_e4m3fn, got {x.dtype}.")
-    shape = (*x.shape[:-1], 1)
-    if factors.shape != shape or factors.dtype != torch.float32:
-        raise ShapeError(
-            f"The factors of rounded rows: expected {shape} torch.float32, got "
-            f"{tuple(factors.shape)} {factors.dtype}."
-        )
+    else:
+        _require_like("The factors of rounded rows", around.factors, x, 1)
+    if around.squares is not None:
+        require_norm(x, around.norm_weight, None, "rms")
+        _require_like("squares", around.squares, x, math.ceil(x.shape[-1] / SQUARES))
+    shapes = [tuple(each.packed.shape) for each in weights]
+    if around.residual is not None:
+        _require_like("The residual", around.residual, x, shapes[0][0], x.dtype)
+    if around.gate is not None:
+        _one_of("Activation", ACTIVATIONS, around.gate)
+        if shapes != shapes[:1] * 2 and not (len(shapes) == 1 and shapes[0][0] % 2 == 0):
+            raise ShapeError(
+                "The weights of a gate and its factor: expected packed codes of two in one shape, "
+                f"or of one with an even number of rows, got {shapes}. Multiply each and apply the "
+                "activation to the results."
+            )
 
 
-def require_squares(x: Tensor, squares: Tensor) -> None:
-    """Raise ShapeError unless these are sums of the squares of x."""
-    shape = (*x.shape[:-1], math.ceil(x.shape[-1] / SQUARES))
-    if squares.shape != shape or squares.dtype != torch.float32:
+def _require_like(
+    what: str, tensor: Tensor, x: Tensor, columns: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Raise ShapeError unless a tensor has the rows of x and so many columns."""
+    shape = (*x.shape[:-1], columns)
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ShapeError(
-            f"squares: expected {shape} torch.float32, those of every {SQUARES} columns of x, got "
-            f"{tuple(squares.shape)} {squares.dtype}. `linear_add` returns them."
+            f"{what}: expected {shape} {dtype} for rows {tuple(x.shape)}, got "
+            f"{tuple(tensor.shape)} {tensor.dtype}. Expand or cast it before the call."
         )
 
 

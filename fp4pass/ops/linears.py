@@ -1,4 +1,4 @@
-"""Declare the operators that multiply activations and packed weights."""
+"""Declare the operators that multiply activations and packed weights, or packed experts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.packing import PackedWeight
+from ..core.formats import Format
+from ..core.packing import PackedWeight, empty_rows
+from ..kernels.experts.naive import (
+    experts_dense_ref,
+    experts_linear_quantized_ref,
+    experts_linear_ref,
+    experts_linear_transposed_ref,
+    experts_mixture_ref,
+    experts_outer_ref,
+    experts_quantize_ref,
+    observe_experts_ref,
+)
 from ..kernels.linear.naive import (
-    linear_add_ref,
-    linear_gated_ref,
+    ALONE,
+    Around,
     linear_group_ref,
-    linear_normed_gated_ref,
-    linear_normed_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
-    linear_rounded_ref,
 )
 from ..kernels.norm.naive import sums_of_squares
-from .activations import rotate
+from .activations import ROUNDING, rotate
 from .checks import (
-    require_activation,
-    require_added,
+    require_around,
     require_compute,
+    require_expert_scales,
     require_float,
-    require_gate,
-    require_norm_weight,
-    require_rounded,
-    require_squares,
+    require_pairs,
+    require_pairs_of_codes,
+    require_quantizable,
+    require_scales_of_pairs,
+    require_stack,
 )
 from .registration import Backward, operator, save_product
 from .weights import dequantize
@@ -40,21 +49,12 @@ def _product(x: Tensor, weight: PackedWeight) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.packed.shape[0]))
 
 
-def _products(x: Tensor, weights: Sequence[PackedWeight]) -> list[Tensor]:
-    return [_product(x, each) for each in weights]
-
-
-def _gate(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weights[0].packed.shape[0] * len(weights) // 2))
-
-
-def _narrow_product(x: Tensor, weight: PackedWeight) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.packed.shape[0]), dtype=torch.bfloat16)
-
-
-def _sum_and_squares(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    total = _product(x, weight)
-    return total, sums_of_squares(total)
+def _products(x: Tensor, weights: Sequence[PackedWeight], around: Around = ALONE) -> list[Tensor]:
+    dtype = x.dtype if around.factors is None else torch.bfloat16
+    sizes = [each.packed.shape[0] for each in weights]
+    sizes = sizes if around.gate is None else [sum(sizes) // 2]
+    found = [x.new_empty((*x.shape[:-1], n), dtype=dtype) for n in sizes]
+    return found if around.residual is None else [*found, sums_of_squares(found[0])]
 
 
 def gradients_of(
@@ -103,8 +103,7 @@ def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
 linear = operator(
     linear_ref,
     triton="kernels.linear.triton:linear_triton",
-    e4m3="kernels.linear.e4m3_triton:linear_e4m3",
-    cpu="kernels.linear.cpu:linear_cpu",
+    cpu="kernels.cpu.operators:linear_cpu",
     shapes=_product,
     checks=(require_float, require_compute),
     backward=_blocks_gradients(bias=4),
@@ -112,8 +111,7 @@ linear = operator(
 linear_quantized = operator(
     linear_quantized_ref,
     triton="kernels.linear.triton:linear_quantized_triton",
-    e4m3="kernels.linear.e4m3_triton:linear_quantized_e4m3",
-    cpu="kernels.linear.cpu:linear_quantized_cpu",
+    cpu="kernels.cpu.operators:linear_quantized_cpu",
     shapes=_product,
     checks=(require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
@@ -122,47 +120,149 @@ linear_quantized = operator(
 linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
-    e4m3="kernels.linear.e4m3_triton:linear_group_e4m3",
-    cpu="kernels.linear.cpu:linear_group_cpu",
+    cpu="kernels.cpu.operators:linear_group_cpu",
     shapes=_products,
-    checks=(require_float, require_compute),
+    checks=(require_around, require_compute),
 )
 linear_quantized_group = operator(
     linear_quantized_group_ref,
     triton="kernels.linear.triton:linear_quantized_group_triton",
-    e4m3="kernels.linear.e4m3_triton:linear_quantized_group_e4m3",
-    cpu="kernels.linear.cpu:linear_quantized_group_cpu",
-    shapes=_products,
+    cpu="kernels.cpu.operators:linear_quantized_group_cpu",
+    shapes=lambda x, weights: _products(x, weights),
     checks=(require_compute,),
 )
-linear_rounded = operator(
-    linear_rounded_ref,
-    triton="kernels.linear.triton:linear_rounded_triton",
-    shapes=_narrow_product,
-    checks=(require_rounded,),
+
+
+def _expert_products(x: Tensor, ids: Tensor, weight: PackedWeight) -> Tensor:
+    return x.new_empty((*ids.shape, weight.packed.shape[1]))
+
+
+def _expert_gradients(ids: int) -> Backward:
+    """Return the derivatives in x, the first argument, and in the bias; ids: the place of these."""
+    # The stack's tensors, the bias and the format follow the ids.
+    bias = ids + 4
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        save_product(ctx, inputs, inputs[ids:bias], bias)
+        ctx.fmt, ctx.dimensions = inputs[bias + 1], inputs[0].ndim
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, *stack = ctx.saved_tensors
+        grads: list[Tensor | None] = [None] * ctx.arguments
+        if ctx.needs_input_grad[0]:
+            back = experts_linear_transposed(grad, chosen, *stack, None, ctx.fmt)
+            grads[0] = back if ctx.dimensions == 3 else back.sum(1)
+        if ctx.needs_input_grad[bias]:
+            grads[bias] = _of_bias(ctx, grad, chosen, stack[0])
+        return tuple(grads)
+
+    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+        x, of_bias = tangents[0], tangents[bias]
+        chosen, *stack = ctx.saved_tensors
+        moved = None
+        if of_bias is not None:
+            moved = _one_hot(chosen, stack[0], of_bias.dtype).t() @ of_bias
+            moved = moved.view(*chosen.shape, -1)
+        if x is None:
+            return moved
+        of_x = experts_linear(x, chosen, *stack, None, ctx.fmt)
+        return of_x if moved is None else of_x + moved.to(of_x.dtype)
+
+    return Backward(gradients, setup, tangent)
+
+
+def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [E, T * k], 1 where a pair is an expert's."""
+    experts = torch.arange(packed.shape[0], device=ids.device)
+    return (experts.unsqueeze(1) == ids.reshape(-1)).to(dtype)
+
+
+def _of_bias(ctx: Any, grad: Tensor, ids: Tensor, stack: Tensor) -> Tensor:
+    """Return the gradient [E, N] in the biases."""
+    # A product sums in the same order on every run, which index_add on a GPU does not.
+    pairs = grad.reshape(-1, grad.shape[-1])
+    found: Tensor = (_one_hot(ids, stack, grad.dtype) @ pairs).to(ctx.bias_dtype)
+    return found
+
+
+def _rows(grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
+    return grad.new_empty((*ids.shape, fmt.columns(weight.packed.shape[-1])))
+
+
+def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    save_product(ctx, inputs, inputs[:3], 3)
+
+
+def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, ids, weight = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * 4
+    if ctx.needs_input_grad[0]:
+        back = experts_dense(grad, ids, weight.mT, None)
+        grads[0] = back if x.ndim == 3 else back.sum(1)
+    if ctx.needs_input_grad[2]:
+        grads[2] = experts_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+    if ctx.needs_input_grad[3]:
+        grads[3] = _of_bias(ctx, grad, ids, weight)
+    return tuple(grads)
+
+
+def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+    x, ids, weight = ctx.saved_tensors
+    of_x, _, of_weight, of_bias = tangents
+    # Of what has a tangent; zeros of the right shape stand for the rest.
+    of_x = torch.zeros_like(x) if of_x is None else of_x
+    moved = experts_dense(of_x, ids, weight, of_bias)
+    return moved if of_weight is None else moved + experts_dense(x, ids, of_weight, None)
+
+
+experts_linear = operator(
+    experts_linear_ref,
+    triton="kernels.experts.triton:experts_linear_triton",
+    shapes=_expert_products,
+    checks=(require_float, require_pairs, require_stack),
+    backward=_expert_gradients(ids=1),
 )
-linear_gated = operator(
-    linear_gated_ref,
-    triton="kernels.linear.fused:linear_gated_triton",
-    shapes=_gate,
-    checks=(require_float, require_compute, require_activation, require_gate),
+experts_linear_quantized = operator(
+    experts_linear_quantized_ref,
+    triton="kernels.experts.triton:experts_linear_quantized_triton",
+    shapes=_expert_products,
+    checks=(require_float, require_pairs_of_codes, require_scales_of_pairs, require_stack),
+    backward=_expert_gradients(ids=4),
 )
-linear_add = operator(
-    linear_add_ref,
-    triton="kernels.linear.fused:linear_add_triton",
-    shapes=_sum_and_squares,
-    checks=(require_float, require_compute, require_added),
+# The inputs of experts that have a global scale each, as some libraries calibrate them.
+experts_quantize = operator(
+    experts_quantize_ref,
+    triton="kernels.experts.triton:experts_quantize_triton",
+    cpu="kernels.cpu.operators:experts_quantize_cpu",
+    shapes=lambda x, ids, fmt: empty_rows(x, ids.shape, fmt),
+    checks=(require_quantizable, require_pairs, require_expert_scales),
+    backward=ROUNDING,
 )
-_NORMED = (require_float, require_compute, require_norm_weight, require_squares)
-linear_normed_group = operator(
-    linear_normed_group_ref,
-    triton="kernels.linear.fused:linear_normed_group_triton",
-    shapes=_products,
-    checks=_NORMED,
+# All that the experts of a mixture compute, where no gradient is asked for. Only the pass over
+# compiled graphs calls it, in place of operators that have checked their arguments.
+experts_mixture = operator(
+    experts_mixture_ref,
+    triton="kernels.experts.triton:experts_mixture_triton",
+    shapes=lambda x, down_weight: x.new_empty((x.shape[0], down_weight.packed.shape[1])),
+    checks=(require_float, require_pairs, require_stack),
 )
-linear_normed_gated = operator(
-    linear_normed_gated_ref,
-    triton="kernels.linear.fused:linear_normed_gated_triton",
-    shapes=_gate,
-    checks=(*_NORMED, require_activation, require_gate),
+# The gradient in x of the other two, which has none of its own.
+experts_linear_transposed = operator(experts_linear_transposed_ref, shapes=_rows)
+# Stacks in floating point, where a mixture is calibrated or keeps one.
+experts_dense = operator(
+    experts_dense_ref,
+    shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
+    checks=(require_float, require_pairs),
+    backward=Backward(_dense_gradients, _dense_setup, _dense_tangent),
+)
+experts_outer = operator(
+    experts_outer_ref,
+    shapes=lambda grad, x, experts: grad.new_empty((experts, grad.shape[-1], x.shape[-1])),
+)
+observe_experts = operator(
+    observe_experts_ref,
+    triton="kernels.statistics.triton:observe_experts_triton",
+    shapes=lambda: None,
+    checks=(require_pairs,),
+    mutates=("hessian", "count", "amax", "routing"),
 )

@@ -67,12 +67,11 @@ class Operator:
         reference: Callable[..., Any],
         shapes: Callable[..., Any],
         triton: str | None,
-        e4m3: str | None,
         cpu: str | None,
         checks: Sequence[Callable[..., None]],
         mutates: Sequence[str],
     ) -> None:
-        self.reference, self.triton, self.e4m3, self.cpu = reference, triton, e4m3, cpu
+        self.reference, self.triton, self.cpu = reference, triton, cpu
         self.name = reference.__name__.removesuffix("_ref")
         parameters = _parameters(reference)
         self._names = [each.name for each in parameters]
@@ -127,9 +126,7 @@ class Operator:
         else:
             device = args[0].device
             record = None if self._record_at is None else args[self._record_at]
-            implementation = implementation_on(
-                device, self.reference, self.triton, record, self.e4m3
-            )
+            implementation = implementation_on(device, self.reference, self.triton, record)
             if device.index == torch.cuda.current_device():
                 result = implementation(*args)
             else:
@@ -148,22 +145,15 @@ class Operator:
 
 @lru_cache(maxsize=256)
 def implementation_on(
-    device: torch.device,
-    reference: Callable[..., Any],
-    triton: str | None,
-    record: object,
-    e4m3: str | None = None,
+    device: torch.device, reference: Callable[..., Any], triton: str | None, record: object
 ) -> Callable[..., Any]:
     """Return the kernel of an operator, or its reference where the kernels cannot serve."""
     # A GPU that runs a reference despite a kernel is logged, once per operator, device and format.
     if triton is None:
         return reference
-    fmt = record if isinstance(record, Format) else None
-    reason = unserved(device, fmt)
+    reason = unserved(device, record if isinstance(record, Format) else None, triton)
     if reason is None:
         return _imported(triton)
-    if e4m3 is not None and fmt is not None and unserved(device, None) is None and has_e4m3(fmt):
-        return _imported(e4m3)
     _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
     return reference
 
@@ -176,25 +166,21 @@ def _imported(place: str) -> Callable[..., Any]:
     return found
 
 
-def unserved(device: torch.device, fmt: Format | None) -> str | None:
-    """Return why the kernels cannot serve a GPU or a format, or None."""
+def unserved(
+    device: torch.device, fmt: Format | None, triton: str = "kernels.common.tiles:supports"
+) -> str | None:
+    """Return why the kernels, or one of them, cannot serve a GPU or a format, or None."""
     if torch.version.cuda is None:
         return "the kernels are for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"expected compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
-    from ..kernels.common.tiles import supports
-
-    if fmt is not None and not supports(fmt):
+    # The rule of the kernel's module, which is that of 4-bit codes unless it has another.
+    module = import_module(f"..{triton.partition(':')[0]}", __package__)
+    common = import_module("..kernels.common.tiles", __package__)
+    if fmt is not None and not getattr(module, "supports", common.supports)(fmt):
         return f"the kernels do not know {fmt.key}"
     return None
-
-
-def has_e4m3(fmt: Format) -> bool:
-    """Return whether the kernels for E4M3 codes know a format."""
-    from ..kernels.common.e4m3_tiles import supports_e4m3
-
-    return supports_e4m3(fmt)
 
 
 def operator(
@@ -202,7 +188,6 @@ def operator(
     *,
     shapes: Callable[..., Any],
     triton: str | None = None,
-    e4m3: str | None = None,
     cpu: str | None = None,
     checks: Sequence[Callable[..., None]] = (),
     mutates: Sequence[str] = (),
@@ -216,8 +201,8 @@ def operator(
             `x_`; keyword-only arguments do not cross.
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
-            a GPU needs it. Without one, the reference runs on GPUs too.
-        e4m3: the same for formats with E4M3 codes, which the other kernel does not support.
+            a GPU needs it. Without one, the reference runs on GPUs too, as it does for formats
+            that `supports` of the kernel's module, or of kernels/common/tiles.py, says no to.
         cpu: the same for CPUs, with C++ where it can be compiled.
         checks: raise errors for a caller, from the arguments that they name.
         mutates: the arguments that it changes in place.
@@ -226,7 +211,7 @@ def operator(
     Returns:
         The function that calls the operator, `torch.ops.fp4pass.<name>.default`.
     """
-    declared = Operator(reference, shapes, triton, e4m3, cpu, checks, mutates)
+    declared = Operator(reference, shapes, triton, cpu, checks, mutates)
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = _one_at_a_time(declared.run) if mutates else declared.run
@@ -308,7 +293,11 @@ def _crossing(
         return [parameter], None
     prefix, several = "".join(parameter.name.rpartition("_")[:2]), cast(Any, Sequence)
     flat = [
-        parameter.replace(name=prefix + name, annotation=several[kind] if columns else kind)
+        parameter.replace(
+            name=prefix + name,
+            annotation=several[kind] if columns else kind,
+            default=getattr(parameter.default, name, parameter.default),
+        )
         for name, kind in get_type_hints(record).items()
     ]
     if columns:

@@ -75,7 +75,6 @@ observe_full = operator(
 dequantize = operator(
     dequantize_ref,
     triton="kernels.dequantize.triton:dequantize_triton",
-    e4m3="kernels.dequantize.e4m3_triton:dequantize_e4m3",
-    cpu="kernels.dequantize.cpu:dequantize_cpu",
+    cpu="kernels.cpu.operators:dequantize_cpu",
     shapes=_dense,
 )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._compat.torch import shared_words
 from ..distributed import Ranks
 from ..kernels.norm.naive import SQUARES
-from ..kernels.reduce.memory import MEMORIES, Memory, count_of_words
+from ..kernels.reduce.naive import MEMORIES, Memory, count_of_words
 
 _log = logging.getLogger(__name__)
 

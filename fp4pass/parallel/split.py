@@ -16,8 +16,8 @@ from .. import ops
 from .._compat.transformers import saving_model
 from ..core.formats import WHOLE
 from ..errors import StateError
-from ..kernels.common.float_scales import row_amax, scale_of
-from ..kernels.reduce.memory import LARGEST
+from ..kernels.common.rounding import row_amax, scale_of
+from ..kernels.reduce.naive import LARGEST
 from ..nn.linear import StoredWeight, needs_dynamic_scale
 from ..nn.packed_linear import swap_class
 from ..record.config import LinearConfig

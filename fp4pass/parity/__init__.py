@@ -8,11 +8,9 @@ Importing it registers their operators, and codebooks such as "nf4" with `fp4pas
 """
 
 from . import bitsandbytes, qwantize
-from .codebook_state import CodebookState
+from .bitsandbytes import QUANT_TYPES, Linear4bit, Linear8bitLt, swap
+from .codebooks import CodebookState
 from .learned_codebook import codebook_quantize, learn_codebook
-from .linear4bit import QUANT_TYPES, Linear4bit
-from .linear8bit import Linear8bitLt
-from .swap import swap
 
 __all__ = [
     "QUANT_TYPES",

@@ -30,10 +30,8 @@ from ..kernels.common.tiles import (
     unpack_block,
     wider,
 )
-from ..kernels.quantize.block_tiles import largest_bits
-from ..kernels.quantize.word_tiles import join_halves
-from .codebook_reference import dequantize_codebook_ref, linear_codebook_ref
-from .codebooks import Codebook, value_table
+from ..kernels.quantize.tiles import join_halves, largest_bits
+from .codebooks import Codebook, dequantize_codebook_ref, linear_codebook_ref, table_of
 
 # Lanes and warps of a program; how often a lane takes eight elements, when quantizing and back.
 _LANES, _WARPS, _TILES, _WORDS = 128, 4, 2, 4
@@ -93,7 +91,7 @@ def dequantize_codebook_triton(
         groups = cdiv(count, 8)
         _dequantize[(cdiv(groups, _LANES * _WORDS),)](
             *(_code_words(packed, codebook.bits), absmax.contiguous()),
-            *(value_table(codebook, packed.device), out, groups, count),
+            *(table_of(codebook, "values", packed.device), out, groups, count),
             CODEBOOK=codebook,
             WHOLE=count % 8 == 0,
             LANES=_LANES,
@@ -205,7 +203,7 @@ def largest_of_block(bits, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
-    """Return the codes (int32) of float32 quotients (codebook_reference.py)."""
+    """Return the codes (int32) of float32 quotients as the reference does."""
     if CODEBOOK.steps is not None:
         # Adding 1.5 * 2^23 rounds to an integer, in the lowest bits of the sum.
         integer = quotient * CODEBOOK.steps + (power(23) + power(22))

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from ..core.progress import current
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
-from ..kernels.fp8.naive import is_exact
+from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
 from ..methods import Certificate, MethodResult, Stats, resolve_method
 from ..nn.experts import QUANTIZED

@@ -103,15 +103,12 @@ class Recipe:
         options = self.config.options()
         for name in () if self.quality is None else get_quality(self.quality).decides:
             del options[name]
-        return {**self._quality, **options, "rules": self.rules, **self._cache}
+        return self._whole(options, self.rules)
 
-    @property
-    def _cache(self) -> dict[str, str]:
-        return {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
-
-    @property
-    def _quality(self) -> dict[str, str]:
-        return {} if self.quality is None else {QUALITY: self.quality}
+    def _whole(self, options: Mapping[str, Any], rules: Any) -> dict[str, Any]:
+        found = {QUALITY: self.quality, **options, "rules": rules, KV_CACHE: self.kv_cache}
+        absent = [key for key in (QUALITY, KV_CACHE) if found[key] is None]
+        return {key: value for key, value in found.items() if key not in absent}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads, and that YAML and JSON can hold.
@@ -121,7 +118,7 @@ class Recipe:
             [{'*.down_proj': None}]
         """
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
-        return {**self._quality, **plain(self.config.options()), "rules": rules, **self._cache}
+        return self._whole(plain(self.config.options()), rules)
 
     @staticmethod
     def read(
@@ -253,34 +250,31 @@ class _Reader:
         if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
             data, at = data["recipe"], "recipe."
         if isinstance(data, list | tuple):
-            return Recipe(rules=self.rules(data, at, LinearConfig()), quality=self.given)
-        names = [each.name for each in OPTIONS]
-        others = (QUALITY, "rules", KV_CACHE)
+            data = {"rules": data}
+        keys = (*(each.name for each in OPTIONS), QUALITY, "rules", KV_CACHE)
         if not isinstance(data, Mapping):
-            mapping = f"a mapping with {', '.join((*names, *others))}, or a list of rules"
+            mapping = f"a mapping with {', '.join(keys)}, or a list of rules"
             raise self.error("", f"expected {mapping}, got {_shown(data)}.")
-        self.keys(data, (*names, *others), at, ignored=_FACTS)
-        # Those first that fit, or do not, only together.
-        together = ("fmt", "block", "weight_only")
-        first = {key: data[key] for key in together if key in data}
-        config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
-        for key in (key for key in names if key in data and key not in first):
-            config = self.config(config, {key: data[key]}, at + key)
-        weight_only = self.weight_only or data.get("weight_only")
-        reader = dataclasses.replace(self, weight_only=weight_only)
-        rules = reader.rules(data.get("rules", ()), f"{at}rules", config)
+        config = self.config(LinearConfig(), data, at, (*keys, *_FACTS))
+        rules = data.get("rules", ())
+        if not isinstance(rules, list | tuple):
+            raise self.error(f"{at}rules", f"expected a list of rules, got {_shown(rules)}.")
+        weights = self.weight_only or data.get("weight_only")
+        read = [self.rule(r, f"{at}rules[{i}]", config, weights) for i, r in enumerate(rules)]
         quality = data.get(QUALITY, self.given)
         if self.given not in (None, quality):
             problem = f"{quality!r}, and --{QUALITY} {self.given} is given. Leave out one of them."
             raise self.error(at + QUALITY, problem)
         if quality is not None:
-            self.quality(quality, config, data, at)
+            self.require_quality(quality, config, data, at)
         try:
-            return Recipe(config, rules, data.get(KV_CACHE), quality)
+            return Recipe(config, tuple(read), data.get(KV_CACHE), quality)
         except OptionError as error:
             raise self.error(f"{at}{KV_CACHE}", str(error)) from error
 
-    def quality(self, name: Any, config: LinearConfig, data: Mapping[str, Any], at: str) -> None:
+    def require_quality(
+        self, name: Any, config: LinearConfig, data: Mapping[str, Any], at: str
+    ) -> None:
         """Refuse options beside a quality that say something else than it does."""
         try:
             meant = with_quality(config, name)
@@ -295,25 +289,30 @@ class _Reader:
                     f"quantize by {key}, or {key} for what {name!r} stands for.",
                 )
 
-    def config(self, config: LinearConfig, options: Mapping[str, Any], at: str) -> LinearConfig:
-        try:
-            method = options.get("method")
-            if isinstance(method, Mapping):
-                options = {**options, "method": method_from_dict(method)}
-            return config.override(options)
-        except (Fp4PassError, TypeError) as error:
-            key, _, problem = str(error).partition(": ")
-            path, dot, last = at.rpartition(".")
-            if key in options and last in options:
-                raise self.error(path + dot + key, problem) from error
-            raise self.error(at, str(error)) from error
+    def config(
+        self, config: LinearConfig, data: Mapping[Any, Any], at: str, keys: Sequence[str]
+    ) -> LinearConfig:
+        """Return a config with the options of a mapping, which may have some other keys."""
+        for key in data:
+            if key not in keys:
+                raise self.error(f"{at}{key}", str(unknown_name("the key", key, keys)))
+        # Those first that fit, or do not, only together.
+        together = {key: data[key] for key in ("fmt", "block", "weight_only") if key in data}
+        names = [each.name for each in OPTIONS if each.name in data.keys() - together.keys()]
+        for part in filter(None, (together, *({name: data[name]} for name in names))):
+            try:
+                method = part.get("method")
+                if isinstance(method, Mapping):
+                    part = {"method": method_from_dict(method)}
+                config = config.override(part)
+            except (Fp4PassError, TypeError) as error:
+                key, _, problem = str(error).partition(": ")
+                if key not in part:
+                    key, problem = next(iter(part)), str(error)
+                raise self.error(at + key, problem) from error
+        return config
 
-    def rules(self, data: Any, at: str, config: LinearConfig) -> tuple[Rule, ...]:
-        if not isinstance(data, list | tuple):
-            raise self.error(at, f"expected a list of rules, got {_shown(data)}.")
-        return tuple(self.rule(rule, f"{at}[{i}]", config) for i, rule in enumerate(data))
-
-    def rule(self, rule: Any, at: str, config: LinearConfig) -> Rule:
+    def rule(self, rule: Any, at: str, config: LinearConfig, weight_only: bool | None) -> Rule:
         # As fp4pass.json has it, or as one writes it by hand.
         if isinstance(rule, Mapping) and len(rule) == 1:
             rule = next(iter(rule.items()))
@@ -326,24 +325,15 @@ class _Reader:
         if not isinstance(options, Mapping):
             form = "null, which skips, or a mapping of options"
             raise self.error(at, expected(f"the rule for {pattern!r}", form, _shown(options)))
-        self.keys(options, [each.name for each in OPTIONS], f"{at}.{pattern}.")
-        if self.weight_only and "fmt" in options:
+        if weight_only and "fmt" in options:
             options = {**options, "weight_only": options.get("weight_only", True)}
-        made = self.config(config, options, f"{at}.{pattern}")
-        if "method" in options:
-            return pattern, {**options, "method": made.method}
-        return pattern, dict(options)
-
-    def keys(
-        self, data: Mapping[Any, Any], known: Sequence[str], at: str, ignored: Sequence[str] = ()
-    ) -> None:
-        for key in data:
-            if key not in known and key not in ignored:
-                raise self.error(f"{at}{key}", str(unknown_name("the key", key, known)))
+        names = [each.name for each in OPTIONS]
+        made = self.config(config, options, f"{at}.{pattern}.", names)
+        return pattern, {**options, **({"method": made.method} if "method" in options else {})}
 
     def error(self, at: str, problem: str) -> OptionError:
         """Return an error prefixed with its place."""
-        return OptionError(f"{self.file}{', ' if at else ''}{at.removesuffix('.')}: {problem}")
+        return OptionError(f"{self.file}{', ' if at else ''}{at}: {problem}")
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ from ..core.packing import pack_codes, unpack_codes
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError, as_rules
-from ..kernels.common.float_scales import scale_of
+from ..kernels.common.rounding import scale_of
 from ..kernels.search.float_scales import candidate_scales, in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors

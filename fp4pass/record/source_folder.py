@@ -14,7 +14,7 @@ from torch import nn
 from .._compat.transformers import is_pretrained
 from ..core.files import parse_json
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def source_folder(model: nn.Module) -> Path | None:
@@ -47,7 +47,7 @@ def named_folder(name: str, revision: str | None = None) -> Path | None:
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor that from_pretrained finds in a folder, {} if it cannot."""
     try:
-        for weights in _WEIGHTS:
+        for weights in WEIGHTS:
             if (folder / weights).is_file():
                 return dict.fromkeys(_names(folder / weights), folder / weights)
             index = folder / f"{weights}.index.json"

@@ -1,288 +1,359 @@
-"""Draw charts with matplotlib, for the report page, its PNG files and the scripts of eval/.
-
-A chart is a `Panel` of series, a picture a grid of panels. Nothing else imports matplotlib.
-"""
+"""Draw the charts of a report as SVG elements, in colors that the page sets by variables of CSS."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from markupsafe import Markup, escape
+
+from .text import measures
+
+Data = Mapping[str, Any]
+
+# The errors of a layer, and their names in a chart.
+ERRORS = {"weight_error": "weight error", "output_error": "output error"}
 
 # The palette of Okabe and Ito, which readers who see fewer colors can tell apart.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
-GRAY, BLACK = "#8c8c8c", "black"
-
-_STYLE: dict[str, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.7,
-    "hatch.color": "#b0b0b0",
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
-    # Text stays text: small, and found by a search in the page.
-    "svg.fonttype": "none",
-}
-# Colors that nothing else has, and what they become in a page: its own, in the light or the dark.
-_INK, _PAPER, _SHADE = "#010203", "#fdfefc", "#f4f4f4"
-_OF_PAGE = {
-    _INK: "var(--ink)",
-    _PAPER: "var(--card)",
-    _SHADE: "var(--shade)",
-    "#dddddd": "var(--line)",
-    "#b0b0b0": "var(--hatch)",
-    # Too dark for thin lines on a dark page.
-    COLORS[0].lower(): "var(--first)",
-}
-_PAGE: dict[str, Any] = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    **dict.fromkeys(("axes.edgecolor", "legend.labelcolor"), _INK),
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), _PAPER),
-}
-# As the page writes them beside its charts.
-PAGE_COLORS = [_OF_PAGE.get(color.lower(), color) for color in COLORS]
-_DPI = 110
-# Inches above and below the panels of a grid.
-_TITLE, _LEGEND = 0.3, 0.25
-
-# The colors of a heat map span at least this share of its middle: errors that are closer to each
-# other, as those of one method in all layers of a model, get nearly one color.
+COLORS = ("var(--first)", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "m-3.6-3.6h7.2v7.2h-7.2z",
+    "m0-4.8 4.6 8h-9.2z",
+    "m0-5 5 5-5 5-5-5z",
+    "m0 4.8 4.6-8h-9.2z",
+    "m-1.6-4.8h3.2v3.2h3.2v3.2h-3.2v3.2h-3.2v-3.2h-3.2v-3.2h3.2z",
+)
+# Cividis, which is seen alike with fewer colors, from the smallest number to the largest.
+_CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))
+# The colors of a map span at least this share of its middle: errors that are closer to each other,
+# as those of one method in all layers of a model, get nearly one color.
 _LEAST_RANGE = 0.2
-# The widest heat map whose cells have room for their numbers.
-NUMBERED = 40
+# The widest map whose cells have room for their numbers.
+_NUMBERED = 40
+# Layers of one format have the same bits: their dots are spread over so many.
+_SPREAD = 0.12
+_WIDTH, _HEIGHT = 442.0, 288.0
+# Of a letter, on average, and from line to line.
+_LETTER, _LINE = 6.3, 15
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
-class Points:
-    """A series of points, joined by a line or not."""
+class Axis:
+    """An axis of a chart; `low` is at the left or at the bottom."""
 
-    x: Sequence[float]  # nan interrupts the line
-    y: Sequence[float]  # upwards, or the index of a category of the panel
-    label: str = ""  # name in the legend
-    color: int | str = 0  # index into COLORS, repeated, or a color of matplotlib
-    marker: str | None = None  # "" for none; by default that of the color's index
-    line: str = ""  # line style of matplotlib
-    hollow: bool = False  # whether markers are outlines only
-    x_ends: Sequence[tuple[float, float]] = ()  # (low, high) of each point, drawn as a whisker
-    y_ends: Sequence[tuple[float, float]] = ()
+    low: float
+    high: float
+    ticks: Mapping[float, str] | Mapping[int, str]
+    label: str = ""
+    grid: bool = False
 
-
-@dataclass(frozen=True)
-class Bars:
-    """A series of bars."""
-
-    at: Sequence[float]  # centers, across the bars
-    lengths: Sequence[float]
-    label: str = ""  # name in the legend
-    color: int | str = 0  # as for Points
-    width: float = 0.8  # of each bar, in the unit of `at`
-    texts: Sequence[str] = ()  # at the end of each bar
-    horizontal: bool = False  # whether bars grow to the right
+    def share(self, value: float) -> float:
+        """Return where a value lies, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A heat map with its color bar."""
-
-    values: Sequence[Sequence[float | None]]  # from the top; nan is empty, None is hatched
-    ends: tuple[float, float]  # the smallest and the largest number that colors tell apart
-    label: str = ""  # name of the color bar
-    hatched: str = ""  # what hatched cells are called in the legend
+# Marks of a chart, from functions of a value on each axis to its place.
+Place = Callable[[float], float]
+Draw = Callable[[Place, Place], Iterable[str]]
 
 
-@dataclass(frozen=True)
-class Scale:
-    """One axis of a panel."""
-
-    label: str = ""  # name and unit
-    # Limits, and texts of ticks by their places; None to let matplotlib choose.
-    low: float | None = None
-    high: float | None = None
-    ticks: Mapping[float, str] | Mapping[int, str] | None = None
-    log: bool = False
-    grid: bool = False  # whether lines behind the series mark the ticks
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes and what is drawn on it."""
-
-    series: Sequence[Points | Bars | Cells]  # the first below the others
-    title: str = ""
-    x: Scale = Scale()
-    y: Scale = Scale()
-    categories: Sequence[str] = ()  # names of y = 0, 1, ... from the top, in place of numbers
-    width: float = 4.6  # inches, with labels
-    height: float = 3.0
+def layers(data: Data) -> list[Markup]:
+    """Return a map for each stack of layers and error, depth to the right; of bits if they vary."""
+    bits = {group["bits"] for group in data["groups"]}
+    kinds = [(error, name, 100, "%", data["ranges"][error]) for error, name in ERRORS.items()]
+    if len(bits) > 1:
+        kinds.append(("bits", "bits per weight", 1, "bits", [min(bits), max(bits)]))
+    return [
+        _layer_map(
+            found,
+            key,
+            factor,
+            unit,
+            ends,
+            name if len(data["maps"]) == 1 else f"{found['stack']}: {name}",
+        )
+        for found, (key, name, factor, unit, ends) in itertools.product(data["maps"], kinds)
+        if ends
+    ]
 
 
-def write_png(
-    grid: Sequence[Sequence[Panel | None]],
-    path: Path,
-    *,
-    title: str = "",
-    columns: int = 6,
-    **shared: str,
-) -> None:
-    """Write a grid of panels, rows of equal length, as a PNG: the same bytes for the same panels.
+def _layer_map(
+    found: Data, key: str, factor: int, unit: str, ends: Sequence[float], title: str
+) -> Markup:
+    depths, names = found["depths"], short_names(found["projections"])
+    low, high = _color_ends(factor * ends[0], factor * ends[1])
+    is_numbered = len(depths) <= _NUMBERED
 
-    The legend, of so many columns, names every label once. `shared` is `sharex` and `sharey`.
-    """
-    from PIL import Image
+    def draw(x: Place, y: Place) -> Iterable[str]:
+        for (i, depth), (j, name) in itertools.product(enumerate(depths), enumerate(names)):
+            cell = found["cells"][i][j]
+            if cell is None or (cell["converted"] and cell[key] is None):
+                continue
+            fill, number = "url(#hatch)", "skipped"
+            if cell["converted"]:
+                value = factor * cell[key]
+                fill = _cividis((value - low) / (high - low))
+                number = f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
+            box = f'x="{x(i):.1f}" y="{y(j):.1f}" width="{x(1) - x(0):.1f}" height="25"'
+            said = f"<title>{escape(name)}, {depth}: {number}</title>"
+            yield f'<rect {box} fill="{fill}">{said}</rect>'
+            if is_numbered and cell["converted"]:
+                color = "white" if value < (low + high) / 2 else "black"
+                yield _text(x(i + 0.5), y(j) + 16, number, style=f"fill: {color}; font-size: 11px")
+        # The bar of colors.
+        right, top, height = x(len(depths)) + 12, y(0), y(len(names)) - y(0)
+        for i in range(32):
+            place, color = top + height * (1 - (i + 1) / 32), _cividis((i + 0.5) / 32)
+            box = f'x="{right:.1f}" y="{place:.2f}" width="12" height="{height / 32 + 0.5:.2f}"'
+            yield f'<rect {box} fill="{color}"/>'
+        for value, text in _ticks(low, high, 6).items():
+            place = top + height * (high - value) / (high - low) + 4
+            yield _text(right + 16, place, text, "start")
+        yield _text(right + 16, top - 6, unit, "end")
 
-    file = io.BytesIO()
-    with _style({}):
-        figure = _draw(grid, title, columns, **shared)
-        figure.savefig(file, format="png", dpi=_DPI)
-    # A palette makes the file a third as large.
-    image = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(path, "png", optimize=True)
-
-
-def svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element for a page, whose colors it takes from variables of CSS.
-
-    `salt` makes its ids those of no other picture.
-    """
-    text = io.StringIO()
-    with _style({"svg.hashsalt": salt, **_PAGE}):
-        figure = _draw([[panel]], "", 2)
-        unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(text, format="svg", metadata=unwanted)
-    ((box, body),) = re.findall(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', text.getvalue(), re.S)
-    # Names such as axes_1 occur in every picture, and nothing refers to them.
-    body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
-    for color, variable in _OF_PAGE.items():
-        body = body.replace(color, variable)
-    # It shrinks on a narrow screen as far as its text can be read, and grows on a wide one.
-    size = f"width: {panel.width:g}in; max-width: max(100%, {0.7 * panel.width:.2f}in)"
-    size += f"; min-width: min(100%, {1.25 * panel.width:.2f}in)"
-    return f'<svg role="img" {box} style="{size}">{body.strip()}'
-
-
-def arrange(panels: Sequence[Panel], across: int) -> list[list[Panel | None]]:
-    """Return rows of `across` panels, the last filled up with empty places."""
-    across = min(across, len(panels))
-    filled: list[Panel | None] = [*panels, *[None] * (-len(panels) % across)]
-    return [filled[i : i + across] for i in range(0, len(filled), across)]
-
-
-def whole_numbers(low: float, high: float, most: int = 9) -> list[int]:
-    """Return at most `most` whole numbers from `low` to `high`, evenly apart, with 0 among them."""
-    first, last = math.ceil(low), math.floor(high)
-    step = max(1, math.ceil((last - first + 1) / most))
-    return [value for value in range(first, last + 1) if value % step == 0]
-
-
-def _style(more: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Draw in our style, whatever the user's is."""
-    import matplotlib.style
-
-    return matplotlib.style.context(["default", {**_STYLE, **more}])
-
-
-def _draw(
-    grid: Sequence[Sequence[Panel | None]], title: str, columns: int, **shared: Any
-) -> Figure:
-    """Draw a grid of panels, each row as high and each column as wide as its largest panel."""
-    from matplotlib.figure import Figure
-
-    widths = [max(panel.width for panel in column if panel) for column in zip(*grid, strict=True)]
-    heights = [max(panel.height for panel in row if panel) for row in grid]
-    figure = Figure(layout="constrained")
-    shared |= {"squeeze": False, "width_ratios": widths, "height_ratios": heights}
-    places = figure.subplots(len(heights), len(widths), **shared).flatten()
-    panels = list(zip(places, itertools.chain(*grid), strict=True))
-    legend: dict[str, Any] = {}
-    for axes, panel in panels:
-        if panel is None:
-            axes.set_axis_off()
-            continue
-        for series in panel.series:
-            _SERIES[type(series)](axes, series)
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            legend.setdefault(label, handle)
-    # Limits stop an axis from growing with what is drawn on those that it is shared with.
-    for axes, panel in panels:
-        if panel is not None:
-            _finish(axes, panel)
-    outside = _TITLE * bool(title) + _LEGEND * math.ceil(len(legend) / columns)
-    figure.set_size_inches(sum(widths), sum(heights) + outside)
-    if title:
-        figure.suptitle(title, fontsize=10)
-    if legend:
-        place: Any = {"loc": "outside lower center", "ncols": min(columns, len(legend))}
-        figure.legend(list(legend.values()), list(legend), **place)
-    return figure
-
-
-def _draw_points(axes: Axes, series: Points) -> None:
-    color = _color(series.color)
-    for y, ends in zip(series.y, series.x_ends, strict=bool(series.x_ends)):
-        axes.plot(ends, [y, y], color=color)
-    for x, ends in zip(series.x, series.y_ends, strict=bool(series.y_ends)):
-        axes.plot([x, x], ends, color=color)
-    marker = series.marker
-    if marker is None and isinstance(series.color, int):
-        marker = MARKERS[series.color % len(MARKERS)]
-    axes.plot(
-        series.x,
-        series.y,
-        color=color,
-        marker=marker or "none",
-        markerfacecolor=axes.get_facecolor() if series.hollow else color,
-        linestyle=series.line or "none",
-        label=series.label,
-        zorder=3,
+    most = len(depths) if is_numbered else 30
+    shown = whole_numbers(0, len(depths) - 1, most)
+    skipped = any(cell and not cell["converted"] for row in found["cells"] for cell in row)
+    return _chart(
+        title,
+        Axis(0, len(depths), {i + 0.5: str(depths[i]) for i in shown}, "depth"),
+        Axis(len(names), 0, {j + 0.5: name for j, name in enumerate(names)}),
+        draw,
+        [("url(#hatch)", "skipped")] if skipped else [],
+        width=max(_WIDTH, min(210 + len(depths) * (35 if is_numbered else 13), 1536)),
+        inner=25 * len(names),
+        right=62,
     )
 
 
-def _draw_bars(axes: Axes, series: Bars) -> None:
-    draw = axes.barh if series.horizontal else axes.bar
-    style: Any = {"color": _color(series.color), "label": series.label}
-    bars = draw(series.at, series.lengths, series.width, **style)
-    if series.texts:
-        axes.bar_label(bars, series.texts, padding=3, fontsize=8)
-        axes.margins(x=0.12) if series.horizontal else axes.margins(y=0.12)
+def bits(data: Data) -> list[Markup]:
+    """Return a chart for each error: a dot for each layer against its bits per weight."""
+    used = sorted({group["bits"] for group in data["groups"]})
+    charts = []
+    for error in (error for error in ERRORS if data["ranges"][error]):
+        dots = []
+        for color, group in enumerate(data["groups"]):
+            mine = [each for each in data["layers"] if each["legend"] == group["legend"]]
+            for i, layer in enumerate(each for each in mine if each[error] is not None):
+                aside = ((i * 0.618034) % 1 - 0.5) * _SPREAD
+                said = f"{layer['name']}: {100 * layer[error]:.2f} %"
+                dots.append((layer["bits"] + aside, 100 * layer[error], color, said))
+
+        def draw(x: Place, y: Place, dots: Sequence[Any] = dots) -> Iterable[str]:
+            return (_marker(x(at), y(value), color, said) for at, value, color, said in dots)
+
+        groups = [(index, group["legend"]) for index, group in enumerate(data["groups"])]
+        ticks = {each: f"{each:g}" for each in used}
+        across = Axis(used[0] - 0.2, used[-1] + 0.2, ticks, "bits per weight")
+        upwards = _axis([dot[1] for dot in dots], f"{ERRORS[error]}, %")
+        charts.append(_chart("", across, upwards, draw, groups))
+    return charts
 
 
-def _draw_cells(axes: Axes, series: Cells) -> None:
-    from matplotlib.patches import Rectangle
+def scales(data: Data) -> list[Markup]:
+    """Return a histogram of the block scales of each format, on a logarithmic axis."""
+    charts = []
+    for row in data["scales"]:
+        counts = {math.log2(each["value"]): each for each in row["counts"]} or {0.0: {"share": 0}}
+        at = list(counts)
+        width = 0.8 * min([1.0, *(b - a for a, b in itertools.pairwise(at))])
+        bars = [
+            (place, 100 * each["share"], 0, f"{each.get('value', 0):g}")
+            for place, each in counts.items()
+        ]
+        powers = whole_numbers(at[0] - 1, at[-1] + 1)
+        ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
+        x = Axis(at[0] - 0.6, at[-1] + 0.6, ticks, "block scale as stored")
+        charts.append(_bars(f"{row['format']}, scales in {row['scale']}", x, bars, width))
+    return charts
 
-    low, high = _color_ends(*series.ends)
-    numbers = [[math.nan if value is None else value for value in row] for row in series.values]
-    mesh = axes.pcolormesh(numbers, cmap="cividis", vmin=low, vmax=high)
-    for y, row in enumerate(series.values):
-        for x, value in enumerate(row):
-            if value is None:
-                hatched: Any = {"hatch": "////", "label": series.hatched}
-                hatched["facecolor"] = axes.get_facecolor()
-                axes.add_patch(Rectangle((x, y), 1, 1, lw=0, **hatched))
-            elif len(row) <= NUMBERED and not math.isnan(value):
-                # Cividis goes from dark to bright.
-                color = "white" if value < (low + high) / 2 else "black"
-                number = f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-                style: Any = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
-                axes.text(x + 0.5, y + 0.5, number, **style)
-    axes.figure.colorbar(mesh, ax=axes, label=series.label, pad=0.01)
+
+def offsets(data: Data) -> list[Markup]:
+    """Return a histogram for each format and method of how far scales are from naive ones."""
+    charts = []
+    for row in data["offsets"]:
+        counts = [(each["offset"], 100 * each["share"]) for each in row["counts"]]
+        low, high = min(-4, *(at for at, _ in counts), 0), max(4, *(at for at, _ in counts), 0)
+        ticks = {at: f"{at:+d}" if at else "0" for at in whole_numbers(low, high)}
+        label = "steps from the naive scale, larger scales to the right"
+        title = ", ".join(filter(None, (row["format"], row["method"])))
+        bars = [(at, share, int(at != 0), f"{at:+d}") for at, share in counts]
+        charts.append(_bars(title, Axis(low - 0.6, high + 0.6, ticks, label), bars, 0.8))
+    return charts
+
+
+def _bars(title: str, across: Axis, bars: Sequence[Any], width: float) -> Markup:
+    """Draw bars of (place, per cent, color, name)."""
+
+    def draw(x: Place, y: Place) -> Iterable[str]:
+        for at, share, color, name in bars:
+            left, right = x(at - width / 2), x(at + width / 2)
+            box = f'x="{left:.2f}" y="{y(share):.2f}" width="{right - left:.2f}"'
+            yield (
+                f'<rect {box} height="{y(0) - y(share):.2f}" fill="{COLORS[color]}">'
+                f"<title>{name}: {share:.3g} %</title></rect>"
+            )
+
+    upwards = _axis([0.0, *(bar[1] for bar in bars)], "blocks, %")
+    return _chart(title, across, upwards, draw)
+
+
+def perplexity(row: Data) -> list[Markup]:
+    """Return a chart for each measure of a text: values with their intervals."""
+    known = {each.key: each.values for each in measures(row)}
+    change = "change of perplexity_ratio"
+    if change in known:
+        known[change] = [None if end is None else 100 * (end - 1) for end in known[change]]
+    if "top1" in known:
+        known["top1"] = [None if end is None else 100 * end for end in known["top1"]]
+    top_p = f"in its top {100 * row.get('top_p', 0.95):g} %"
+    drawn: list[tuple[str, dict[str, str], bool]] = [
+        ("perplexity", {"perplexity": "quantized", "reference_perplexity": "original"}, False),
+        ("change of perplexity, %", {change: "quantized"}, True),
+        ("KL from the original, nats per token", {"kl": "all tokens", "top_p_kl": top_p}, True),
+        ("top-1 agreement, %", {"top1": "quantized"}, False),
+        ("bits per byte", {"bits_per_byte": "quantized"}, False),
+    ]
+    return [
+        _whiskers(title, {labels[key]: known[key] for key in labels if key in known}, zero)
+        for title, labels, zero in drawn
+        if labels.keys() & known.keys()
+    ]
+
+
+def _whiskers(title: str, values: Mapping[str, Sequence[float | None]], zero: bool) -> Markup:
+    """Draw values and their intervals one below the other."""
+    ends = [end for each in values.values() for end in each if end is not None]
+    across = _axis([*ends, *([0.0] if zero else [])])
+    count = len(values)
+
+    def draw(x: Place, y: Place) -> Iterable[str]:
+        if zero:
+            yield _line([(x(0), y(0)), (x(0), y(count))], "var(--soft)", dashes="5 4")
+        for place, (label, (value, low, high)) in enumerate(values.items()):
+            middle = y(place + 0.5)
+            if low is not None and high is not None:
+                yield _line([(x(low), middle), (x(high), middle)], COLORS[place])
+            yield _marker(x(value or 0.0), middle, place, label, shape=0)
+
+    names = {i + 0.5: f"{label}\n{each[0]:.5g}" for i, (label, each) in enumerate(values.items())}
+    return _chart(title, across, Axis(count, 0, names), draw, inner=42 * count)
+
+
+def _chart(
+    title: str,
+    across: Axis,
+    upwards: Axis,
+    draw: Draw,
+    legend: Sequence[tuple[int | str, str]] = (),
+    *,
+    width: float = _WIDTH,
+    inner: float = 0.0,
+    right: float = 14.0,
+) -> Markup:
+    """Draw axes, marks on them, and a legend of colors with their names below."""
+    names = [line for text in upwards.ticks.values() for line in text.split("\n")]
+    left = 14 + _LETTER * max(map(len, names), default=0) + (20 if upwards.label else 0)
+    top = 28 if title else 12
+    rows = _wrapped(legend, width)
+    below = 22 + (18 if across.label else 0) + 20 * len(rows)
+    inner = inner or _HEIGHT - top - below
+    height = top + inner + below
+
+    def x(value: float) -> float:
+        return left + across.share(value) * (width - left - right)
+
+    # Where an axis has names they go from the top to the bottom.
+    def y(value: float) -> float:
+        return top + (1 - upwards.share(value)) * inner
+
+    bottom, end = top + inner, width - right
+    parts = [_text(left, 16, title, "start", style="font-weight: 700")] if title else []
+    for value, text in upwards.ticks.items():
+        lines = text.split("\n")
+        for i, line in enumerate(lines):
+            place = y(value) + 4 + _LINE * (i - (len(lines) - 1) / 2)
+            parts.append(_text(left - 8, place, line, "end"))
+        if upwards.grid:
+            parts.append(_line([(left, y(value)), (end, y(value))], "var(--line)"))
+    for value, text in across.ticks.items():
+        if left - 1 <= x(value) <= end + 1:
+            parts.append(_text(x(value), bottom + 17, text))
+    parts += draw(x, y)
+    parts.append(_line([(left, top), (left, bottom), (end, bottom)], "var(--ink)", width=0.8))
+    if across.label:
+        parts.append(_text((left + end) / 2, bottom + 35, across.label))
+    if upwards.label:
+        turned = f' transform="rotate(-90 14 {(top + bottom) / 2:.1f})"'
+        parts.append(_text(14, (top + bottom) / 2, upwards.label, more=turned))
+    for i, row in enumerate(rows):
+        at = (width - sum(map(_legend_width, row))) / 2
+        for entry in row:
+            color, name = entry
+            place = bottom + below - 20 * (len(rows) - i) + 12
+            if isinstance(color, int):
+                parts.append(_marker(at + 6, place - 4, color))
+            else:
+                box = f'x="{at}" y="{place - 9:.1f}" width="14" height="10"'
+                parts.append(f'<rect {box} fill="{color}"/>')
+            parts.append(_text(at + 18, place, name, "start"))
+            at += _legend_width(entry)
+    # It shrinks on a narrow screen as far as its text can be read, and grows on a wide one.
+    size = f"width: {width:g}px; max-width: max(100%, {0.7 * width:g}px)"
+    size += f"; min-width: min(100%, {1.25 * width:g}px)"
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    return Markup(f'<svg role="img" {box} style="{size}">{"".join(parts)}</svg>')
+
+
+def _legend_width(entry: tuple[int | str, str]) -> float:
+    return 36 + _LETTER * len(entry[1])
+
+
+def _wrapped(
+    legend: Sequence[tuple[int | str, str]], width: float
+) -> list[list[tuple[int | str, str]]]:
+    rows: list[list[tuple[int | str, str]]] = []
+    for entry in legend:
+        if not rows or sum(map(_legend_width, [*rows[-1], entry])) > width:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str = "middle", style: str = "", more: str = ""
+) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="{style}"'
+    return f"<text {place}{more}>{escape(text)}</text>"
+
+
+def _line(
+    points: Sequence[tuple[float, float]], color: str, width: float = 1.4, dashes: str = "none"
+) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    drawn = f'stroke="{color}" stroke-width="{width}" stroke-dasharray="{dashes}"'
+    return f'<polyline points="{path}" fill="none" {drawn}/>'
+
+
+def _marker(x: float, y: float, color: int, said: str = "", shape: int | None = None) -> str:
+    index = color if shape is None else shape
+    path = f"M{x:.1f} {y:.1f}{_MARKERS[index % len(_MARKERS)]}"
+    title = f"<title>{escape(said)}</title>" if said else ""
+    return f'<path d="{path}" fill="{COLORS[color % len(COLORS)]}">{title}</path>'
+
+
+def _cividis(share: float) -> str:
+    """Return the color of a share from 0 to 1."""
+    place = min(max(share, 0.0), 1.0) * (len(_CIVIDIS) - 1)
+    index = min(int(place), len(_CIVIDIS) - 2)
+    pairs = zip(_CIVIDIS[index], _CIVIDIS[index + 1], strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * (place - index)):02x}" for a, b in pairs)
 
 
 def _color_ends(low: float, high: float) -> tuple[float, float]:
@@ -292,32 +363,39 @@ def _color_ends(low: float, high: float) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-_SERIES: dict[type, Any] = {Points: _draw_points, Bars: _draw_bars, Cells: _draw_cells}
+def _axis(values: Sequence[float], label: str = "") -> Axis:
+    """Return an axis on which values lie, with room at the ends that are not 0."""
+    low, high = min(values), max(values)
+    room = 0.08 * ((high - low) or abs(high) or 1.0)
+    low, high = low - room * (low != 0), high + room * (high != 0)
+    return Axis(low, high, _ticks(low, high, 7), label, grid=True)
 
 
-def _color(color: int | str) -> str:
-    return COLORS[color % len(COLORS)] if isinstance(color, int) else color
+def _ticks(low: float, high: float, most: int) -> dict[float, str]:
+    """Return at most `most` round numbers from `low` to `high`, evenly apart."""
+    rough = (high - low) / (most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(each for each in (1, 2, 2.5, 5, 10) if each * power >= rough * 0.999)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (step / power == 2.5))
+    places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return {i * step: f"{i * step:.{digits}f}" for i in places}
 
 
-def _finish(axes: Axes, panel: Panel) -> None:
-    """Name and cut the axes of a panel on which everything is drawn."""
-    from matplotlib.ticker import NullFormatter
+def whole_numbers(low: float, high: float, most: int = 9) -> list[int]:
+    """Return at most `most` whole numbers from `low` to `high`, evenly apart, with 0 among them."""
+    first, last = math.ceil(low), math.floor(high)
+    step = max(1, math.ceil((last - first + 1) / most))
+    return [value for value in range(first, last + 1) if value % step == 0]
 
-    axes.set_title(panel.title)
-    for name, scale, axis in (("x", panel.x, axes.xaxis), ("y", panel.y, axes.yaxis)):
-        axis.set_label_text(scale.label)
-        if scale.log:
-            axes.set(**{f"{name}scale": "log"})
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
-        if scale.ticks is not None:
-            axis.set_ticks(list(scale.ticks), list(scale.ticks.values()))
-            axis.set_ticks([], minor=True)
-        axes.set(**{f"{name}lim": (scale.low, scale.high)})
-        axis.grid(scale.grid)
-    if panel.categories:
-        count, middle = len(panel.categories), 0.5 * isinstance(panel.series[0], Cells)
-        axes.set_yticks([i + middle for i in range(count)], panel.categories)
-        axes.set_ylim(count - 0.5 + middle, middle - 0.5)
-        for shaded in range(0, 0 if middle else count, 2):
-            axes.axhspan(shaded - 0.5, shaded + 0.5, color=_SHADE, zorder=0)
+
+def short_names(projections: Sequence[str]) -> list[str]:
+    """Return the last words of each projection, as few as tell it from all others."""
+    names = []
+    for name in projections:
+        words = name.split(".")
+        for count in range(1, len(words) + 1):
+            end = words[-count:]
+            if sum(other.split(".")[-count:] == end for other in projections) == 1:
+                break
+        names.append(".".join(end))
+    return names

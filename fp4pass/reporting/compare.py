@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source_files import find_shards, opened, read_tensor, tensor_facts
-from ..checkpoint.unread import require_float
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..core.quant_state import QuantState
@@ -46,19 +44,12 @@ def relative_error(original: Tensor, other: Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """The comparison of a packed model with the float model that it was made of.
+    """The comparison of a packed model with the float model that it was made of."""
 
-    Attributes:
-        requantized: layers that were quantized again, and compared to the bit.
-        measured: the weight errors of the other layers.
-        tensors: how many other tensors were compared to the bit.
-        mismatches: what is wrong, by the name of a layer or a tensor.
-    """
-
-    requantized: list[str] = field(default_factory=list)
-    measured: dict[str, float] = field(default_factory=dict)
-    tensors: int = 0
-    mismatches: dict[str, str] = field(default_factory=dict)
+    requantized: list[str] = field(default_factory=list)  # layers, compared to the bit
+    measured: dict[str, float] = field(default_factory=dict)  # errors of the other layers
+    tensors: int = 0  # how many others were compared to the bit
+    mismatches: dict[str, str] = field(default_factory=dict)  # by the name of a layer or tensor
 
 
 @torch.no_grad()
@@ -202,11 +193,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def compare_folders(a: Path, b: Path) -> dict[str, Any]:
     """Return how far the weights of two folders are apart: |A - B| / |A| of every layer."""
-    first, second = open_weights(a), open_weights(b)
+    first, second = _Weights(a), _Weights(b)
     # All that is packed in one of them; of two float models all matrices.
     names = [*{**first.layers, **second.layers}]
     if not names:
-        matrices = [n for n, shape in first.shapes.items() if len(shape) > 1]
+        matrices = [name for name, (shape, _) in tensor_facts(first.files).items() if shape[1:]]
         names = [n.removesuffix(".weight") for n in matrices if n.endswith(".weight")]
     both = [name for name in names if first.holds(name) and second.holds(name)]
     layers = [
@@ -220,7 +211,7 @@ def compare_folders(a: Path, b: Path) -> dict[str, Any]:
     # A layer that only one has is one name, whatever it has on disk.
     compared = {f"{layer}.weight" for layer in both} | set(both)
     one, two = (
-        (each.plain() - compared) | (set(each.layers) - set(both)) for each in (first, second)
+        (each.plain - compared) | (set(each.layers) - set(both)) for each in (first, second)
     )
     common = [
         {"name": name, "difference": _difference(first.tensor(name), second.tensor(name), name)}
@@ -242,30 +233,29 @@ def weights_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-@dataclass(frozen=True)
-class Weights:
+class _Weights:
     """The tensors of a folder, packed or not."""
 
-    files: Mapping[str, Path]
-    shapes: Mapping[str, tuple[int, ...]]
-    packed: CheckpointReader | None  # None for a float model
-
-    @property
-    def layers(self) -> Mapping[str, PackedLayer]:
-        """The packed layers, with whole stacks of experts."""
-        return {} if self.packed is None else self.packed.float_layers
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder.")
+        self.packed = open_checkpoint(folder) if is_packed(str(folder)) else None
+        if self.packed is None:
+            require_float(folder)
+            self.files: Mapping[str, Path] = find_shards(folder, WEIGHTS)
+            self.layers: Mapping[str, PackedLayer] = {}
+            self.plain = set(self.files)
+        else:
+            self.files, self.layers = self.packed.files, self.packed.float_layers
+            self.plain = set(self.packed.plain())
 
     def holds(self, layer: str) -> bool:
-        """Return whether the folder has a layer, packed or not."""
         return layer in self.layers or self._dense_name(layer) in self.files
 
     def label(self, layer: str) -> str:
-        """Return the format or the dtype of a layer."""
         if layer in self.layers:
             return self.layers[layer].fmt.key
-        name = self._dense_name(layer)
-        with opened(self.files[name]) as file:
-            return dtype_name(file.get_tensor(name).dtype)
+        return dtype_name(self.tensor(self._dense_name(layer)).dtype)
 
     def weight(self, layer: str) -> Tensor:
         """Return a weight in float32, in the direction in which the model has it."""
@@ -274,32 +264,14 @@ class Weights:
         return self.tensor(self._dense_name(layer)).float()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, in memory of its own."""
         return read_tensor(self.files, name)
-
-    def plain(self) -> set[str]:
-        """Return the names of the tensors that are not packed."""
-        return set(self.files if self.packed is None else self.packed.plain())
 
     def _dense_name(self, layer: str) -> str:
         # Stacks of experts are parameters without a module.
         return layer if layer in self.files else f"{layer}.weight"
 
 
-def open_weights(folder: Path) -> Weights:
-    """Open a folder, packed or not. Raises CheckpointError."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder.")
-    stored = open_checkpoint(folder) if is_packed(str(folder)) else None
-    if stored is None:
-        require_float(folder)
-    files = find_shards(folder, WEIGHTS) if stored is None else stored.files
-    shapes = {name: shape for name, (shape, _) in tensor_facts(files).items()}
-    return Weights(files, shapes, stored)
-
-
 def _difference(a: Tensor, b: Tensor, name: str) -> float:
-    """Return the `relative_error` of two tensors that are called the same."""
     if a.shape != b.shape:
         raise CheckpointError(
             f"{name} is {tuple(a.shape)} in one folder and {tuple(b.shape)} in the other. Compare "

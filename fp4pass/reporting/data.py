@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.progress import track
-from ..errors import OptionError, expected
+from ..errors import OptionError
 from ..methods import squared_errors
-from ..methods.scale_stats import scale_counts, scale_offsets
-from ..record.rows import tensor_core_note
-from .layers import ERRORS, Facts, bits_of, layer_maps, summarize, weights_of
-from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
+from ..methods.search import scale_counts, scale_offsets
+from ..record.rows import Row, tensor_core_note
+from .charts import ERRORS
+from .models import CODES, FloatModel, PackedModel, Source, open_float, open_packed
 from .text import finite, mean
 
-# The fields of an evaluation that the page needs.
-_SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
-_ROW = "what Evaluation.row returns"
+Facts = dict[str, Any]
+
+# A path such as model.layers.3.self_attn.q_proj: a stack, a depth in it, and a projection.
+_PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<projection>.+)")
 
 
 def gather(
@@ -44,13 +46,12 @@ def gather(
         >>> data["summary"]["layers"]
         2
     """
-    require_rows("evaluations", evaluations)
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name, model.on_disk)
-    scales, offsets = _read_weights(model, original, progress)
-    layers = list(model.facts.values())
-    errors = [(name, [each[name] for each in layers if each[name] is not None]) for name in ERRORS]
-    packed = [model.facts[name] for name in model.packed]
+    facts = {row.name: layer_facts(row) for row in model.rows}
+    scales, offsets = _read_weights(model, original, facts, progress)
+    layers, packed = list(facts.values()), [facts[name] for name in model.packed]
+    known = {error: [x[error] for x in layers if x[error] is not None] for error in ERRORS}
     # A page may be read on another machine.
     configs = [layer.config for layer in model.packed.values()]
     note = tensor_core_note(configs, machine="the machine of this report")
@@ -60,11 +61,11 @@ def gather(
         "layout": model.layout,
         "architecture": model.architecture,
         "reference": None if original is None else _public(original.name),
-        "summary": _summary(model, packed, original),
+        "summary": _summary(model, layers, packed, original),
         "groups": summarize(packed),
         "sizes": _sizes(model),
         "layers": layers,
-        "ranges": {name: [min(known), max(known)] if known else None for name, known in errors},
+        "ranges": {name: [min(all_), max(all_)] if all_ else None for name, all_ in known.items()},
         "maps": layer_maps(layers),
         "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
         "scales": scales,
@@ -79,13 +80,91 @@ def gather(
     return finite(data)
 
 
-def require_rows(what: object, rows: Any) -> None:
-    """Raise OptionError unless the rows of evaluations have what the page shows of a text."""
-    if not (isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows)):
-        raise OptionError(expected(f"{what}", "a list of rows", rows))
-    for row in rows:
-        if missing := sorted(_SHOWN - set(row)):
-            raise OptionError(expected(f"{what}", _ROW, f"a text without {', '.join(missing)}"))
+def layer_facts(row: Row) -> Facts:
+    """Return the fields of a row and of its config, and more that the page says of a layer.
+
+    `label` is its scheme in a table, `legend` its name in a legend; `stack`, `depth` (None outside
+    of a stack) and `projection` are its place in the model.
+    """
+    facts = {**row.to_dict(), "label": "", "legend": ""}
+    config = facts.pop("config")
+    if row.config is not None:
+        # Another library quantized the layer, if there is no method.
+        method = "" if row.config.method is None else row.config.method_name
+        facts |= {**config, "method": method, "label": row.config.label}
+        facts["legend"] = ", ".join(filter(None, (row.config.label, method)))
+    place = _PLACE.fullmatch(row.name)
+    if place is None:
+        return {**facts, "stack": "", "depth": None, "projection": row.name}
+    # Experts of one layer, which only a number tells apart, are one projection.
+    projection = re.sub(r"(?<=\.)\d+(?=\.)", "*", place["projection"])
+    depth = int(place["depth"])
+    return {**facts, "stack": place["stack"][:-1], "depth": depth, "projection": projection}
+
+
+def summarize(packed: Sequence[Facts]) -> list[Facts]:
+    """Summarize the layers of each scheme and method; errors are means over layers."""
+    groups: dict[str, list[Facts]] = {}
+    for layer in packed:
+        groups.setdefault(layer["legend"], []).append(layer)
+    same = "legend label scheme fmt block weight_only method".split()
+    return [
+        {
+            **{key: layers[0][key] for key in same},
+            "layers": len(layers),
+            "weights": _weights(layers),
+            "bits": _bits(layers),
+            **{error: mean([layer[error] for layer in layers]) for error in ERRORS},
+        }
+        for _, layers in sorted(groups.items())
+    ]
+
+
+def _weights(layers: Sequence[Facts]) -> int:
+    return sum(math.prod(layer["shape"]) for layer in layers)
+
+
+def _bits(layers: Sequence[Facts]) -> float:
+    """Return the mean bits of the weights of layers."""
+    bits = sum(layer["bits"] * math.prod(layer["shape"]) for layer in layers)
+    return float(bits / _weights(layers))
+
+
+def layer_maps(layers: Sequence[Facts]) -> list[Facts]:
+    """Return a table for each stack of layers: its cells hold indices of layers and mean errors."""
+    stacks: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer["depth"] is not None:
+            stacks.setdefault(layer["stack"], []).append(index)
+    maps = []
+    for stack, inside in stacks.items():
+        by_depth: dict[int, dict[str, list[int]]] = {}
+        for index in inside:
+            row = by_depth.setdefault(layers[index]["depth"], {})
+            row.setdefault(layers[index]["projection"], []).append(index)
+        # In the order of the first depth that has all of them.
+        names = [name for row in sorted(by_depth.values(), key=len, reverse=True) for name in row]
+        depths, projections = sorted(by_depth), list(dict.fromkeys(names))
+        cells = [
+            [_cell(layers, by_depth[depth].get(name, ())) for name in projections]
+            for depth in depths
+        ]
+        maps.append({"stack": stack, "depths": depths, "projections": projections, "cells": cells})
+    return maps
+
+
+def _cell(layers: Sequence[Facts], indices: Sequence[int]) -> Facts | None:
+    """Return means over the quantized layers of a cell; None for a cell without layers."""
+    converted = [layers[index] for index in indices if not layers[index]["skip_reason"]]
+    reasons = [layers[index]["skip_reason"] for index in indices if layers[index]["skip_reason"]]
+    cell = {
+        "layers": list(indices),
+        "converted": len(converted),
+        "skip_reason": "; ".join(dict.fromkeys(reasons)),
+        "bits": _bits(converted) if converted else None,
+        **{error: mean([layer[error] for layer in converted]) for error in ERRORS},
+    }
+    return cell if indices else None
 
 
 def _public(name: str) -> str:
@@ -95,32 +174,32 @@ def _public(name: str) -> str:
 
 
 def _read_weights(
-    model: PackedModel, original: FloatModel | None, progress: bool
+    model: PackedModel, original: FloatModel | None, facts: Mapping[str, Facts], progress: bool
 ) -> tuple[list[Facts], list[Facts]]:
     """Count block scales by format; one weight is held at a time."""
     counts: dict[str, Counter[float]] = {}
     offsets: dict[tuple[str, str], Counter[int]] = {}
     compared = 0
-    packed = model.packed.items()
-    for name, layer in track(packed, "block scales", unit="layers", show=progress):
-        facts, sums = model.facts[name], [0.0, 0.0]
+    for name, layer in track(model.packed.items(), "block scales", unit="layers", show=progress):
+        found, sums = facts[name], [0.0, 0.0]
         # Of float32 scales hardly two are equal.
         is_counted = not layer.fmt.has_float_scale
         for scale in model.scales(name) if is_counted else ():
             counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(scale, layer.fmt))
         for state, piece in model.states(name) if original is not None else ():
-            weight = original.weight(name, layer, piece) if original is not None else None
-            if weight is not None:
-                weight = layer.config.stored(weight.to(state.qdata.device))
-                compared += 1
-                key = layer.fmt.key, facts["method"]
-                if is_counted:
-                    offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
-                # Nobody reported it.
-                if facts["weight_error"] is None:
-                    sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
-        if facts["weight_error"] is None and sums[1]:
-            facts["weight_error"] = math.sqrt(sums[0] / sums[1])
+            weight = None if original is None else original.weight(name, layer, piece)
+            if weight is None:
+                continue
+            weight = layer.config.stored(weight.to(state.qdata.device))
+            compared += 1
+            if is_counted:
+                key = layer.fmt.key, found["method"]
+                offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
+            # Nobody reported it.
+            if found["weight_error"] is None:
+                sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
+        if found["weight_error"] is None and sums[1]:
+            found["weight_error"] = math.sqrt(sums[0] / sums[1])
     if original is not None and not compared:
         raise OptionError(
             f"{original.name} has none of the layers of {model.name}. Give the float model that "
@@ -168,16 +247,21 @@ def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
     }
 
 
-def _summary(model: PackedModel, packed: Sequence[Facts], original: FloatModel | None) -> Facts:
+def _summary(
+    model: PackedModel,
+    layers: Sequence[Facts],
+    packed: Sequence[Facts],
+    original: FloatModel | None,
+) -> Facts:
     size = sum(part.bytes for part in model.parts)
     parameters = sum(part.parameters for part in model.parts)
     before = model.dense_bytes if original is None else original.bytes
     return {
         "layers": len(packed),
-        "skipped": sum(bool(layer["skip_reason"]) for layer in model.facts.values()),
-        "weights": weights_of(packed),
+        "skipped": sum(bool(layer["skip_reason"]) for layer in layers),
+        "weights": _weights(packed),
         "parameters": parameters,
-        "bits_per_weight": bits_of(packed),
+        "bits_per_weight": _bits(packed),
         "bits_per_parameter": 8 * size / parameters,
         "bytes": size,
         "bytes_before": before,
@@ -189,16 +273,12 @@ def _summary(model: PackedModel, packed: Sequence[Facts], original: FloatModel |
 def _sizes(model: PackedModel) -> list[Facts]:
     """Return the size of each kind of tensor; packed weights, in three kinds, have no bits."""
     total = sum(part.bytes for part in model.parts)
-    return [
-        {
-            **dataclasses.asdict(part),
-            "share": part.bytes / total,
-            "bits": 8 * part.bytes / part.parameters
-            if part.parameters and part.kind != CODES
-            else None,
-        }
-        for part in model.parts
-    ]
+    sizes = []
+    for part in model.parts:
+        has_bits = part.parameters and part.kind != CODES
+        bits = 8 * part.bytes / part.parameters if has_bits else None
+        sizes.append({**dataclasses.asdict(part), "share": part.bytes / total, "bits": bits})
+    return sizes
 
 
 def _unknown(
@@ -208,26 +288,30 @@ def _unknown(
     evaluations: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Return a line for each number that is missing, with the way to get it."""
-    lines = []
-    if model.recipe is None:
-        lines.append(
+    missing: Iterable[tuple[bool, str]] = (
+        (
+            model.recipe is None,
             "Another library quantized this model: its recipe, methods and reasons for skipped "
-            "layers are unknown."
-        )
-    if any(layer["weight_error"] is None for layer in packed):
-        lines.append("Weight errors are unknown. --reference ORIGINAL measures them.")
-    if any(layer["output_error"] is None for layer in packed):
-        lines.append(
+            "layers are unknown.",
+        ),
+        (
+            any(layer["weight_error"] is None for layer in packed),
+            "Weight errors are unknown. --reference ORIGINAL measures them.",
+        ),
+        (
+            any(layer["output_error"] is None for layer in packed),
             "Output errors are unknown for layers that were converted without calibration, or by "
-            "another library."
-        )
-    if original is None:
-        lines.append(
+            "another library.",
+        ),
+        (
+            original is None,
             "Without --reference ORIGINAL, scales are not compared with naive ones, and the size "
-            "before assumes the same tensors with dense linear layers."
-        )
-    if not evaluations:
-        lines.append("No text was read. --data FILE measures perplexity.")
-    elif any(row.get("kl") is None for row in evaluations):
-        lines.append("The original was not evaluated. --reference ORIGINAL adds KL and top-1.")
-    return lines
+            "before assumes the same tensors with dense linear layers.",
+        ),
+        (not evaluations, "No text was read. --data FILE measures perplexity."),
+        (
+            any(row.get("kl") is None for row in evaluations),
+            "The original was not evaluated. --reference ORIGINAL adds KL and top-1.",
+        ),
+    )
+    return [line for is_missing, line in missing if is_missing]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..evaluation.intervals import VERDICT_UNITS
 
 DASH = "\N{EN DASH}"
-ENDS = ("low", "high")
 
 
 def finite(value: Any) -> Any:
@@ -34,12 +32,6 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     unit, divisor = ("GB", 1e9) if count >= 1e9 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
     return f"{count / divisor:.2f} {unit}"
-
-
-def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return math.prod(shape) * (int(width[0]) if width else 8) // 8
 
 
 class Measure(NamedTuple):
@@ -81,7 +73,10 @@ def measures(row: Mapping[str, Any]) -> list[Measure]:
 
     def change(key: str, style: str) -> Measure:
         found = (row.get("difference") or {}).get(key) or {}
-        values = [found.get("value"), *(found.get(end) if is_enough else None for end in ENDS)]
+        values = [
+            found.get("value"),
+            *(found.get(end) if is_enough else None for end in ("low", "high")),
+        ]
         return Measure(f"change of {key}", "  change", style, values)
 
     original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]

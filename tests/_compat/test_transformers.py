@@ -15,7 +15,6 @@ from small_models import language_model
 from fp4pass import _compat
 from fp4pass._compat import transformers as compat
 from fp4pass._compat import transformers_cache, transformers_loading
-from fp4pass._compat import transformers_loading as transformers_quantizers
 from fp4pass.errors import VersionError
 
 transformers = pytest.importorskip("transformers")
@@ -121,11 +120,11 @@ def test_tensors_that_are_read_past_the_hook_are_an_error() -> None:
 @pytest.mark.core
 def test_a_model_that_was_not_filled_is_an_error() -> None:
     model = language_model()
-    transformers_quantizers.require_filled(model)
+    transformers_loading.require_filled(model)
     filled: list[int] = []
-    transformers_quantizers.when_loaded(model, lambda: filled.append(1), lambda name: False, ())
+    transformers_loading.when_loaded(model, lambda: filled.append(1), lambda name: False, ())
     with pytest.raises(VersionError, match="does not call _adjust_missing_and_unexpected_keys"):
-        transformers_quantizers.require_filled(model)
+        transformers_loading.require_filled(model)
 
 
 @pytest.mark.core

@@ -25,8 +25,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint.layouts import Piece
-from fp4pass.checkpoint.model_layers import describe_layers
-from fp4pass.checkpoint.split_stacks import split_stacks
+from fp4pass.checkpoint.model_layers import describe_layers, split_stacks
 from fp4pass.nn.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.record.state import get_state

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fp4pass.checkpoint.card import _hub_id
 from small_models import converted, language_model, mlp, packed_model, tokens
 
 import fp4pass
-from fp4pass.checkpoint.card import _hub_id
 from fp4pass.errors import OptionError
 from fp4pass.evaluation import Evaluation
 

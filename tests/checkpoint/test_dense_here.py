@@ -14,7 +14,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

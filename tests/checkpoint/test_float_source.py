@@ -13,8 +13,7 @@ from small_models import assert_same_bits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.checkpoint.float_models import load_float
-from fp4pass.checkpoint.float_source import open_float_source
+from fp4pass.checkpoint.float_models import load_float, open_float_source
 from fp4pass.errors import CheckpointError, UnreadError
 
 transformers = pytest.importorskip("transformers")

@@ -27,9 +27,8 @@ from saved_models import (
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.checkpoint.layouts import CompressedTensors
-from fp4pass.checkpoint.model_layers import describe_layers
+from fp4pass.checkpoint.model_layers import describe_layers, split_layers
 from fp4pass.checkpoint.readers import Facts, of_stock
-from fp4pass.checkpoint.split_stacks import split_layers
 from fp4pass.nn.experts import QUANTIZED
 from fp4pass.nn.experts import QuantizedExpertStack as Stack
 from fp4pass.record.state import get_state

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.checkpoint.unread import unread_layers
+from fp4pass.checkpoint.source_files import unread_layers
 from fp4pass.errors import CheckpointError, UnreadError
 
 transformers = pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from small_models import TINY, assert_same_bits, language_model
 import fp4pass
 from fp4pass import _compat, cli
 from fp4pass.calibration.rows import read_text
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.evaluation import token_windows
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):

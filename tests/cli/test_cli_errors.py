@@ -14,7 +14,7 @@ from small_models import TINY
 
 import fp4pass
 from fp4pass.checkpoint import float_models
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.errors import CheckpointError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):

@@ -60,7 +60,7 @@ def test_a_quality_is_printed_recorded_and_shown(
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
     assert smoothed == [(0.5, 1)]
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
-    run("report", out, "-o", tmp_path / "r.html", "--no-png")
+    run("report", out, "-o", tmp_path / "r.html")
     assert json.loads((tmp_path / "r.json").read_text())["recipe"]["quality"] == "good"
     assert "&#34;quality&#34;: &#34;good&#34;" in (tmp_path / "r.html").read_text()
 

@@ -10,19 +10,13 @@ import pytest
 from commands import EVAL, run, run_json
 from small_models import TINY
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2", "matplotlib"):
+for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2"):
     pytest.importorskip(package)
 
 pytestmark = pytest.mark.usefixtures("offline")
 
 
 TEXT = ("--data", EVAL, "--samples", 3, "--seq-len", 64)
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without their charts, which take most of the time."""
-    monkeypatch.setattr("fp4pass.reporting.charts.svg", lambda panel, salt: "")
 
 
 def files(folder: Path) -> list[str]:
@@ -39,14 +33,13 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     page = tmp_path / "new" / "r.html"
     result = run("report", made / "mixed", "-o", page)
     assert result.stdout == (
-        f"{page}: 22 layers at 4.42 bits, 3.65 MB, 50% of 7.35 MB before\n"
-        "beside it: r.json, r-layers.png, r-bits.png, r-scales.png\n"
+        f"{page}: 22 layers at 4.42 bits, 3.65 MB, 50% of 7.35 MB before\nbeside it: r.json\n"
     )
     assert not result.stderr
-    assert files(page.parent) == ["r-bits.png", "r-layers.png", "r-scales.png", "r.html", "r.json"]
+    assert files(page.parent) == ["r.html", "r.json"]
     data = json.loads(page.with_suffix(".json").read_text())
     assert data["source"] == "mixed" and data["evaluations"] == []
-    assert run_json("report", made / "mixed", "-o", page, "--overwrite", "--no-png") == data
+    assert run_json("report", made / "mixed", "-o", page, "--overwrite") == data
     assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
 
 
@@ -54,21 +47,21 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
 def test_help_says_what_there_is() -> None:
     assert "\n  report " in run("--help").stdout
     own = run("report", "--help").stdout
-    assert all(option in own for option in ("--reference", "--evaluation", "--no-png", "--json"))
+    assert all(option in own for option in ("--reference", "--evaluation", "--json"))
     assert all(len(line) <= 80 for line in own.splitlines())
 
 
 @pytest.mark.slow
-def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: None) -> None:
+def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
     options = ("--reference", TINY, *TEXT)
     found = run_json("eval", made / "inputs", *options)
-    data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options, "--no-png")
+    data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options)
     assert data["evaluations"] == [{**row, "text": EVAL.name} for row in found["texts"]]
     assert data["unknown"] == []
     assert files(tmp_path) == ["r.html", "r.json"]
     # What eval printed is as good as measuring again.
     (tmp_path / "eval.json").write_text(json.dumps(found))
-    again = ("--reference", TINY, "--evaluation", tmp_path / "eval.json", "--no-png")
+    again = ("--reference", TINY, "--evaluation", tmp_path / "eval.json")
     other = run_json("report", made / "inputs", "-o", tmp_path / "s.html", *again)
     assert other == data
 

@@ -13,7 +13,7 @@ import fp4pass
 
 options = pytest.importorskip("fp4pass.cli.options")
 screen = pytest.importorskip("fp4pass.cli.screen")
-write = pytest.importorskip("fp4pass.reporting.write")
+page = pytest.importorskip("fp4pass.reporting.page")
 data = pytest.importorskip("fp4pass.reporting.data")
 
 
@@ -78,11 +78,9 @@ def test_commands_print_what_is_logged(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == f"fp4pass: {NOTE}\n"
 
 
-def test_the_page_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Charts take all of the time.
-    monkeypatch.setattr("fp4pass.reporting.charts.svg", lambda panel, salt: "")
+def test_the_page_says_it() -> None:
     found = data.gather(fp4pass.convert(mlp(), "nvfp4", "naive"), progress=False)
     (note,) = found["notes"]
     assert note == NOTE.replace("this machine", "the machine of this report")
-    assert f"<p>{note}</p>" in write.render(found)
+    assert f"<p>{note}</p>" in page.render(found)
     assert data.gather(fp4pass.convert(mlp(), "nvfp4a16", "naive"), progress=False)["notes"] == []

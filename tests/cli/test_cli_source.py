@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY
 
 import fp4pass
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 
 transformers = pytest.importorskip("transformers")
 for package in ("typer", "rich", "yaml"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from post_grad import compiled, fresh
+from post_grad import compiled
 from torch import Tensor, fx
 
 from fp4pass.graph.inductor.argmax import split_argmax
@@ -15,10 +15,7 @@ from fp4pass.graph.inductor.argmax import split_argmax
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 def run(choose: Callable[[Tensor], Any], x: Tensor, **options: Any) -> tuple[Any, int, list[Any]]:

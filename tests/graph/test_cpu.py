@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass._compat.inductor import CppCall, DenseProduct, Described
 from fp4pass.graph.inductor import cpu
-from fp4pass.kernels.linear.cpu import FEW_ROWS
+from fp4pass.kernels.cpu.operators import FEW_ROWS
 
 # In CI there is one, or these fail; Inductor needs it for any graph.
 pytestmark = pytest.mark.skipif(

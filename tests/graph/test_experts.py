@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixtures import build
-from post_grad import calls, compiled, fresh
-from torch import Tensor, fx
+from post_grad import run_passes
+from torch import Tensor
 
 import fp4pass
 from fp4pass import ops
@@ -18,6 +18,7 @@ from fp4pass.graph.inductor.fusions import on_gpu
 from fp4pass.graph.inductor.gates import fuse_experts
 from fp4pass.nn import experts as experts_module
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 E, K, T, H, INNER = 5, 2, 7, 64, 32
 
 
@@ -73,17 +74,7 @@ def arguments(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tens
 def run(
     forward: Callable[..., Any], args: tuple[Tensor, ...], eligible: Any = lambda node: True
 ) -> tuple[Any, list[int], Any]:
-    """What the compiled function returns, what two runs of the pass did, and the calls left."""
-    counts, left = [], []
-
-    def change(graph: fx.Graph) -> None:
-        counts.extend(fuse_experts(graph, eligible) for _ in range(2))
-        left.append(calls(graph))
-
-    torch._dynamo.reset()
-    with fresh(), torch.no_grad():
-        found = compiled(forward, change)(*args)
-    return found, counts, left[-1]
+    return run_passes(forward, args, lambda graph: fuse_experts(graph, eligible))
 
 
 @pytest.mark.quick(2)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from post_grad import calls, compiled, fresh
-from torch import Tensor, fx
+from post_grad import run_passes
+from torch import Tensor
 
-import fp4pass
 from fp4pass import ops
 from fp4pass.graph.inductor.fusions import on_gpu
 from fp4pass.graph.inductor.gates import fuse_gates
-from fp4pass.graph.inductor.merge import group_linears
 
 K, N = 64, 32
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 def weight(rows: int, fmt: str = "nvfp4", seed: int = 0) -> tuple[Any, ...]:
@@ -99,22 +93,7 @@ def halves_of_second(x: Tensor) -> Tensor:
 def run(
     function: Callable[..., Any], x: Tensor, eligible: Any = lambda node: True, **options: Any
 ) -> tuple[Any, list[int], Any]:
-    """What the compiled function returns, what two runs of the pass did, and the calls left."""
-    counts, left = [], []
-
-    def change(graph: fx.Graph) -> None:
-        counts.extend(fuse_gates(graph, eligible) for _ in range(2))
-        for node in graph.nodes:
-            if node.target is ops.linear_gated:
-                value = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
-                found = node.meta["val"]
-                assert value.shape == found.shape and value.dtype == found.dtype
-                assert value.stride() == found.stride()
-        left.append(calls(graph))
-
-    torch._dynamo.reset()
-    found = compiled(function, change, **options)(x)
-    return found, counts, left[-1]
+    return run_passes(function, (x,), lambda graph: fuse_gates(graph, eligible), **options)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -131,7 +110,7 @@ def equal(found: Any, expected: Any) -> bool:
 def test_a_gate_is_one_call_with_the_bits_of_eager(name: str) -> None:
     x = numbers(3, K)
     found, counts, left = run(ALIKE[name], x)
-    assert counts == [1, 0] and left == {"linear_gated": 1}
+    assert counts == [1, 0] and left == {"linear_group": 1}
     assert equal(found, ALIKE[name](x))
 
 
@@ -147,7 +126,7 @@ def test_other_dtypes_and_more_dimensions(dtype: torch.dtype) -> None:
 def test_what_is_no_gate_stays(name: str) -> None:
     x = numbers(3, K)
     _, counts, left = run(UNLIKE[name], x)
-    assert counts == [0, 0] and "linear_gated" not in left
+    assert counts == [0, 0] and "linear_group" not in left
 
 
 def test_more_rows_and_dynamic_shapes_stay() -> None:
@@ -158,34 +137,3 @@ def test_more_rows_and_dynamic_shapes_stay() -> None:
 def test_on_a_cpu_nothing_changes() -> None:
     _, counts, left = run(mlp(), numbers(3, K), on_gpu)
     assert counts == [0, 0] and left == {"linear": 2}
-
-
-# Of two layers: products with a gate of their own, and what is left to `group_linears`.
-MODELS = {
-    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4},
-    "phi3": {"linear_gated": 2, "linear": 6},
-    "gemma3": {"linear_gated": 2, "linear_group": 2, "linear": 4},
-    "gpt2": {"linear": 8},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "phi3" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
-)
-def test_models(name: str) -> None:
-    pytest.importorskip("transformers")
-    case = next(case for case in zoo.CASES if case.name == name)
-    model = fp4pass.convert(case.build().bfloat16(), "nvfp4", "naive", weight_only=True)
-    model.config.use_cache = False
-    left = []
-
-    def change(graph: fx.Graph) -> None:
-        fuse_gates(graph, lambda node: True)
-        group_linears(graph)
-        left.append(calls(graph))
-
-    x = {"input_ids": torch.arange(2, 10).view(2, 4)}
-    found = zoo.tensor_of(compiled(model, change)(**x)).float()
-    assert left == [MODELS[name]]
-    eager = zoo.tensor_of(model(**x)).float()
-    assert (found - eager).norm() <= 0.02 * eager.norm()

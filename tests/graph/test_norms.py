@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import zoo
 from graph.test_gates import GATE, UP, K, equal, numbers, product
-from post_grad import calls, compiled, fresh
-from torch import Tensor, fx
+from post_grad import run_passes
+from torch import Tensor
 from torch.nn import functional as F
 
-import fp4pass
 from fp4pass.graph.inductor.fusions import on_gpu
-from fp4pass.graph.inductor.gates import fuse_gates
-from fp4pass.graph.inductor.merge import group_linears
 from fp4pass.graph.inductor.residuals import fuse_norms
 
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 ROW = torch.randn(K, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -36,21 +28,9 @@ def rms_norm(x: Tensor, row: Tensor = ROW) -> Tensor:
 
 
 def run(
-    function: Callable[..., Any],
-    args: tuple[Tensor, ...],
-    eligible: Any = lambda node: True,
-    **options: Any,
+    function: Callable[..., Any], args: Any, eligible: Any = lambda node: True, **options: Any
 ) -> tuple[Any, list[int], Any]:
-    """What the compiled function returns, what two runs of the pass did, and the calls left."""
-    counts, left = [], []
-
-    def change(graph: fx.Graph) -> None:
-        counts.extend(fuse_norms(graph, eligible) for _ in range(2))
-        left.append(calls(graph))
-
-    torch._dynamo.reset()
-    found = compiled(function, change, **options)(*args)
-    return found, counts, left[-1]
+    return run_passes(function, args, lambda graph: fuse_norms(graph, eligible), **options)
 
 
 # Functions of two tensors, and the operator that they call.
@@ -112,36 +92,3 @@ def test_dynamic_shapes_and_a_cpu() -> None:
     assert run(function, args, dynamic=True)[1] == [0, 0]
     _, counts, left = run(function, args, on_gpu)
     assert counts == [0, 0] and left == {"linear": 1}
-
-
-# Of two layers: two norms each, of which the first of all is of no sum.
-MODELS = {
-    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
-    "qwen3": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
-    "phi3": {"linear_gated": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
-    # Norms multiply by 1 + weight in float32, and stand before the residuals.
-    "gemma3": {"linear": 4, "linear_gated": 2, "linear_group": 2},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
-)
-def test_models(name: str) -> None:
-    pytest.importorskip("transformers")
-    case = next(case for case in zoo.CASES if case.name == name)
-    model = fp4pass.convert(case.build().bfloat16(), "nvfp4", "naive", weight_only=True)
-    model.config.use_cache = False
-    left = []
-
-    def change(graph: fx.Graph) -> None:
-        for each in (fuse_gates, fuse_norms):
-            each(graph, lambda node: True)
-        group_linears(graph)
-        left.append(calls(graph))
-
-    x = {"input_ids": torch.arange(2, 9).view(1, 7)}
-    found = zoo.tensor_of(compiled(model, change)(**x)).float()
-    assert left == [MODELS[name]]
-    eager = zoo.tensor_of(model(**x)).float()
-    assert (found - eager).norm() <= 0.02 * eager.norm()

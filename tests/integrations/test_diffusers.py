@@ -476,7 +476,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pos_embed: expected a linear layer.*PatchEmbed"):
         kind.from_pretrained(tmp_path)
     edited(tmp_path, lambda declared: declared.update(recipe=[]))
-    with pytest.raises(CheckpointError, match=r"recipe: expected a mapping, got list"):
+    with pytest.raises(CheckpointError, match=r"damaged.*is not a mapping"):
         kind.from_pretrained(tmp_path)
     edited(tmp_path, lambda declared: declared.pop("schemes") and declared.pop("recipe"))
     with pytest.raises(CheckpointError, match=r"KeyError\('schemes'\)\. Copy the folder again"):

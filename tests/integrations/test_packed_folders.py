@@ -399,6 +399,6 @@ def test_a_model_that_transformers_does_not_have_filled_is_an_error(
         model.__dict__[name] = getattr(model, name)
 
     fp4pass.save(fp4pass.convert(llama(), "nvfp4a16", "sse"), tmp_path / "q")
-    monkeypatch.setattr("fp4pass.integrations.packed_folders.when_loaded", not_called)
+    monkeypatch.setattr("fp4pass.integrations.transformers.when_loaded", not_called)
     with pytest.raises(VersionError, match=r"transformers .* where packed layers are filled"):
         pretrained(tmp_path / "q", quantization_config=PackedConfig())

@@ -29,8 +29,11 @@ from torch.nn import functional as F
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
-from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
-from fp4pass.kernels.quantize.triton import activate_quantize_triton, quantize_triton
+from fp4pass.kernels.quantize.triton import (
+    activate_quantize_triton,
+    norm_quantize_triton,
+    quantize_triton,
+)
 from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = quiet

@@ -15,8 +15,11 @@ from fp4pass.kernels.attention.naive import (
     attention_span_ref,
     rotary_attention_ref,
 )
-from fp4pass.kernels.attention.span_triton import attention_span_triton
-from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
+from fp4pass.kernels.attention.triton import (
+    attention_span_triton,
+    attention_triton,
+    rotary_attention_triton,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -25,12 +25,10 @@ from fp4pass._compat.torch import build_library
 from fp4pass.core.formats import Format, get_format
 from fp4pass.errors import BuildError
 from fp4pass.kernels.cpu import library
+from fp4pass.kernels.cpu import operators as cpu
 from fp4pass.kernels.cpu.library import function
-from fp4pass.kernels.dequantize.cpu import dequantize_cpu
+from fp4pass.kernels.cpu.operators import FEW_ROWS, dequantize_cpu, quantize_cpu
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.linear import cpu
-from fp4pass.kernels.linear.cpu import FEW_ROWS
-from fp4pass.kernels.quantize.cpu import quantize_cpu
 from fp4pass.kernels.quantize.naive import quantize_ref
 
 # In CI there is one, or these fail.
@@ -124,9 +122,7 @@ def test_only_what_is_in_memory_as_it_is_read_goes_to_compiled_code(
     fmt = get_format("nvfp4")
     packed, scale, number = stored(fmt, 5, 64)
     x, bias = torch.randn(rows, 64), torch.randn(5)
-    for called in ("linear", "dequantize"):
-        path = f"fp4pass.kernels.{called}.cpu.function"
-        monkeypatch.setattr(path, lambda *_: lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(cpu, "function", lambda *_: lambda *_: pytest.fail("it was read"))
     for other in (number.double(), number[0]):
         expected = linear_ref(x, packed, scale, other, bias, fmt)
         assert torch.equal(linear_cpu(x, packed, scale, other, bias, fmt), expected)
@@ -230,8 +226,8 @@ def divisors(fmt: Format) -> list[Tensor | None]:
 def test_conversions_have_the_bits_of_the_references(
     fmt: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4pass.kernels.quantize.cpu.quantize_ref", None)
-    monkeypatch.setattr("fp4pass.kernels.dequantize.cpu.dequantize_ref", None)
+    monkeypatch.setattr(cpu, "quantize_ref", None)
+    monkeypatch.setattr(cpu, "dequantize_ref", None)
     numbers = activations()
     # An odd number of blocks.
     numbers.append(numbers[0][:3, : 3 * fmt.block])

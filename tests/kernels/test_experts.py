@@ -28,9 +28,8 @@ from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import triton as module
 from fp4pass.kernels.experts.naive import experts_quantize_ref
-from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.experts.routing_triton import route
-from fp4pass.kernels.experts.tiling import ExpertTiles, config
+from fp4pass.kernels.experts.triton import ExpertTiles, config, experts_quantize_triton
 from fp4pass.kernels.linear.decode_triton import InputRows
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
-from fp4pass.kernels.experts import mixture_triton as module
-from fp4pass.kernels.experts.mixture_triton import mix
+from fp4pass.kernels.experts import triton as module
 from fp4pass.kernels.experts.naive import Gate
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
-from fp4pass.kernels.experts.tiling import ExpertTiles
-from fp4pass.kernels.experts.triton import launch
+from fp4pass.kernels.experts.triton import ExpertTiles, launch, mix
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 
 experts_mixture_triton = flat("experts_mixture")

@@ -396,7 +396,7 @@ WITHOUT_GLUON = """
 import sys
 for name in sys.argv[1:]:
     sys.modules[name] = None
-from fp4pass.kernels.fp8 import triton
+from fp4pass.kernels.compute_fp8 import triton
 from fp4pass.kernels.linear import gluon_triton, triton
 print(gluon_triton.one_row_kernel is None, gluon_triton.wide_kernel is None)
 """

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
-from fp4pass.kernels.quantize import norm_triton as module
+from fp4pass.kernels.quantize import triton as module
 from fp4pass.kernels.quantize.naive import norm_quantize_ref, quantize_ref
-from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
+from fp4pass.kernels.quantize.triton import norm_quantize_triton
 
 pytestmark = quiet
 

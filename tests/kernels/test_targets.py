@@ -32,29 +32,36 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.attention.span_triton import attention_span_triton
-from fp4pass.kernels.attention.triton import attention_triton, rotary_attention_triton
+from fp4pass.kernels.attention.triton import (
+    attention_span_triton,
+    attention_triton,
+    rotary_attention_triton,
+)
 from fp4pass.kernels.common.tiles import supports
+from fp4pass.kernels.compute_fp8.operands_triton import (
+    activate_round_triton,
+    expanded,
+    norm_round_triton,
+)
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
-from fp4pass.kernels.fp8.expand_triton import expanded
-from fp4pass.kernels.fp8.round_triton import activate_round_triton, norm_round_triton
-from fp4pass.kernels.linear.e4m3_triton import linear_e4m3, linear_quantized_e4m3
+from fp4pass.kernels.experts.triton import experts_quantize_triton
+from fp4pass.kernels.linear.fp8_weights_triton import (
+    linear_fp8_weights,
+    linear_quantized_fp8_weights,
+)
 from fp4pass.kernels.norm.naive import SQUARES, WIDEST
 from fp4pass.kernels.norm.triton import add_rms_norm_triton
-from fp4pass.kernels.quantize.e4m3_triton import (
-    activate_quantize_e4m3,
-    norm_quantize_e4m3,
-    quantize_e4m3,
-)
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
-from fp4pass.kernels.quantize.norm_triton import norm_quantize_triton
 from fp4pass.kernels.quantize.triton import (
+    activate_quantize_e4m3,
     activate_quantize_triton,
     dynamic_global_scale_triton,
+    norm_quantize_e4m3,
+    norm_quantize_triton,
+    quantize_e4m3,
     quantize_triton,
 )
-from fp4pass.kernels.reduce.memory import LARGEST, WORDS, Memory, count_of_words
+from fp4pass.kernels.reduce.naive import LARGEST, WORDS, Memory, count_of_words
 from fp4pass.kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
 from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
@@ -68,9 +75,6 @@ from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
 
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")
-linear_gated_triton, linear_add_triton = flat("linear_gated"), flat("linear_add")
-linear_normed_group_triton = flat("linear_normed_group")
-linear_normed_gated_triton = flat("linear_normed_gated")
 experts_linear_quantized_triton = flat("experts_linear_quantized")
 experts_mixture_triton = flat("experts_mixture")
 
@@ -328,12 +332,13 @@ def _launch_around(
         x, total = _empty(m, k, dtype=dtype), _empty(m, n, dtype=dtype)
         add_rms_norm_triton(x, x, gain, 1e-6)
         for activation in ACTIVATIONS if (fmt, n, k) == (NVFP4, 4096, 4096) else ("silu",):
-            linear_gated_triton(x, *gate, activation, fmt)
+            linear_group_triton(x, *gate, fmt, "input", activation)
         if m == 1 and k % SQUARES == 0:
-            linear_add_triton(x, *weight, None, total, fmt)
-            row = (x, _empty(m, k // SQUARES), gain, 1e-6)
-            linear_normed_group_triton(*row, *gate, fmt)
-            linear_normed_gated_triton(*row, *gate, "silu", fmt)
+            alone = [[each] for each in (*weight, None)]
+            linear_group_triton(x, *alone, fmt, "input", None, total)
+            norm = (_empty(m, k // SQUARES), gain, 1e-6)
+            for activation in (None, "silu"):
+                linear_group_triton(x, *gate, fmt, "input", activation, None, *norm)
 
 
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
@@ -382,9 +387,9 @@ def _launch_e4m3(every: bool) -> None:
         static = _empty(1) if fmt.has_float_scale else None
         for m in (1, 8, 64, 2048):
             x, row = _empty(m, k, dtype=dtype), _empty(k, dtype=dtype)
-            linear_e4m3(x, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
+            linear_fp8_weights(x, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
             codes = PackedInput(*quantize_e4m3(x, static, fmt), None)
-            linear_quantized_e4m3(x, codes, weight, fmt)
+            linear_quantized_fp8_weights(x, codes, weight, fmt)
         norm_quantize_e4m3(x, x, row, None, "rms", 1e-6, None, fmt)
         norm_quantize_e4m3(x, None, row, row, "layer", 1e-6, None, fmt)
         activate_quantize_e4m3(x, x, "silu", None, fmt)
@@ -494,7 +499,7 @@ def _main(arch: int, extent: int) -> None:
     _launch_e4m3(extent == EVERYTHING)
     launched = {function for function, *_ in _RECORDED.values()}
     # wide_kernel is of Hopper's own instructions.
-    known = {".fp8.": range(89, 1000), "one_row": range(89, 1000), "linear.wide": range(90, 100)}
+    known = {"_fp8.": range(89, 1000), "one_row": range(89, 1000), "linear.wide": range(90, 100)}
     missed = [
         name
         for name, kernel in _defined().items()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.test_fp8 import as_weight, packed, seeded
+from kernels.test_compute_fp8 import as_weight, packed, seeded
 
 from fp4pass.core.formats import get_format
+from fp4pass.kernels.compute_fp8 import naive as fp8
+from fp4pass.kernels.compute_fp8.triton import multiply_with
+from fp4pass.kernels.compute_fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.fp8 import naive as fp8
-from fp4pass.kernels.fp8.triton import multiply_with
-from fp4pass.kernels.fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 from fp4pass.kernels.linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles

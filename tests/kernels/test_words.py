@@ -15,9 +15,8 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
-from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
-from fp4pass.parity.codebooks import get_codebook
+from fp4pass.parity.codebooks import dequantize_codebook_ref, get_codebook, quantize_codebook_ref
 
 # Bytes before a storage begins, and elements before a tensor does: all ways to be aligned or not.
 PLACES = list(itertools.product((0, 4, 2, 8), (0, 1, 2, 4, 8)))

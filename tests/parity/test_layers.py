@@ -1,25 +1,16 @@
-"""Linear4bit and Linear8bitLt: what they compute, keep and load."""
+"""Linear4bit and Linear8bitLt: what they compute, keep, move and load."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
-from layers import (
-    CODEBOOKS,
-    DTYPES,
-    KINDS,
-    K,
-    N,
-    assert_same_layer,
-    batch,
-    empty,
-    linear,
-    made,
-    seeded,
-)
+from layers import DTYPES, KINDS, K, N, assert_same_layer, batch, empty, linear, made, seeded
 from products import assert_product
+from small_models import bits
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
@@ -27,12 +18,12 @@ from torch.nn import functional as F
 import fp4pass
 import fp4pass.parity
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError, StateError
+from fp4pass.nn.packed_linear import swap_class
 from fp4pass.parity import QUANT_TYPES, Linear4bit, Linear8bitLt
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 # A codebook, formats with float8 scales and without, and integers.
-ONE_OF_EACH = ["nf4", "nvfp4", "mxfp4", "int8"]
-one_of_each = pytest.mark.parametrize("kind", ONE_OF_EACH)
+one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
 
 
 @pytest.mark.core
@@ -40,8 +31,7 @@ one_of_each = pytest.mark.parametrize("kind", ONE_OF_EACH)
     ("kind", "dtype", "bias"),
     [
         *((kind, torch.float32, True) for kind in QUANT_TYPES),
-        *((kind, dtype, False) for kind in ("nf4", "nvfp4") for dtype in DTYPES),
-        ("mxfp4", torch.bfloat16, True),
+        *((kind, dtype, False) for kind in ("nf4", "nvfp4") for dtype in DTYPES[1:]),
     ],
     ids=str,
 )
@@ -49,35 +39,11 @@ def test_four_bits_are_a_linear_on_the_dense_weight(
     kind: str, dtype: torch.dtype, bias: bool
 ) -> None:
     layer, source = made(kind, dtype=dtype, bias=bias), linear(dtype=dtype, bias=bias)
-    assert layer.weight.dtype == dtype and layer.weight.shape == (N, K)
+    assert isinstance(layer, nn.Linear) and layer.weight.dtype == dtype
     assert torch.equal(layer.weight, fp4pass.dequantize(fp4pass.quantize(source.weight, kind)))
-    error = (layer.weight - source.weight).norm() / source.weight.norm()
-    assert float(error.detach()) < 0.15
     for shape in ((2, 5), (1,), (0,)):
         x = batch(*shape).to(dtype)
         assert_product(layer(x), x, layer.weight, layer.bias)
-    assert torch.equal(layer(batch(1)[0].to(dtype)), layer(batch(1).to(dtype))[0])
-
-
-@every_kind
-def test_until_it_is_quantized_it_is_an_nn_linear(kind: str) -> None:
-    layer, source = empty(kind), linear()
-    layer.load_state_dict(source.state_dict())
-    x = batch().requires_grad_()
-    y = layer(x)
-    assert isinstance(layer, nn.Linear) and torch.equal(y, source(x))
-    y.sum().backward()
-    assert layer.weight.grad is not None and "not quantized" in repr(layer)
-    layer.quantize_weight()
-    assert ", quantized" in repr(layer) and [n for n, _ in layer.named_parameters()] == ["bias"]
-    assert_same_layer(layer, made(kind))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_that_of_the_linear(training: bool) -> None:
-    source = linear().train(training)
-    for kind in (Linear4bit, Linear8bitLt):
-        assert kind.from_linear(source).training == training
 
 
 @pytest.mark.core
@@ -88,72 +54,46 @@ def test_gradients_are_those_of_the_dense_weight(kind: str) -> None:
     dense.load_state_dict({"weight": layer.weight, "bias": layer.bias})
     x, twin = batch().requires_grad_(), batch().requires_grad_()
     grad = torch.randn(2, 5, N, generator=seeded(3))
-    layer(x).backward(grad)
-    dense(twin).backward(grad)
-    assert torch.equal(x.grad, twin.grad)
+    # What comes out can be changed in place.
+    layer(x).relu_().backward(grad)
+    (dense(twin) * (layer(x) > 0)).backward(grad)
+    torch.testing.assert_close(x.grad, twin.grad)
     torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
 
 
-@pytest.mark.parametrize("kind", CODEBOOKS)
-@pytest.mark.parametrize("columns", [1, 37])
-def test_blocks_of_a_codebook_take_any_width(kind: str, columns: int) -> None:
-    layer, x = made(kind, columns), batch(columns=columns).requires_grad_()
+def test_blocks_of_a_codebook_take_any_width_and_those_of_a_format_do_not() -> None:
+    layer, x = made("nf4", 37), batch(columns=37).requires_grad_()
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     layer(x).sum().backward()
-    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 5, columns))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_rows_of_a_format_are_whole_blocks(kind: str) -> None:
-    with pytest.raises(ShapeError, match=r"in_features=37 is not a multiple of (16|32).*'nf4'"):
-        Linear4bit(37, N, quant_type=kind)
-    layer = Linear4bit(48, N, quant_type=kind, block_size=16)
-    with pytest.raises(ShapeError, match=f"multiple of 32 .the block of {kind}"):
-        layer.quantize_weight(32)
-    layer.quantize_weight()
-    assert layer.scheme.block == 16 and layer.weight_scale.shape == (N, 3)
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 5, 37))
+    with pytest.raises(ShapeError, match=r"in_features=37 is not a multiple of 16.*'nf4'"):
+        Linear4bit(37, N, quant_type="nvfp4")
+    fine = Linear4bit.from_linear(linear(48), "mxfp4", 16)
+    assert fine.scheme.block == 16 and fine.weight_scale.shape == (N, 3)
+    coarse = Linear4bit.from_linear(linear(), "fp4", block_size=128)
+    assert len(coarse.weight_absmax) == N * K // 128 and "block_size=128" in repr(coarse)
 
 
 @pytest.mark.parametrize("kind, bits_each", [("nf4", 4.5), ("nvfp4", 4.5), ("mxfp4", 4.25)])
 def test_the_weight_takes_four_bits(kind: str, bits_each: float) -> None:
-    layer = Linear4bit.from_linear(nn.Linear(1024, 1024, bias=False), kind)
+    layer = Linear4bit.from_linear(nn.Linear(1024, 1024, bias=False).eval(), kind)
     stored = sum(tensor.nbytes for tensor in layer.state_dict().values())
     # The table of a codebook, or a global scale.
     assert 0 <= stored - 1024 * 1024 * bits_each / 8 <= 64
-    assert not list(layer.parameters())
+    assert not list(layer.parameters()) and not layer.training
 
 
-def test_the_block_can_be_chosen() -> None:
-    layer = Linear4bit(K, N, quant_type="fp4", block_size=128)
-    layer.load_state_dict(linear().state_dict())
-    coarse, fine = copy.deepcopy(layer), copy.deepcopy(layer)
-    coarse.quantize_weight()
-    fine.quantize_weight(32)
-    assert (len(coarse.weight_absmax), len(fine.weight_absmax)) == (N * K // 128, N * K // 32)
-    assert "block_size=32" in repr(fine)
-
-
-def test_layers_do_not_share_their_table() -> None:
-    layer = made("nf4")
-    layer.weight_codebook.zero_()
-    assert made("nf4").weight_codebook.any()
-
-
-def test_compute_dtype_is_that_of_the_product() -> None:
+def test_dtypes_of_the_product() -> None:
     layer = Linear4bit.from_linear(linear(), "nf4", compute_dtype=torch.bfloat16)
     x = batch()
-    wanted = F.linear(x.bfloat16(), layer._decode(torch.bfloat16), layer.bias.bfloat16())
+    wanted = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
     assert torch.equal(layer(x), wanted.float())
-
-
-@one_of_each
-def test_autocast_decides_the_dtype(kind: str) -> None:
-    layer, x = made(kind), batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        y, wide = layer(x), layer(x.double())
-    assert y.dtype == torch.bfloat16 and wide.dtype == torch.float64
-    assert torch.equal(y, layer(x.bfloat16()))
+    for kind in ("nf4", "nvfp4", "int8"):
+        layer = made(kind)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, wide = layer(x), layer(x.double())
+        assert y.dtype == torch.bfloat16 and wide.dtype == torch.float64
+        assert torch.equal(y, layer(x.bfloat16()))
 
 
 @one_of_each
@@ -161,31 +101,16 @@ def test_a_compiled_layer_is_one_graph_for_every_number_of_rows(kind: str) -> No
     torch.compiler.reset()
     layer, counter = made(kind), CompileCounter()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
-    for rows in (4, 7, 9, 33, 64):
+    for rows in (4, 7, 33):
         assert torch.equal(compiled(batch(rows)), layer(batch(rows)))
     # One for the first shape, one for all others.
     assert counter.frame_count == 2
-
-
-@one_of_each
-def test_gradients_of_a_compiled_layer(kind: str) -> None:
-    torch.compiler.reset()
-    model = nn.Sequential(made(kind), nn.SiLU())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     grads = []
-    for run in (model, compiled):
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         x = batch().requires_grad_()
         run(x).square().sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.slow
-@one_of_each
-def test_inductor_gives_the_same(kind: str) -> None:
-    torch.compiler.reset()
-    layer, x = made(kind), batch()
-    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
 def test_operators_are_registered_whole() -> None:
@@ -195,13 +120,11 @@ def test_operators_are_registered_whole() -> None:
     for bias in (nf4.bias, None):
         arguments = (x, nf4.weight_packed, nf4.weight_absmax, bias, N, "nf4")
         torch.library.opcheck(ops.linear_codebook.default, arguments, test_utils=checks)
-        for threshold in (0.0, 1.0):
-            stored = (int8.weight_codes, int8.weight_scale, bias, threshold)
-            torch.library.opcheck(ops.linear_int8.default, (x, *stored), test_utils=checks)
-    with pytest.raises(DtypeError, match="int64"):
-        nf4(torch.ones(3, 37, dtype=torch.int64))
-    with pytest.raises(DtypeError, match="int64"):
-        int8(torch.ones(3, 37, dtype=torch.int64))
+        stored = (int8.weight_codes, int8.weight_scale, bias, 1.0)
+        torch.library.opcheck(ops.linear_int8.default, (x, *stored), test_utils=checks)
+    for layer in (nf4, int8):
+        with pytest.raises(DtypeError, match="int64"):
+            layer(torch.ones(3, 37, dtype=torch.int64))
 
 
 @pytest.mark.core
@@ -214,48 +137,106 @@ def test_a_format_is_kept_as_in_a_quantized_linear(kind: str) -> None:
     assert_same_layer(layer, made(kind))
 
 
-@every_kind
-def test_the_weight_is_read_only(kind: str) -> None:
-    layer = made(kind)
-    with pytest.raises(StateError):
-        layer.weight = torch.zeros(N, K)
-    with pytest.raises(StateError):
-        layer.weight = nn.Parameter(torch.zeros(N, K))
-
-
 def test_errors_say_what_was_expected() -> None:
     with pytest.raises(OptionError, match=r"'nf5' does not exist. Did you mean 'nf4'"):
         Linear4bit(K, N, quant_type="nf5")
-    with pytest.raises(OptionError, match="'nf8' does not exist"):
-        Linear4bit(K, N, quant_type="nf8")
     with pytest.raises(OptionError, match="no block of 48"):
         Linear4bit(K, N, block_size=48)
-    with pytest.raises(OptionError, match=r"compute_dtype: expected one of .*got torch.int8"):
-        Linear4bit(K, N, compute_dtype=torch.int8)
     with pytest.raises(OptionError, match=r"threshold: expected 0 .*got -1"):
         Linear8bitLt(K, N, threshold=-1)
     with pytest.raises(OptionError, match=r"Expected an nn.Linear, got Conv2d"):
         Linear4bit.from_linear(nn.Conv2d(3, 3, 3))
+    broken = linear()
+    with torch.no_grad():
+        broken.weight[3, 3] = float("nan")
     for kind in ("nf4", "nvfp4", "int8"):
-        with pytest.raises(StateError, match="quantized already"):
-            made(kind).quantize_weight()
-        with pytest.raises(StateError, match="meta device"):
-            empty(kind, device="meta").quantize_weight()
         with pytest.raises(ShapeError, match=r"shape \[\.\.\., 96\], got \(3, 32\)"):
             made(kind)(torch.ones(3, 32))
-        broken = empty(kind)
-        with torch.no_grad():
-            broken.weight[3, 3] = float("nan")
+        with pytest.raises(StateError):
+            made(kind).weight = nn.Parameter(torch.zeros(N, K))
         with pytest.raises(NonFiniteError):
-            broken.quantize_weight()
-        assert not broken.is_quantized and broken.weight.shape == (N, K)
+            fp4pass.parity.swap(copy.deepcopy(broken), kind)
+    for make in (Linear4bit.from_linear, Linear8bitLt.from_linear):
+        with pytest.raises(NonFiniteError):
+            make(broken)
 
 
-@every_kind
-def test_what_comes_out_can_be_changed_in_place(kind: str) -> None:
-    layer, x = made(kind), batch(2, 5).requires_grad_()
-    expected = layer(x).relu()
-    found = layer(x).relu_()
-    assert torch.equal(found, expected)
-    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
-    assert torch.equal(*grads)
+MOVES = {
+    "half": lambda m: m.half(),
+    "device-and-dtype": lambda m: m.to("cpu", torch.bfloat16),
+    "there-and-back": lambda m: m.bfloat16().float(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("move", MOVES)
+def test_no_move_changes_the_packed_buffers(kind: str, move: str) -> None:
+    layer = made(kind)
+    before = copy.deepcopy(layer)
+    after: Any = MOVES[move](layer)
+    for name, tensor in before.named_buffers():
+        assert after.get_buffer(name).dtype == tensor.dtype
+        assert torch.equal(bits(tensor), bits(after.get_buffer(name)))
+    x = batch().to(after.bias.dtype)
+    assert after(x).dtype == after.weight.dtype == x.dtype
+
+
+@pytest.mark.core
+@one_of_each
+def test_layers_go_to_meta_and_come_back(kind: str) -> None:
+    layer = made(kind)
+    meta = copy.deepcopy(layer).to("meta")
+    assert meta.weight.is_meta and meta(batch().to("meta")).shape == (2, 5, N)
+    back = meta.to_empty(device="cpu")
+    back.load_state_dict(layer.state_dict())
+    assert_same_layer(layer, back)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "kind, dtype", [*((kind, torch.float32) for kind in KINDS), ("nvfp4", torch.bfloat16)], ids=str
+)
+def test_a_new_layer_takes_a_state_dict(kind: str, dtype: torch.dtype) -> None:
+    layer, x = made(kind, dtype=dtype), batch().to(dtype)
+    state = layer.state_dict()
+    assert not any(t.requires_grad for t in state.values()) and "weight" not in state
+    for fresh in (empty(kind, dtype=dtype), made(kind, dtype=dtype, scale=3.0)):
+        fresh.load_state_dict(state)
+        assert fresh.weight.dtype == dtype and torch.equal(fresh(x), layer(x))
+    waiting = empty(kind, dtype=dtype, device="meta")
+    waiting.load_state_dict(state, assign=True)
+    assert torch.equal(waiting(x), layer(x))
+
+
+def test_a_state_dict_of_another_layer_is_refused() -> None:
+    nf4, mxfp4 = made("nf4").state_dict(), made("mxfp4").state_dict()
+    as_bits = made("nvfp4").state_dict()
+    # Bits of the right shape would be cast, and be other numbers.
+    as_bits["weight_scale"] = as_bits["weight_scale"].view(torch.uint8)
+    cases = {
+        "expected weight_codebook to be fp4": (made("fp4"), nf4),
+        r"weight_absmax of \(30,\) .*got \(60,\)": (empty("nf4", block_size=128), nf4),
+        r"0 \(in_features=96.*nvfp4.*weight_packed of \(40, 48\) .*\(1920,\)": (made("nvfp4"), nf4),
+        r"weight_scale of \(40, 6\) torch.float8_e4m3fn, got \(40, 3\)": (made("nvfp4"), mxfp4),
+        r"got .* torch.uint8": (made("nvfp4"), as_bits),
+        "expected packed buffers, got a dense weight": (made("nf4"), linear().state_dict()),
+    }
+    for message, (layer, state) in cases.items():
+        before = copy.deepcopy(layer.state_dict())
+        with pytest.raises(RuntimeError, match=message):
+            nn.Sequential(layer).load_state_dict({f"0.{n}": t for n, t in state.items()})
+        assert all(torch.equal(bits(t), bits(before[n])) for n, t in layer.state_dict().items())
+
+
+@one_of_each
+def test_a_packed_layer_becomes_dense_again(kind: str) -> None:
+    layer, dense = made(kind), linear()
+    calls: list[int] = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    bias, weight = layer.bias, layer.weight
+    swap_class(layer, nn.Linear, weight=nn.Parameter(weight))
+    assert type(layer) is nn.Linear and vars(layer).keys() == vars(dense).keys()
+    assert list(layer.state_dict()) == ["weight", "bias"] and layer.bias is bias
+    assert torch.equal(layer(batch()), F.linear(batch(), weight, bias)) and calls == [1]

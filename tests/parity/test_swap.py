@@ -16,22 +16,20 @@ import fp4pass
 import fp4pass.parity
 from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
 from fp4pass.parity import Linear4bit, swap
-from fp4pass.parity.layer import QuantizableLinear
-
-one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
+from fp4pass.parity.bitsandbytes import PackedWeight
 
 
 def with_dense_weights(model: nn.Module, swapped: nn.Module) -> nn.Module:
     """`model` with the dense weights of the layers of `swapped`."""
     for name, module in swapped.named_modules():
-        if isinstance(module, QuantizableLinear):
+        if isinstance(module, PackedWeight):
             source: Any = model.get_submodule(name)
             dense = module.weight.detach()
             source.weight.data = dense if isinstance(source, nn.Linear) else dense.t().contiguous()
     return model
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", zoo.CASES, ids=str)
 def test_any_model_is_swapped(case: zoo.Case) -> None:
     for module in case.requires:
@@ -50,7 +48,7 @@ def test_any_model_is_swapped(case: zoo.Case) -> None:
 
 
 @pytest.mark.quick(1)
-@one_of_each
+@pytest.mark.parametrize("kind", ["nf4", "nvfp4", "int8"])
 def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> None:
     model, source = language_model(), language_model()
     swapped = swap(model, kind)
@@ -62,9 +60,6 @@ def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> Non
     else:
         assert torch.equal(found, wanted)
     assert float((found - logits(source)).norm() / logits(source).norm()) < 0.3
-    prompt = torch.tensor([[1, 5, 9]])
-    assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape == (1, 7)
-
     fresh = copy.deepcopy(source).to("meta")
     swap(fresh, kind)
     state = model.state_dict()
@@ -194,8 +189,8 @@ def test_everything_is_checked_before_anything_is_swapped() -> None:
         swap(model)
     assert type(model[0]) is nn.Linear
     for message, error, options in (
-        (r"include='2x' matches no linear.*Did you mean '2'", RuleError, {"include": ["0", "2x"]}),
-        (r"exclude='\*.mlp.\*' matches no linear", RuleError, {"exclude": "*.mlp.*"}),
+        (r"rule for '2x' matches no linear.*Did you mean '2'", RuleError, {"include": ["0", "2x"]}),
+        (r"rule for '\*.mlp.\*' matches no linear", RuleError, {"exclude": "*.mlp.*"}),
         ("kind 'nf5' does not exist. Did you mean 'nf4'", OptionError, {"kind": "nf5"}),
         ("expected None for kind .int8.", OptionError, {"kind": "int8", "block_size": 64}),
         ("no block of 64", OptionError, {"kind": "nvfp4", "block_size": 64}),

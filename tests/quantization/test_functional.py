@@ -68,11 +68,6 @@ def check_best(fmt: Format, objective: str, global_scale: Any, device: str = "cp
 
 
 SCALES = [1.0, "auto", 2.0**-6, 0.0037]
-FULL = [
-    pytest.param(fmt, g, id=f"{fmt.key}-{g}", marks=pytest.mark.slow)
-    for fmt in ALL
-    for g in (SCALES if fmt.has_global_scale else ["auto"])
-]
 # Every element and scale once; global scales that cut scales off and that are rounded; blocks as
 # wide as a Hessian of calibration and wider.
 BEST = [
@@ -84,13 +79,13 @@ BEST = [
 
 
 @pytest.mark.parametrize("objective", ["sse", "hessian"])
-@pytest.mark.parametrize("fmt, global_scale", [*BEST, *FULL])
+@pytest.mark.parametrize("fmt, global_scale", BEST)
 def test_scales_are_the_best_of_all(fmt: Format, global_scale: Any, objective: str) -> None:
     check_best(fmt, objective, global_scale)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("fmt", BLOCKS.values(), ids=IDS)
+@pytest.mark.parametrize("fmt", [BLOCKS["nvfp4"], BLOCKS["mxfp6_e2m3"]], ids=IDS)
 def test_never_worse_than_naive(fmt: Format) -> None:
     x, X = sample(fmt), inputs(fmt)
     hessian = hessian_of(X, fmt.block)
@@ -128,7 +123,7 @@ def test_naive_is_what_is_published(name: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("power", [-126, -30, -1, 0, 1, 13, 127])
+@pytest.mark.parametrize("power", [-126, 0, 13, 127])
 def test_exponents_at_powers_of_two_are_exact(power: int) -> None:
     """Where the log2 of float32 may land on either side."""
     x = torch.zeros(3, 32)
@@ -142,7 +137,7 @@ def test_exponents_at_powers_of_two_are_exact(power: int) -> None:
 
 @pytest.mark.core
 @every_objective
-@pytest.mark.parametrize("key", ["nvfp4", "mxfp4", "nvint4", "int8:64"])
+@pytest.mark.parametrize("key", ["nvfp4", "int8:64"])
 def test_zero_blocks_have_the_smallest_scale(key: str, objective: str) -> None:
     fmt = get_format(key)
     x = sample(fmt)

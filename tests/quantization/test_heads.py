@@ -53,10 +53,7 @@ DETR: dict[str, Any] = {
 TASKS: list[tuple[str, str, dict[str, Any], str]] = [
     ("LlamaForSequenceClassification", "LlamaConfig", ENCODER, "score"),
     ("Qwen2ForQuestionAnswering", "Qwen2Config", ENCODER, "qa_outputs"),
-    ("GPT2ForTokenClassification", "GPT2Config", {"n_embd": 32, "n_layer": 1, "n_head": 2}, ""),
-    ("BertForSequenceClassification", "BertConfig", ENCODER, "classifier"),
     ("BertForMaskedLM", "BertConfig", ENCODER, "cls.predictions.transform.dense"),
-    ("RobertaForSequenceClassification", "RobertaConfig", ENCODER, "classifier"),
     ("RobertaForCausalLM", "RobertaConfig", ENCODER, "lm_head"),
     (
         "DistilBertForSequenceClassification",
@@ -64,13 +61,10 @@ TASKS: list[tuple[str, str, dict[str, Any], str]] = [
         {"dim": 32, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": 64},
         "pre_classifier classifier",
     ),
-    ("BartForSequenceClassification", "BartConfig", PAIR, "classification_head"),
     ("T5ForQuestionAnswering", "T5Config", T5, "qa_outputs"),
     ("ViTForImageClassification", "ViTConfig", PIXELS, "classifier"),
-    ("CLIPForImageClassification", "CLIPConfig", CLIP, "classifier"),
     ("CLIPVisionModelWithProjection", "CLIPVisionConfig", PIXELS, "visual_projection"),
     ("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", WAVE, "projector classifier"),
-    ("WhisperForAudioClassification", "WhisperConfig", PAIR, "projector classifier"),
     ("DetrForObjectDetection", "DetrConfig", DETR, "class_labels_classifier bbox_predictor"),
 ]
 
@@ -78,11 +72,9 @@ TASKS: list[tuple[str, str, dict[str, Any], str]] = [
 WHOLE: list[tuple[str, str, dict[str, Any]]] = [
     ("LlamaForCausalLM", "LlamaConfig", ENCODER),
     ("BertModel", "BertConfig", ENCODER),
-    ("T5ForConditionalGeneration", "T5Config", T5),
     ("BartForConditionalGeneration", "BartConfig", PAIR),
     ("ProphetNetForCausalLM", "ProphetNetConfig", {"hidden_size": 32, "num_decoder_layers": 1}),
     ("CLIPModel", "CLIPConfig", CLIP),
-    ("WhisperModel", "WhisperConfig", PAIR),
 ]
 
 
@@ -105,7 +97,7 @@ def test_what_a_task_adds_to_its_base_model_is_skipped(
     reasons = {layer.name: layer.skip_reason for layer in plan.skipped}
     told = [each for each, reason in reasons.items() if f"a head that {name} adds" in reason]
     outputs = [each for each, reason in reasons.items() if reason.startswith("output embedding")]
-    parts = heads.split() or ["classifier"]
+    parts = heads.split()
     assert all(any(part in each for part in parts) for each in told)
     assert all(any(part in each for each in (*told, *outputs)) for part in parts)
     assert not any(part in each.name for each in plan.layers for part in parts)
@@ -125,7 +117,7 @@ def test_base_models_and_language_models_keep_all_but_their_output(
     )
 
 
-@pytest.mark.parametrize("labels", [1, 2, 16, 1000])
+@pytest.mark.parametrize("labels", [1, 16])
 def test_a_head_of_any_width_stays_dense_and_a_rule_takes_it(labels: int) -> None:
     model = made("LlamaForSequenceClassification", "LlamaConfig", ENCODER, num_labels=labels)
     assert [each.name for each in planned(model).skipped] == ["score"]

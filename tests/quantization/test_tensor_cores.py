@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY
 from small_models import mlp
 from tensor_cores import NOTE, without_tensor_cores  # noqa: F401, a fixture
 
@@ -69,22 +68,3 @@ def test_convert_says_it_once(
     fp4pass.convert(mlp(), scheme, "sse")
     loaded = fp4pass.load(tmp_path / "q", model=mlp())
     assert caplog.records == [] and list(fp4pass.report(loaded).notes) == said
-
-
-@pytest.mark.slow
-def test_loading_by_transformers_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    transformers = pytest.importorskip("transformers")
-    from fp4pass.integrations.transformers import Fp4PassConfig
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        TINY, quantization_config=Fp4PassConfig()
-    )
-    assert fp4pass.report(model).notes == ()
-    assert not [each for each in caplog.records if each.name.startswith("fp4pass")]
-
-
-@pytest.mark.slow
-def test_quantize_checkpoint_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    batches = [{"input_ids": torch.arange(64)[None] + 4}]
-    fp4pass.quantize_checkpoint(TINY, tmp_path / "q", "nvfp4", data=batches, progress=False)
-    assert [each.getMessage() for each in caplog.records if "tensor_cores" in each.name] == [NOTE]

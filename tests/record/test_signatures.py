@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from fp4pass import LinearConfig
-from fp4pass.kernels.fp8.naive import COMPUTES
+from fp4pass.kernels.compute_fp8.naive import COMPUTES
 from fp4pass.kernels.quantize.naive import ACTIVATION_SCALES
 from fp4pass.methods.base import METHODS, MethodChoice
 from fp4pass.nn.kv_cache import CACHE_FORMATS, CacheName

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,15 @@ from small_models import TINY, converted, language_model, linears
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.layouts import PackedLayer
-from fp4pass.checkpoint.opening import open_checkpoint
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.methods.scale_stats import scale_counts, scale_offsets
-from fp4pass.reporting.text import mean
+from fp4pass.methods.search import scale_counts, scale_offsets
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
 reporting = pytest.importorskip("fp4pass.reporting")
-layer_maps = pytest.importorskip("fp4pass.reporting.layers").layer_maps
-open_float = pytest.importorskip("fp4pass.reporting.source").open_float
+layer_maps = pytest.importorskip("fp4pass.reporting.data").layer_maps
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -192,7 +188,7 @@ def test_places_of_layers() -> None:
 
 def test_projections_have_the_order_of_the_fullest_layer() -> None:
     """Not of the first, which may lack some, as dense layers before a mixture do."""
-    facts = {"stack": "s", "weight_error": None, "output_error": None, "skip_reason": ""}
+    facts = {"stack": "s", "weight_error": None, "output_error": None, "skip_reason": "rule"}
     places = [(0, "up"), (1, "q"), (1, "up"), (1, "down")]
     (found,) = layer_maps([{**facts, "depth": d, "projection": name} for d, name in places])
     assert found["projections"] == ["q", "up", "down"]
@@ -200,20 +196,6 @@ def test_projections_have_the_order_of_the_fullest_layer() -> None:
         [None, [0], None],
         [[1], [2], [3]],
     ]
-
-
-@pytest.mark.core
-def test_a_float_folder_is_no_mapped_file(tmp_path: Path) -> None:
-    """Reading it beyond the end of a file that is cut off meanwhile ends the process."""
-    shutil.copytree(TINY, tmp_path / "a")
-    path, name = tmp_path / "a" / "model.safetensors", "model.layers.0.mlp.up_proj"
-    layer = PackedLayer(fp4pass.LinearConfig(), "bfloat16", False, (768, 256))
-    found = open_float(tmp_path / "a").weight(name, layer, None)
-    assert found is not None
-    before = found.clone()
-    with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    assert torch.equal(found, before)
 
 
 @pytest.mark.core
@@ -252,12 +234,3 @@ def test_what_is_not_finite_is_no_number() -> None:
     assert data["evaluations"][0]["kl"] is None
     assert all(map(math.isfinite, numbers(data)))
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-
-
-@pytest.mark.parametrize(
-    ("values", "wanted"), [([], None), ([1.0, None], None), ([1.0, 3.0], 2.0)], ids=str
-)
-def test_a_mean_of_what_is_not_known_is_not_known(
-    values: list[float | None], wanted: float | None
-) -> None:
-    assert mean(values) == wanted

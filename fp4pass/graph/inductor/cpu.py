@@ -12,9 +12,10 @@ import torch
 from ... import ops
 from ..._compat.inductor import CppCall, DenseProduct, lower_to_cpp
 from ...core.formats import Format, get_format
+from ...kernels.compute_fp8.naive import uses_fp8
 from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
-from ...kernels.fp8.naive import uses_fp8
-from ...kernels.linear.cpu import FEW_ROWS, TILE
+from ...kernels.cpu.operators import FEW_ROWS, TILE
+from ...kernels.linear.naive import ALONE, Around
 
 # The C++ types of a dtype in Inductor's code, and in few_rows.h.
 _TYPES = {torch.float32: ("float", "float"), torch.bfloat16: ("uint16_t", "fp4pass::BFloat16")}
@@ -52,9 +53,14 @@ def _linear(x: Any, *weight: Any, **options: Any) -> list[CppCall | DenseProduct
     return None if call is None else [call]
 
 
-def _linear_group(x: Any, *weights: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
-    columns, rest = weights[:4], weights[4:]
-    calls = [_call(x, *each, *rest, **options) for each in zip(*columns, strict=True)]
+def _linear_group(
+    x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str, *options: Any
+) -> list[CppCall | DenseProduct] | None:
+    compute, around = (*options[:1], "input")[0], Around(*options[1:])
+    if around != ALONE:
+        return None
+    columns = zip(packed, scale, global_scale, bias, strict=True)
+    calls = [_call(x, *each, fmt, compute) for each in columns]
     return None if None in calls else [call for call in calls if call is not None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import statically_equal
+from ..._compat.torch import meta_of, statically_equal
 from ...core.formats import Format, get_format
+from ...kernels.linear.naive import ALONE, Around
 from ...ops.registration import unserved
 from .fusions import ACTIVATIONS, UP, X, has_few_rows, is_like, on_gpu
 from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul, replace
@@ -21,8 +22,12 @@ aten = torch.ops.aten
 
 GATES = {name: mul(activation, UP) for name, activation in ACTIVATIONS.items()}
 
-# Of `linear`, after x: packed codes, scales, a global scale and a bias; then options.
-_WEIGHT, _OPTIONS = slice(1, 5), slice(5, None)
+# Of `linear`, after x: packed codes, scales, a global scale and a bias; then format and `compute`.
+# A group has lists of the first four, and what is around the products (`Around`) last.
+_WEIGHT, _OPTIONS, _AROUND = slice(1, 5), slice(5, 7), slice(7, None)
+
+# What is around products, where nodes stand for its tensors.
+AROUND: Any = Around
 
 
 def has_kernels(product: fx.Node) -> bool:
@@ -34,8 +39,30 @@ def has_kernels(product: fx.Node) -> bool:
 
 def format_of(product: fx.Node) -> Format:
     """Return the format of the weights that a node multiplies floating point numbers with."""
-    key: Any = product.args[6 if product.target is ops.linear_gated else 5]
+    key: Any = product.args[5]
     return get_format(key)
+
+
+def around_of(product: fx.Node) -> Around:
+    """Return what a product, or a group of them, computes beside them."""
+    given: Any = product.args[_AROUND]
+    return Around(*given)
+
+
+def put_group(
+    graph: fx.Graph, node: fx.Node, x: Any, products: Iterable[fx.Node], around: Around = ALONE
+) -> None:
+    """Put the first result of `linear_group`, of x and the weights of products, for a node."""
+    products = list(products)
+    weights = map(list, zip(*(each.args[_WEIGHT] for each in products), strict=True))
+    fmt, compute = (*products[0].args[_OPTIONS], "input")[:2]
+    with graph.inserting_before(node):
+        call = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
+        call.meta = meta_of(node, val=[node.meta["val"]])
+        item = graph.call_function(operator.getitem, (call, 0))
+    item.meta = meta_of(node)
+    node.replace_all_uses_with(item)
+    graph.erase_node(node)
 
 
 def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernels) -> int:
@@ -51,11 +78,7 @@ def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernel
         )
         activation, products = next((each for each in found if each[1]), ("", ()))
         if products and eligible(products[0]):
-            first = products[0]
-            weights = zip(*(each.args[_WEIGHT] for each in products), strict=True)
-            options = (activation, *first.args[_OPTIONS])
-            arguments = (first.args[0], *map(list, weights), *options)
-            replace(graph, node, ops.linear_gated, arguments)
+            put_group(graph, node, products[0].args[0], products, Around(activation))
             count += 1
     if count:
         graph.eliminate_dead_code()

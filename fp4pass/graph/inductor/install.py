@@ -47,7 +47,6 @@ SWITCH = "FP4PASS_SKIP_PASSES"
 SOURCES = (
     *sorted(Path(__file__).parent.glob("*.py")),
     *sorted(Path(__file__).parents[2].glob("kernels/cpu/*.*")),
-    Path(__file__).parents[2] / "kernels" / "linear" / "cpu.py",
     Path(compat.__file__),
     Path(compat.__file__).with_name("inductor.py"),
 )

@@ -17,19 +17,13 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import meta_of, statically_equal
-from ...kernels.reduce.memory import LARGEST
+from ...kernels.linear.naive import Around
+from ...kernels.reduce.naive import LARGEST
 from .fusions import addends_of, has_few_rows, is_like, is_norm, on_gpu, rms_norm
-from .gates import format_of
+from .gates import AROUND, around_of, format_of, put_group
 from .pattern import NARROW_DTYPES, Bound, dtype_of, match, replace
 
 aten = torch.ops.aten
-
-# The products that may read a norm, and those that read sums of squares in its place.
-_NORMED: dict[Any, Any] = {
-    ops.linear: ops.linear_normed_group,
-    ops.linear_group: ops.linear_normed_group,
-    ops.linear_gated: ops.linear_normed_gated,
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ def is_one_row(product: fx.Node, normed: bool) -> bool:
         value = x.meta["val"]
         return value.numel() * value.itemsize <= LARGEST
     # Late, for most processes launch no kernel.
-    from ...kernels.linear.fused import multiplies_row, norms_row
+    from ...kernels.linear.triton import multiplies_row, norms_row
 
     fmt = format_of(product)
     if not normed:
@@ -118,8 +112,10 @@ def _is_row(node: fx.Node) -> bool:
 
 def _reads(user: fx.Node, norm: fx.Node) -> bool:
     """Return whether a node is a product of a norm, which it reads once."""
-    is_product = user.target in _NORMED and not user.kwargs and user.args[0] is norm
-    return is_product and norm not in user.args[1:]
+    is_product = user.target in (ops.linear, ops.linear_group) and not user.kwargs
+    if not is_product or user.args[0] is not norm or norm in user.args[1:]:
+        return False
+    return around_of(user).residual is None
 
 
 def _replace(graph: fx.Graph, place: _Place) -> None:
@@ -134,8 +130,9 @@ def _replace(graph: fx.Graph, place: _Place) -> None:
     added.meta = meta_of(total, val=(value, sums))
     items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
     total.replace_all_uses_with(items[0])
+    norm = AROUND(squares=items[1], norm_weight=place.weight, eps=place.eps)
     for user in list(place.norm.users):
-        _read_squares(graph, user, (*items, place.weight, place.eps))
+        _read_squares(graph, user, items[0], norm)
 
 
 def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -143,29 +140,29 @@ def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     if product.target is ops.all_reduce:
         x, group, _ = product.args
         return ops.all_reduce_add, (x, residual, group)
-    x, packed, scale, global_scale, bias, *options = product.args
-    return ops.linear_add, (x, packed, scale, global_scale, bias, residual, *options)
+    x, packed, scale, global_scale, bias, fmt, *compute = product.args
+    weights = ([each] for each in (packed, scale, global_scale, bias))
+    options = (fmt, *(compute or ["input"]), *AROUND(residual=residual))
+    return ops.linear_group, (x, *weights, *options)
 
 
-def _read_squares(graph: fx.Graph, user: fx.Node, row: tuple[Any, ...]) -> None:
-    """Put the operator that reads sums of squares in the place of a product of the norm."""
-    rest = user.args[1:]
-    alone = user.target is ops.linear
-    if alone:
-        rest = (*([each] for each in rest[:4]), *rest[4:])
+def _read_squares(graph: fx.Graph, user: fx.Node, x: fx.Node, norm: Around) -> None:
+    """Put a group that reads sums of squares in the place of products of the norm."""
+    if user.target is ops.linear:
+        put_group(graph, user, x, [user], norm)
+        return
+    _, *weights = user.args[:5]
+    fmt, compute = (*user.args[5:7], "input")[:2]
+    around = norm._replace(gate=around_of(user).gate)
     with graph.inserting_before(user):
-        found = graph.call_function(_NORMED[user.target], (*row, *rest))
-        value = user.meta["val"]
-        found.meta = meta_of(user, val=[value] if alone else value)
-        if alone:
-            found = graph.call_function(operator.getitem, (found, 0))
-            found.meta = meta_of(user)
+        found = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
+    found.meta = meta_of(user)
     user.replace_all_uses_with(found)
     graph.erase_node(user)
 
 
 # A norm is worth a launch of its own where one of these reads it.
-PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group, ops.linear_gated)
+PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
 
 
 def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from ... import ops
-from ...kernels.fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
+from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.norm.naive import WIDEST
 from .fusions import addends_of, is_activation, is_norm, rms_norm
-from .gates import GATES, has_kernels
-from .pattern import CAST, dtype_of, insert, match, replace
+from .gates import AROUND, GATES, has_kernels, put_group
+from .pattern import CAST, dtype_of, insert, match
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def is_dense(product: fx.Node, rows: int) -> bool:
     if not has_kernels(product):
         return False
     # Late, for most processes launch no kernel.
-    from ...kernels.fp8.triton import multiplies_dense
+    from ...kernels.compute_fp8.triton import multiplies_dense
 
     packed: Any = product.args[_PACKED]
     n, words = packed.meta["val"].shape
@@ -55,7 +55,7 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
             rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
             rounded = rounded or _round(graph, readers[0], x)
         for node in readers:
-            replace(graph, node, ops.linear_rounded, (*rounded, *node.args[_PACKED:_COMPUTE]))
+            put_group(graph, node, rounded[0], [node], AROUND(factors=rounded[1]))
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))

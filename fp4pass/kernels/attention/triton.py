@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
 from .naive import COUNTERS
-from .rotary_triton import NewTokens, new_tokens, turned, write_new
-from .span_triton import is_read, plain_mask
 
 # Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows and
 # for short caches.
@@ -301,3 +299,146 @@ def product(a, b):
         # The interpreter would multiply the bits of bfloat16.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+class NewTokens(NamedTuple):
+    """New keys and values for a cache, and the numbers that turn them and the queries."""
+
+    k: Tensor  # [B, T, groups, D], as `v`, of adjacent columns
+    v: Tensor
+    q_weight: Tensor | None  # [D] of the norms
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor  # [B, T, D]
+    sin: Tensor
+    places: Tensor  # [T], positions in the cache, or [], the first of them
+    # Of k and v in texts, tokens and heads; of cos and sin in texts, 0 for one of all, and tokens;
+    # of places.
+    strides: tuple[int, ...]
+
+
+def new_tokens(
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+) -> NewTokens:
+    """Return new tokens as the kernel reads them."""
+    k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, cos, sin))
+    weights = (None if each is None else each.contiguous() for each in (q_weight, k_weight))
+    tables = ((x.stride(0) if len(x) > 1 else 0, x.stride(1)) for x in (cos, sin))
+    strides = (*k.stride()[:3], *v.stride()[:3], *(stride for each in tables for stride in each))
+    strides = (*strides, places.ndim)
+    return NewTokens(k, v, *weights, eps, cos, sin, places.contiguous(), strides)
+
+
+@triton.jit
+def write_new(
+    keys, values, keys_d, values_d, kept, text, group, token, new,
+    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Write a head of keys and values of some tokens to where their rows begin."""
+    d, e = tl.arange(0, D), tl.arange(0, E)
+    at = new.k + text * new.strides[0] + token * new.strides[1] + group * new.strides[2]
+    row = turned(at, kept, new.k_weight, text, token, new, WIDTH, D)
+    there = kept[:, None] & (d < WIDTH)[None, :]
+    tl.store(keys[:, None] + d[None, :] * keys_d, row, mask=there)
+    at = new.v + text * new.strides[3] + token * new.strides[4] + group * new.strides[5]
+    there = kept[:, None] & (e < OUT_WIDTH)[None, :]
+    row = tl.load(at[:, None] + e[None, :], mask=there)
+    tl.store(values[:, None] + e[None, :] * values_d, row, mask=there)
+
+
+@triton.jit
+def turned(at, kept, weight, text, token, new, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Return heads of tokens, normed if there is a weight, and rotated."""
+    # Pairs are columns j and j + WIDTH / 2. Rounds where eager PyTorch does.
+    d = tl.arange(0, D)
+    other = (d + WIDTH // 2) % WIDTH
+    inside = d < WIDTH
+    there = kept[:, None] & inside[None, :]
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    cos = new.cos + text * new.strides[6] + token * new.strides[7]
+    sin = new.sin + text * new.strides[8] + token * new.strides[9]
+    x = tl.load(at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    y = tl.load(at[:, None] + other[None, :], mask=there, other=0.0).to(tl.float32)
+    cos = tl.load(cos[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    sin = tl.load(sin[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    if weight is not None:
+        of_x = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+        of_y = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.math.div_rn(tl.sum(x * x, 1), WIDTH * 1.0)
+        factor = tl.math.rsqrt(mean + new.eps)[:, None]
+        x = narrow(narrow(x * factor, DTYPE) * of_x[None, :], DTYPE)
+        y = narrow(narrow(y * factor, DTYPE) * of_y[None, :], DTYPE)
+    y = tl.where((d < WIDTH // 2)[None, :], -y, y)
+    return rounded(narrow(x * cos, DTYPE) + narrow(y * sin, DTYPE), DTYPE)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Return float32 x rounded to a dtype, in float32."""
+    return rounded(x, dtype).to(tl.float32)
+
+
+# The keys of a mask that a program looks at together.
+_LINE = 2048
+
+
+def attention_span_triton(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the keys that a mask lets any query read (`attention_span_ref`)."""
+    batch, heads, queries, size = mask.shape
+    span = mask.new_empty((batch, 2), dtype=torch.int32)
+    counters = mask.new_empty(COUNTERS, dtype=torch.int32)
+    attention_span_kernel[(batch,)](
+        plain_mask(mask), span, counters, *mask.stride(), heads, queries, size, COUNTERS=COUNTERS,
+        LINE=_LINE, num_warps=8, **overlapping(mask.device, False), **LAUNCH,
+    )  # fmt: skip
+    return span, counters
+
+
+def plain_mask(mask: Tensor) -> Tensor:
+    """Return a mask as Triton reads it."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+@triton.jit(do_not_specialize=["m_b", "m_h", "m_t", "heads", "queries", "size"])
+def attention_span_kernel(
+    mask, span, counters, m_b, m_h, m_t, m_s, heads, queries, size,
+    COUNTERS: tl.constexpr, LINE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Find the first key that a text reads, and the one behind the last; zero the counters."""
+    text = tl.program_id(0)
+    wait(OVERLAP, RELEASES)
+    if text == 0:
+        for start in tl.static_range(0, COUNTERS, LINE):
+            counter = start + tl.arange(0, LINE)
+            tl.store(counters + counter, tl.zeros((LINE,), tl.int32), mask=counter < COUNTERS)
+    mask += text.to(tl.int64) * m_b
+    first = tl.full((LINE,), 2147483647, tl.int32)
+    end = tl.zeros((LINE,), tl.int32)
+    for row in range(heads * queries):
+        line = mask + (row // queries).to(tl.int64) * m_h + (row % queries).to(tl.int64) * m_t
+        for start in range(0, size, LINE):
+            key = start + tl.arange(0, LINE)
+            value = tl.load(line + key.to(tl.int64) * m_s, mask=key < size, other=0)
+            read = (key < size) & is_read(value)
+            first = tl.minimum(first, tl.where(read, key, 2147483647))
+            end = tl.maximum(end, tl.where(read, key + 1, 0))
+    last = tl.max(end, 0)
+    tl.store(span + text * 2, tl.minimum(tl.min(first, 0), last))
+    tl.store(span + text * 2 + 1, last)
+
+
+@triton.jit
+def is_read(value):
+    """Return whether a mask lets a key be read: bytes of a bool, or what is added."""
+    if value.dtype == tl.uint8:
+        read = value != 0
+    else:
+        read = value.to(tl.float32) != float("-inf")
+    return read

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...core.elements import Element, element_table
 from ...core.formats import Format
 from ...core.packing import unpack_codes
-from ..common.float_scales import are_of_rows, band_of, bands, spread
-from ..common.rounding import CHUNK, in_chunks, scale_values
+from ..common.rounding import CHUNK, are_of_rows, band_of, bands, in_chunks, scale_values, spread
 
 
 @lru_cache(maxsize=64)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import PTX, rounded, wait
+from ..linear.decode_triton import LARGE, offset, small_scales
 from ..linear.matmul_triton import few_rows_sums, finish, padded_columns, rows_sums
-from ..linear.ptx_triton import LARGE, offset, small_scales
 from ..quantize.triton import activate
 
 # Sums are decoded faster where the scales of a tile allow it, which is checked with them.

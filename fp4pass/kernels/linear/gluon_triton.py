@@ -12,7 +12,7 @@ from ..._compat.triton import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
-from .around_triton import NOTHING, Around
+from .naive import ALONE, Around
 from .tiling import Tiles, shared_memory_of
 
 
@@ -57,13 +57,14 @@ def multiply_row(
     programs: int,
     fmt: Format,
     tiles: Tiles,
-    around: Around = NOTHING,
+    around: Around = ALONE,
+    squares: Tensor | None = None,
 ) -> None:
     """Fill `outs` with the products of a row x and weights, as `multiply_few` cuts them."""
     sizes = tuple(each.numel() for each in outs)
     one_row_kernel[(programs,)](
-        x, around.norm, weights, around.residual, outs, around.squares, sizes, starts,
-        K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.activation,
+        x, around.norm, weights, around.residual, outs, squares, sizes, starts,
+        K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.gate,
         num_warps=tiles.warps, **LAUNCH, **overlapping(x.device, tiles.releases),
     )  # fmt: skip
 

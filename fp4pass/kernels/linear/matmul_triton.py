@@ -18,9 +18,8 @@ from ..common.tiles import (
     rounded,
     wait,
 )
-from .around_triton import gate_times_up
-from .decode_triton import OPERAND, decode, joined, step_of
-from .ptx_triton import offset
+from ..quantize.triton import activate, narrow
+from .decode_triton import OPERAND, decode, joined, offset, step_of
 
 # Weights to a thread block of the kernel that adds parts.
 _BLOCK = 512
@@ -309,3 +308,26 @@ def add_parts(
         sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
         PARTS=parts, BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
     )  # fmt: skip
+
+
+@triton.jit
+def gate_times_up(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the activation of a gate times its factor, rounded where eager rounds but at last."""
+    active = activate((narrow(gate, DTYPE),), ACTIVATION, DTYPE)[0]
+    return narrow(active, DTYPE) * narrow(up, DTYPE)
+
+
+@triton.jit
+def gate_kernel(
+    gate, up, out, N, gate_stride, up_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply the activation of a part of a row and its factors."""
+    wait(OVERLAP, RELEASES)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gate + row * gate_stride + n, mask=n < N, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + n, mask=n < N, other=0.0).to(tl.float32)
+    y = gate_times_up(x, factor, ACTIVATION, DTYPE)
+    tl.store(out + row * N + n, rounded(y, DTYPE), mask=n < N)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +12,46 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
+from ..compute_fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 from ..dequantize.naive import dequantize_ref
-from ..fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 from ..norm.naive import rms_norm_of_squares_ref, square_sums_ref
 from ..quantize.naive import ACTIVATIONS
 
 
+class RowNorm(NamedTuple):
+    """An RMSNorm of rows [..., K] whose squares are added already (`square_sums_ref`)."""
+
+    squares: Tensor  # float32 [..., K / SQUARES]
+    weight: Tensor  # [K]
+    eps: float
+
+
+class Around(NamedTuple):
+    """What a call of products computes beside them; it crosses the operator by its fields."""
+
+    # The activation of a gate. The weights are those of the gate and of its factor, or one that has
+    # both, in this order.
+    gate: str | None = None
+    residual: Tensor | None = None  # [..., N], that is added to the one product
+    squares: Tensor | None = None  # of the norm that x still needs (`RowNorm`)
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+    factors: Tensor | None = None  # float32 [..., 1], of rows x that are E4M3 already
+
+    @property
+    def norm(self) -> RowNorm | None:
+        """The norm that x still needs."""
+        if self.squares is None or self.norm_weight is None:
+            return None
+        return RowNorm(self.squares, self.norm_weight, self.eps)
+
+
+ALONE = Around()
+
+
 def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
     """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
-    # compute: "fp8" rounds both operands of many rows to E4M3 (kernels/fp8).
+    # compute: "fp8" rounds both operands of many rows to E4M3 (kernels/compute_fp8).
     if uses_fp8(compute, math.prod(x.shape[:-1])):
         rows = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
         return multiply_ref(rows, weight, fmt).to(x.dtype).view(*x.shape[:-1], -1)
@@ -28,12 +60,6 @@ def linear_ref(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "inp
     dense = dequantize_ref(*weight[:3], fmt, exact)
     bias = None if weight.bias is None else weight.bias.to(exact)
     return F.linear(x.to(exact), dense, bias).to(x.dtype)
-
-
-def linear_rounded_ref(x: Tensor, factors: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
-    """Return E4M3 x [..., K] with factors [..., 1] times a packed weight, [..., N] in bfloat16."""
-    rows = (x.reshape(-1, x.shape[-1]), factors.reshape(-1))
-    return multiply_ref(rows, weight, fmt).to(torch.bfloat16).view(*x.shape[:-1], -1)
 
 
 def linear_quantized_ref(
@@ -67,70 +93,29 @@ def linear_group_ref(
     weights: Sequence[PackedWeight],
     fmt: Format,
     compute: str = "input",
+    around: Around = ALONE,
     *,
     linear: Callable[..., Tensor] = linear_ref,
 ) -> list[Tensor]:
-    """Multiply activations and several packed weights, as `linear_ref` does one."""
-    return [linear(x, weight, fmt, compute) for weight in weights]
+    """Multiply activations and several packed weights, and compute what is around the products.
 
-
-def linear_gated_ref(
-    x: Tensor,
-    weights: Sequence[PackedWeight],
-    activation: str,
-    fmt: Format,
-    compute: str = "input",
-    *,
-    linear: Callable[..., Tensor] = linear_ref,
-) -> Tensor:
-    """Return the activation of the product with a gate, times that with its factor, as eager."""
-    # The weights are those of the gate and of its factor, or one that has both, in this order.
+    Return the products; the one gate with `around.gate`; the sum and its `square_sums_ref` with
+    `around.residual`.
+    """
+    if around.factors is not None:
+        rows = (x.reshape(-1, x.shape[-1]), around.factors.reshape(-1))
+        found = (multiply_ref(rows, weight, fmt).to(torch.bfloat16) for weight in weights)
+        return [each.view(*x.shape[:-1], -1) for each in found]
+    if around.norm is not None:
+        x = rms_norm_of_squares_ref(x, *around.norm)
     products = [linear(x, weight, fmt, compute) for weight in weights]
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
-
-
-def linear_add_ref(
-    x: Tensor,
-    weight: PackedWeight,
-    residual: Tensor,
-    fmt: Format,
-    compute: str = "input",
-    *,
-    linear: Callable[..., Tensor] = linear_ref,
-) -> tuple[Tensor, Tensor]:
-    """Return residual + product [..., N] and sums of its squares over `SQUARES` columns each."""
-    total = residual + linear(x, weight, fmt, compute)
-    return total, square_sums_ref(total)
-
-
-def linear_normed_group_ref(
-    x: Tensor,
-    squares: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weights: Sequence[PackedWeight],
-    fmt: Format,
-    compute: str = "input",
-) -> list[Tensor]:
-    """Multiply the RMSNorm of x, whose `square_sums_ref` are given, and several packed weights."""
-    normed = rms_norm_of_squares_ref(x, squares, norm_weight, eps)
-    return linear_group_ref(normed, weights, fmt, compute)
-
-
-def linear_normed_gated_ref(
-    x: Tensor,
-    squares: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weights: Sequence[PackedWeight],
-    activation: str,
-    fmt: Format,
-    compute: str = "input",
-) -> Tensor:
-    """Return `linear_gated_ref` of the RMSNorm of x, whose `square_sums_ref` are given."""
-    normed = rms_norm_of_squares_ref(x, squares, norm_weight, eps)
-    return linear_gated_ref(normed, weights, activation, fmt, compute)
+    if around.gate is not None:
+        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+        return [ACTIVATIONS[around.gate](gate) * up]
+    if around.residual is not None:
+        total = around.residual + products[0]
+        return [total, square_sums_ref(total)]
+    return products
 
 
 def linear_quantized_group_ref(

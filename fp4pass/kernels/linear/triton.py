@@ -1,10 +1,15 @@
-"""Compute linear layers on packed weights on a GPU, decoded in the kernel or dense."""
+"""Compute linear layers on packed weights on a GPU, decoded in the kernel or dense.
+
+`linear_group_triton` decides where a launch of products computes what is around them too.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,27 +18,42 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.tiles import LAUNCH, cdiv, overlapping
+from ..compute_fp8.naive import uses_fp8
+from ..compute_fp8.operands_triton import Rows, expand
+from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
-from ..fp8.expand_triton import expand
-from ..fp8.naive import uses_fp8
-from ..fp8.operands_triton import Rows
-from ..fp8.triton import has_dense_product, multiply_dense, multiply_fp8
-from .around_triton import NOTHING, Around
-from .decode_triton import InputRows, arranged
+from ..norm.naive import square_sums_ref, sums_of_squares
+from ..norm.triton import rms_norm_triton
+from .decode_triton import InputRows, arranged, offset
+from .fp8_weights_triton import linear_fp8_weights, linear_quantized_fp8_weights
 from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
-from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
-from .naive import linear_quantized_ref, linear_ref, linear_rounded_ref
-from .ptx_triton import offset
-from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of, wide_config
+from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
+from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
+from .tiling import (
+    MAX_ROWS,
+    MOST_NORMED,
+    MOST_OF_NORM,
+    TERMS,
+    Tiles,
+    config,
+    fuses,
+    shared_memory_of,
+    wide_config,
+)
 
 # Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768
+
+# Columns of a program that multiplies a gate and its factor: measured on an H200.
+_BLOCK = 1024
 
 
 def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
     """Multiply activations and a packed weight (`linear_ref`)."""
     # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
     # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
+    if fmt.element.bits == 8:
+        return linear_fp8_weights(x, weight, fmt)
     if x.dtype == torch.float64:
         return linear_ref(x, weight, fmt, compute)
     n, k = weight.packed.shape[0], x.shape[-1]
@@ -59,14 +79,6 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
     return multiply(InputRows.of_numbers(x), weight, out, fmt)
 
 
-def linear_rounded_triton(x: Tensor, factors: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
-    """Multiply E4M3 rows and a packed weight (`linear_rounded_ref`)."""
-    if not has_dense_product(len(weight.packed), x.device):
-        return linear_rounded_ref(x, factors, weight, fmt)
-    rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors.reshape(-1).contiguous())
-    return multiply_dense(rows, expand(weight, fmt), weight.bias).view(*x.shape[:-1], -1)
-
-
 def linear_quantized_triton(
     x: Tensor,
     x_rows: PackedInput,
@@ -77,6 +89,8 @@ def linear_quantized_triton(
 ) -> Tensor:
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
+    if fmt.element.bits == 8:
+        return linear_quantized_fp8_weights(x, x_rows, weight, fmt)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     (x_packed, x_scale, x_global_scale), (packed, scale, *_) = x_rows, weight
@@ -106,14 +120,109 @@ def linear_quantized_triton(
 
 
 def linear_group_triton(
-    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str = "input"
+    x: Tensor,
+    weights: Sequence[PackedWeight],
+    fmt: Format,
+    compute: str = "input",
+    around: Around = ALONE,
 ) -> list[Tensor]:
-    """Multiply activations and several packed weights: the bits of one each, maybe at once."""
+    """Multiply activations and several packed weights, maybe at once (`linear_group_ref`)."""
+    if around.factors is not None:
+        return _multiply_rounded(x, weights, fmt, around)
+    if fmt.element.bits == 8 or x.dtype not in TERMS:
+        return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+    if around.residual is not None:
+        return _add(x, weights[0], around.residual, fmt, compute)
+    norm = around.norm
+    if norm is not None and not norms_row(x, 0, fmt):
+        x, norm = rms_norm_triton(x, *norm[1:]), None
+    elif norm is not None:
+        norm = norm._replace(weight=norm.weight.contiguous())
+    if around.gate is not None:
+        return [_gated(x, weights, fmt, compute, Around(around.gate, None, *(norm or ())))]
     if (tiles := group_tiles(x, x.dtype, weights, fmt)) is None:
+        x = x if norm is None else rms_norm_triton(x, *norm[1:])
         return [linear_triton(x, each, fmt, compute) for each in weights]
     out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in weights]
-    multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles)
+    around = ALONE if norm is None else Around(None, None, *norm)
+    multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles, around)
     return out
+
+
+def _multiply_rounded(
+    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, around: Around
+) -> list[Tensor]:
+    """Return the products of E4M3 rows and packed weights."""
+    assert around.factors is not None
+    if not all(has_dense_product(len(each.packed), x.device) for each in weights):
+        return linear_group_ref(x, weights, fmt, around=around)
+    factors = around.factors.reshape(-1).contiguous()
+    rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
+    found = (multiply_dense(rows, expand(each, fmt), each.bias) for each in weights)
+    return [each.view(*x.shape[:-1], -1) for each in found]
+
+
+def _add(
+    x: Tensor, weight: PackedWeight, residual: Tensor, fmt: Format, compute: str
+) -> list[Tensor]:
+    """Return residual + product and its sums of squares."""
+    n, k = weight.packed.shape[0], x.shape[-1]
+    step = step_of_warps(x, x.dtype, x.numel() // k, k, fmt)
+    if not step:
+        total = residual + linear_triton(x, weight, fmt, compute)
+        return [total, square_sums_ref(total)]
+    tiles = config(1, n, k, 1, shared_memory_of(x.device), step=step)
+    total = x.new_empty((*x.shape[:-1], n))
+    squares = sums_of_squares(total)
+    around = Around(residual=residual.contiguous())
+    multiply_few(InputRows.of_numbers(x), [weight], [total], fmt, tiles, around, squares)
+    return [total, squares]
+
+
+def _gated(
+    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str, around: Around
+) -> Tensor:
+    """Return the activation of one product times another, of x or of its norm."""
+    halves = list(weights) if len(weights) == 2 else _halves(weights[0])
+    # Programs read the codes and scales of both from one address each, which has to be aligned.
+    read = (tensor for each in halves for tensor in each[:2])
+    tiles = group_tiles(x, x.dtype, halves, fmt)
+    if tiles is not None and all(each.data_ptr() % 16 == 0 for each in read):
+        out = x.new_empty((*x.shape[:-1], halves[0].packed.shape[0]))
+        # Launched early, the programs of the next product would not be spread evenly.
+        tiles = replace(tiles, releases=tiles.in_gluon)
+        multiply_few(InputRows.of_numbers(x), halves, [out], fmt, tiles, around)
+        return out
+    if around.norm is not None:
+        x = rms_norm_triton(x, *around.norm[1:])
+    products = linear_group_triton(x, weights, fmt, compute)
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    out, n = gate.new_empty(gate.shape), gate.shape[-1]
+    if rows := gate.numel() // max(n, 1):
+        gate_kernel[(rows, cdiv(n, _BLOCK))](
+            gate, up, out, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
+            ACTIVATION=around.gate, BLOCK=_BLOCK, **LAUNCH, **overlapping(gate.device, False),
+        )  # fmt: skip
+    return out
+
+
+def _halves(weight: PackedWeight) -> list[PackedWeight]:
+    """Return the halves of the rows of a weight; a global scale is that of both."""
+
+    def split(each: Any) -> Sequence[Any]:
+        return (each, each) if each is None or each.numel() == 1 else each.chunk(2)
+
+    return [PackedWeight(*half) for half in zip(*map(split, weight), strict=True)]
+
+
+def multiplies_row(x: Tensor, fmt: Format) -> bool:
+    """Return whether products of x are by the kernel for one row, with what is around them."""
+    return bool(step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt))
+
+
+def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
+    """Return whether the launch of products of x and so many weights computes a norm of it."""
+    return x.shape[-1] <= MOST_NORMED and weights <= MOST_OF_NORM and multiplies_row(x, fmt)
 
 
 def linear_quantized_group_triton(
@@ -125,7 +234,8 @@ def linear_quantized_group_triton(
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
-    if x.dtype == torch.float64 or (tiles := group_tiles(packed, None, weights, fmt)) is None:
+    others = x.dtype == torch.float64 or fmt.element.bits == 8
+    if others or (tiles := group_tiles(packed, None, weights, fmt)) is None:
         one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute)
         return [one(weight=each) for each in weights]
     shapes = [(*packed.shape[:-1], each.packed.shape[0]) for each in weights]
@@ -186,12 +296,14 @@ def multiply_few(
     out: Sequence[Tensor],
     fmt: Format,
     tiles: Tiles,
-    around: Around = NOTHING,
+    around: Around = ALONE,
+    squares: Tensor | None = None,
 ) -> None:
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
-    # A gate and its factor have one result. More rows than one have no norm and no residual.
+    # A gate and its factor have one result. More rows than one have no norm and no residual, whose
+    # sums of squares fill `squares`.
     packed, scale, global_scale, bias = zip(*weights, strict=True)
-    gated = around.activation is not None
+    gated = around.gate is not None
     sizes = tuple(each.shape[0] for each in packed)[: len(out)]
     k = 2 * packed[0].shape[1]
     m = out[0].numel() // sizes[0]
@@ -209,7 +321,7 @@ def multiply_few(
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        multiply_row(rows, stored, tuple(out), tuple(starts), programs, fmt, tiles, around)
+        multiply_row(rows, stored, tuple(out), tuple(starts), programs, fmt, tiles, around, squares)
         return
     sums = tuple(out)
     if tiles.parts > 1:
@@ -217,7 +329,7 @@ def multiply_few(
         sums = (out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32),)
     few_rows_kernel[(programs, tiles.parts)](
         rows, x.global_scale, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
-        ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.activation,
+        ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.gate,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ...core.formats import Format, power_reaching
 from ...core.packing import pack_codes
-from ..common.float_scales import quantize_rows_ref
 from ..common.rounding import (
     global_multiplier,
     in_chunks,
     naive_scale,
+    quantize_rows_ref,
     round_to_codes_,
     round_to_scale,
     scale_values,

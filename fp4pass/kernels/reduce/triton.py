@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
 from ..norm.naive import SQUARES, sums_of_squares
-from .memory import WORDS, Memory
+from .naive import WORDS, Memory
 
 
 def all_reduce_triton(x: Tensor, memory: Memory, maximum: bool) -> Tensor:

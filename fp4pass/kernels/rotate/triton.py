@@ -22,7 +22,7 @@ from ..common.tiles import (
     rounded,
     scale_value,
 )
-from ..quantize.block_tiles import (
+from ..quantize.tiles import (
     candidate_byte,
     candidates,
     competes,

@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.formats import WHOLE, Format
-from ..common.float_scales import band_of, bands, row_amax, scale_of, spread, tile_sums
-from ..common.rounding import round_to_codes_, round_to_values_
+from ..common.rounding import (
+    band_of,
+    bands,
+    round_to_codes_,
+    round_to_values_,
+    row_amax,
+    scale_of,
+    spread,
+    tile_sums,
+)
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 
 # Scales in an octave, 2.2 % apart.

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from ...core.formats import Format
 from ...core.packing import empty_weight, pack_codes
-from ..common.float_scales import band_of, bands, spread
-from ..common.rounding import round_to_codes_, round_to_values_
+from ..common.rounding import band_of, bands, round_to_codes_, round_to_values_, spread
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .float_scales import in_blocks, search_float_scales

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, bits_of, cdiv
-from ..experts.statistics import observe_experts_ref
+from ..experts.naive import observe_experts_ref
 from .naive import HESSIAN_BLOCK, visible_rows
 
 # Columns of a program, whose product keeps its diagonal blocks; bytes of a column in a step.

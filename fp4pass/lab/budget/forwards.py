@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..._compat import FAULTS
 from ...engine.layer_calls import map_tensors, offload_hidden_state
 from ...errors import NonFiniteError, StateError
-from ...evaluation.metrics import token_kl
+from ...evaluation.measure import token_kl
 from ...quantization.observers.batches import call_arguments, device_of
 from ...quantization.observers.computing import fast_dtype, halves, in_float32
 

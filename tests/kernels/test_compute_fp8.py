@@ -1,0 +1,426 @@
+"""Products of E4M3 operands: the numbers of the reference, and the kernels against it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from blocks import VARIANTS
+from kernels.cases import cases, flat
+from torch import Tensor
+
+from fp4pass import ops
+from fp4pass.core.formats import Format, get_format
+from fp4pass.core.packing import PackedInput, PackedWeight
+from fp4pass.kernels.compute_fp8 import naive as fp8
+from fp4pass.kernels.compute_fp8.operands_triton import expanded, operands, round_rows, sorted_rows
+from fp4pass.kernels.compute_fp8.triton import SIZES, multiplies_dense, tiles_of
+from fp4pass.kernels.dequantize.naive import dequantize_ref
+from fp4pass.kernels.linear import triton as linear
+from fp4pass.kernels.linear.naive import Around
+from fp4pass.kernels.norm.naive import WIDEST
+from fp4pass.kernels.quantize.naive import ACTIVATIONS
+from fp4pass.methods import search_scales
+
+linear_ref, linear_quantized_ref = (
+    flat(name, "reference") for name in ("linear", "linear_quantized")
+)
+linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
+linear_group_triton = flat("linear_group")
+linear_quantized_group_triton = flat("linear_quantized_group")
+activate_round_triton, norm_round_triton = flat("activate_round"), flat("norm_round")
+
+
+def linear_rounded_triton(x: Tensor, factors: Tensor, *stored: Any) -> Tensor:
+    """The product of E4M3 rows with their factors; stored: columns of a weight, a format."""
+    *weight, fmt = stored
+    around = Around(factors=factors)
+    return linear.linear_group_triton(x, [PackedWeight(*weight)], fmt, around=around)[0]
+
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KEYS = [fmt.key for fmt in VARIANTS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# Every number of E4M3, ascending.
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def packed(fmt: Format, rows: int, columns: int, seed: int = 0) -> PackedInput:
+    weight = torch.randn(rows, columns, generator=seeded(seed))
+    weight /= torch.rand(rows, columns, generator=seeded(seed + 1)) + 0.1
+    g = fmt.global_scale_for(weight.abs().max().item())
+    state = search_scales(weight.to(DEVICE), fmt, g, "naive").to("cpu")
+    divisor = torch.tensor([fmt.global_scale_of(g)]) if fmt.has_global_scale else None
+    return PackedInput(state.qdata, state.scale, divisor)
+
+
+def on_device(stored: PackedInput) -> PackedInput:
+    return PackedInput(*(None if each is None else each.to(DEVICE) for each in stored))  # type: ignore[arg-type]
+
+
+def as_weight(stored: PackedInput) -> PackedWeight:
+    return PackedWeight(*on_device(stored))
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest E4M3 number of float64 x, ties to the even code."""
+    above = torch.bucketize(x.abs(), E4M3).clamp_(1, 126)
+    low, high = E4M3[above - 1], E4M3[above]
+    below, over = x.abs() - low, high - x.abs()
+    up = (over < below) | ((over == below) & (above % 2 == 0))
+    return torch.where(up, high, low) * torch.where(x < 0, -1.0, 1.0)
+
+
+def bits(values: Tensor) -> Tensor:
+    """The bits of E4M3 numbers, of NaN without its sign."""
+    found = values.view(torch.uint8).cpu()
+    return torch.where(found & 0x7F == 0x7F, 0x7F, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_numbers(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 96, generator=seeded()).mul(20).to(dtype)
+    x[0] = 0
+    x[1, 5] = 6e4
+    x[2] *= 1e-7
+    values, factor = fp8.quantize_rows_ref(x)
+    expected = x.abs().amax(1).float() / 448
+    on_its_device = fp8.quantize_rows_ref(x.to(DEVICE))
+    assert torch.equal(on_its_device[0].cpu().float(), values.float())
+    assert torch.equal(on_its_device[1].cpu(), factor)
+    assert torch.equal(factor[1:], expected[1:]) and factor[0] == fp8.SMALLEST
+    quotient = (x.float() / factor[:, None]).double()
+    assert torch.equal(values.double(), nearest(quotient))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("key", KEYS)
+def test_rows_of_codes(key: str) -> None:
+    fmt = get_format(key)
+    codes, scale, divisor = packed(fmt, 12, 96)
+    values, factor = fp8.expand_ref(PackedInput(codes, scale, divisor), fmt)
+    exact = dequantize_ref(codes, scale, None, fmt, torch.float32).double()
+    power = torch.exp2(fp8.shift_of(scale, fmt).double())
+    assert torch.equal(values.double(), nearest(exact * power[:, None]))
+    # The largest power of two that fits the largest code of the largest scale.
+    largest = fp8.scale_values(scale.amax(1), fmt.scale).double() * fmt.element.max * power
+    assert ((largest <= 448) & (2 * largest > 448)).all()
+    g = 1.0 if divisor is None else 1 / divisor.double()
+    torch.testing.assert_close(factor.double(), g / power, rtol=1e-6, atol=0)
+    if fmt.scale.mantissa_bits == 0:
+        assert torch.equal(values.double() / power[:, None], exact)
+
+
+@pytest.mark.core
+def test_exponents_of_a_row_may_span_14() -> None:
+    fmt = get_format("mxfp4")
+    codes = torch.full((2, 32), 0x17, dtype=torch.uint8)  # the codes 6 and 0.5
+    for span, exact in ((14, True), (15, False)):
+        scale = torch.tensor([[120, 120], [130, 130 - span]], dtype=torch.uint8)
+        assert fp8.is_exact(codes, scale, fmt) is exact
+    scale[1, 1] = 255
+    assert not fp8.is_exact(codes, scale, fmt)
+    # A block of zeros has no exponent.
+    codes[1, 16:] = 0
+    scale[1, 1] = 1
+    assert fp8.is_exact(codes, scale, fmt)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+def test_products(key: str) -> None:
+    fmt = get_format(key)
+    weight, bias = packed(fmt, 24, 96), torch.randn(24, generator=seeded(7))
+    x = torch.randn(4, 64, 96, generator=seeded(3))
+    values, factor = fp8.quantize_rows_ref(x.flatten(0, 1))
+    w, w_factor = fp8.expand_ref(weight, fmt)
+    dense = (values.double() * factor[:, None]) @ (w.double() * w_factor[:, None]).t() + bias
+    assert fp8.uses_fp8("fp8", 64) and not fp8.uses_fp8("fp8", 63)
+    found = linear_ref(x, *weight, bias, fmt, "fp8")
+    torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-5)
+    rows = packed(fmt, 256, 96, seed=5)
+    r, r_factor = fp8.expand_ref(rows, fmt)
+    dense = (r.double() * r_factor[:, None]) @ (w.double() * w_factor[:, None]).t()
+    arguments = [each if each is None or each.ndim < 2 else each.view(4, 64, -1) for each in rows]
+    found = linear_quantized_ref(x, *arguments, *weight, None, fmt, compute="fp8")
+    torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-4)
+    if key == "mxfp4":
+        # Both operands are exact: nothing changes but the order of sums.
+        plain = ops.linear_quantized(x, *arguments, *weight, None, key)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(96,), (3, 96), (0, 96)])
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+def test_few_rows_are_as_ever(key: str, shape: tuple[int, ...]) -> None:
+    fmt = get_format(key)
+    weight, x = on_device(packed(fmt, 24, 96)), torch.randn(*shape, generator=seeded()).to(DEVICE)
+    codes = ops.quantize(x, weight.global_scale, key)
+    quantized = (*codes, weight.global_scale)
+    pairs = [
+        (ops.linear(x, *weight, None, key, "fp8"), ops.linear(x, *weight, None, key)),
+        (
+            ops.linear_quantized(x, *quantized, *weight, None, key, 0, "fp8"),
+            ops.linear_quantized(x, *quantized, *weight, None, key),
+        ),
+    ]
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
+
+
+# Less than what a warp has at a time, and more, which no step divides.
+CASES = [
+    ("nvfp4", torch.bfloat16, 288),
+    ("nvfp4:32", None, 544),
+    ("mxfp4:16", torch.float32, 64),
+]
+
+
+# An infinity times 0 is the NaN that is wanted.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(
+    ("key", "dtype", "columns"),
+    cases(CASES, itertools.product(KEYS, [*DTYPES, None], (96, 288, 2560))),
+)
+def test_operands_have_the_bits_of_the_reference(
+    key: str, dtype: torch.dtype | None, columns: int
+) -> None:
+    fmt, rows = get_format(key), 3
+    weight = packed(fmt, 18, columns)
+    x: Tensor | PackedInput
+    if dtype is None:
+        x = packed(fmt, rows, columns, seed=9)
+        expected = fp8.expand_ref(x, fmt)
+        x = on_device(x)
+    else:
+        x = torch.randn(rows, columns, generator=seeded(4)).mul(30).to(dtype)
+        x[0] = 0
+        # Of a row with an infinity that is NaN, and all else 0.
+        x[1, 7], x[1, 9] = -float("inf"), -3
+        expected = fp8.quantize_rows_ref(x)
+        x = x.to(DEVICE)
+    of_weight = fp8.expand_ref(weight, fmt)
+
+    found, dense = expanded(x, as_weight(weight), fmt)
+    for given, wanted in ((found, expected), (dense, of_weight)):
+        assert torch.equal(bits(given.values), bits(wanted[0]))
+        assert torch.equal(given.factors.cpu(), wanted[1])
+
+    def in_groups(values: Tensor, group: int) -> Tensor:
+        words = -(-columns // (8 * group)) * group
+        padded = torch.zeros(len(values), 8 * words, dtype=torch.uint8)
+        padded[:, :columns] = bits(values)
+        return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
+
+    for group in {each.words for each in SIZES}:
+        found, of_codes = operands(x, as_weight(weight), fmt, group)
+        assert torch.equal(bits(found.values), in_groups(expected[0], group))
+        assert torch.equal(found.factors.cpu(), expected[1])
+        assert torch.equal(of_codes.factors.cpu(), of_weight[1])
+        power = torch.exp2(fp8.shift_of(weight.scale, fmt).float())
+        assert torch.equal(of_codes.powers.cpu(), power)
+
+    # The order of words of sixteen, four columns of each at a time.
+    zeros = torch.ones(40, dtype=torch.int32, device=DEVICE)
+    found = sorted_rows(x, columns, 4, fmt, zeros)
+    assert len(found.values) == 4 and not zeros.any()
+    found = found._replace(values=found.values[:rows])
+    in_order = in_groups(expected[0], 8).view(rows, -1, 8, 8).mT.reshape(rows, -1, 4, 4, 4)
+    assert torch.equal(bits(found.values), in_order.transpose(2, 3).reshape(rows, -1))
+
+
+@pytest.mark.parametrize("columns", [1160, 8200])
+def test_rows_of_several_loads(columns: int) -> None:
+    """Of four warps and of eight."""
+    x = torch.randn(3, columns, generator=seeded(4)).to(torch.bfloat16)
+    x[1, -1] = 9
+    found = round_rows(x.to(DEVICE))
+    values, factor = fp8.quantize_rows_ref(x)
+    assert torch.equal(found.values.view(torch.uint8).cpu(), values.view(torch.uint8))
+    assert torch.equal(found.factors.cpu(), factor)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    cases([("silu", torch.bfloat16)], itertools.product(ACTIVATIONS, DTYPES)),
+)
+def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
+    """Of halves of a product, of its columns in turn, and of two products."""
+    both = torch.randn(2, 3, 2 * 1160, generator=seeded(4)).mul(3).to(DEVICE, dtype)
+    both[0, 0] = 0
+    first, second = both.chunk(2, -1)
+    turns = (both[..., ::2], both[..., 1::2])
+    for gate, up in ((first, second), turns, (first, second.contiguous())):
+        values, factor = activate_round_triton(gate, up, activation)
+        expected = fp8.activate_round_ref(gate, up, activation)
+        assert values.shape == gate.shape and factor.shape == (2, 3, 1)
+        off = (values.float() * factor - expected[0].float() * expected[1]).abs()
+        if GPU and activation == "silu":
+            assert not off.any()
+        # A last bit of another exponential moves a number in some hundred, by one code.
+        assert (off <= 32 * factor).all() and (off != 0).float().mean() < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("columns", [1, 40])
+def test_products_of_what_is_not_finite_are_nan(columns: int) -> None:
+    x = torch.ones(4, columns, dtype=torch.bfloat16, device=DEVICE)
+    x[1, -1], x[2, 0] = float("nan"), float("inf")
+    gated = activate_round_triton(x, x, "silu")
+    _, *normal = norm_round_triton(x, None, torch.ones_like(x[0]), 1e-6)
+    for values, factor in (gated, normal):
+        assert (values.float() * factor).sum(1).isnan().tolist() == [False, True, True, False]
+
+
+def test_rows_in_one_place_and_rows_of_no_kernel() -> None:
+    """Those that no program can hold, in float64, and none at all."""
+    row = torch.randn(1, 40, generator=seeded(4)).to(DEVICE, torch.bfloat16)
+    values, factor = activate_round_triton(row.expand(3, -1), row.expand(3, -1), "silu")
+    expected = activate_round_triton(row, row, "silu")
+    assert (values.view(torch.uint8) == expected[0].view(torch.uint8)).all()
+    assert values.shape == (3, 40) and (factor == expected[1]).all()
+    wide = torch.randn(2, WIDEST + 8, dtype=torch.float64, generator=seeded(4)).to(DEVICE)
+    for x in (wide.float(), wide, wide[:, :40], wide[:0]):
+        weight = x.new_ones(x.shape[1])
+        pairs = [(norm_round_triton(x, x, weight, 1e-6), fp8.norm_round_ref(x, x, weight, 1e-6))]
+        if x.dtype == torch.float64:
+            found = activate_round_triton(x, x, "silu")
+            pairs.append((found, fp8.activate_round_ref(x, x, "silu")))
+        for a, b in (both for pair in pairs for both in zip(*pair, strict=True)):
+            assert a.dtype == b.dtype and torch.equal(a.double(), b.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_norms(dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(2, 3, 1160, generator=seeded(i)).to(DEVICE, dtype) for i in (4, 5))
+    x[0, 0] = residual[0, 0] = 0
+    weight = torch.randn(1160, generator=seeded(6)).to(DEVICE, dtype)
+    for added in (None, residual):
+        total, values, factor = norm_round_triton(x, added, weight, 1e-6)
+        expected = fp8.norm_round_ref(x, added, weight, 1e-6)
+        assert torch.equal(total, expected[0])
+        # Squares are added in another order: a last bit moves a number in some hundred by a code.
+        eps = max(torch.finfo(dtype).eps, 2.0**-21)
+        torch.testing.assert_close(factor, expected[2], rtol=eps, atol=0)
+        off = (values.float() * factor - expected[1].float() * expected[2]).abs()
+        assert (off <= 32 * factor).all()
+        assert (values.float() != expected[1].float()).float().mean() < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+def test_codes_of_wide_rows(key: str) -> None:
+    """Of more words than are loaded at once, and more scales than are looked through at once."""
+    fmt = get_format(key)
+    weight = packed(fmt, 1, 1056 * fmt.block)
+    weight.scale[:, -1] = weight.scale.max()
+    weight.scale[:, :-1].clamp_(max=int(weight.scale.max()) - 9)
+    expected = fp8.expand_ref(weight, fmt)
+    x = torch.ones(1, 1056 * fmt.block, dtype=torch.bfloat16, device=DEVICE)
+    _, found = expanded(x, as_weight(weight), fmt)
+    assert torch.equal(found.values.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
+    assert torch.equal(found.factors.cpu(), expected[1])
+
+
+# A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.
+SHAPES = [(70, 40, 288), (9, 24, 64)]
+if GPU:
+    SHAPES += [(300, 72, 96), (130, 136, 2304), (600, 48, 64), (64, 8192, 4096), (128, 8200, 4096)]
+    SHAPES += [(256, 14336, 512), (512, 4096, 4096), (300, 4096, 14336), (1024, 2560, 9728)]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("key", "dtype"), cases([("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)],
+    itertools.product(KEYS, DTYPES)),
+)  # fmt: skip
+def test_kernels_agree_with_the_reference(
+    key: str, dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = get_format(key)
+    for where in ("naive", "triton"):
+        monkeypatch.setattr(f"fp4pass.kernels.linear.{where}.uses_fp8", lambda *_: True)
+    for m, n, k in SHAPES:
+        weight = on_device(packed(fmt, n, k))
+        bias = torch.randn(n, generator=seeded(2)).to(DEVICE, dtype)
+        x = torch.randn(m, k, generator=seeded(6)).to(DEVICE, dtype)
+        w, w_factor = fp8.expand_ref(weight, fmt)
+        if quantized:
+            rows = on_device(packed(fmt, m, k, seed=8))
+            values, factor = fp8.expand_ref(rows, fmt)
+            found = linear_quantized_triton(x, *rows, *weight, bias, fmt)
+            expected = linear_quantized_ref(x.float(), *rows, *weight, bias, fmt)
+        else:
+            values, factor = fp8.quantize_rows_ref(x)
+            found = linear_triton(x, *weight, bias, fmt)
+            expected = linear_ref(x.float(), *weight, bias, fmt)
+            if multiplies_dense(m, n, k, dtype, x.device):
+                rounded = (values, factor[:, None])
+                assert torch.equal(found, linear_rounded_triton(*rounded, *weight, bias, fmt))
+        assert found.dtype == dtype and found.shape == (m, n)
+        size = (values.float().abs() @ w.float().abs().t()) * factor[:, None] * w_factor
+        # One rounding to the dtype, and sums: of fewer bits on FP8 tensor cores, else float32.
+        rounding = torch.finfo(dtype).eps * expected.abs()
+        off = (found.float() - expected).abs() - rounding
+        assert (off <= size * (2.0**-10 if GPU else 1e-6)).all()
+
+
+@pytest.mark.skipif(GPU, reason="the test above runs cuBLAS")
+@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+def test_rounded_rows_multiply_an_expanded_weight(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a plain product in the place of cuBLAS."""
+
+    def product(x: Tensor, w: Tensor, x_factor: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
+        y = x.float() @ w.float().t() * x_factor[:, None] * factor + bias
+        return y.to(torch.bfloat16)
+
+    place = "fp4pass.kernels.{}.triton.{}"
+    monkeypatch.setattr(place.format("compute_fp8", "scaled_mm"), product)
+    monkeypatch.setattr(place.format("compute_fp8", "multiplies_dense"), lambda *_: True)
+    monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
+    monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
+    fmt = get_format(key)
+    weight, bias = packed(fmt, 5, 96), torch.randn(5, generator=seeded(2))
+    x = torch.randn(2, 3, 96, generator=seeded(6)).bfloat16()
+    values, factor = fp8.quantize_rows_ref(x.view(6, 96))
+    found = linear_rounded_triton(values.view(x.shape), factor.view(2, 3, 1), *weight, bias, fmt)
+    assert torch.equal(found, linear_triton(x, *weight, bias, fmt))
+    expected = fp8.multiply_ref((values, factor), PackedWeight(*weight, bias), fmt)
+    torch.testing.assert_close(found.view(6, 5).float(), expected, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = get_format("nvfp4")
+    monkeypatch.setattr("fp4pass.kernels.linear.triton.uses_fp8", lambda compute, m: m > 3)
+    weights = [on_device(packed(fmt, n, 64, seed=n)) for n in (24, 40)]
+    columns = [list(each) for each in zip(*weights, strict=True)]
+    for rows in (3, 9):
+        x = torch.randn(rows, 64, generator=seeded()).to(DEVICE)
+        found = linear_group_triton(x, *columns, [None, None], fmt)
+        codes = on_device(packed(fmt, rows, 64))
+        both = linear_quantized_group_triton(x, *codes, *columns, [None, None], fmt)
+        for y, z, weight in zip(found, both, weights, strict=True):
+            assert torch.equal(y, linear_triton(x, *weight, None, fmt))
+            assert torch.equal(z, linear_quantized_triton(x, *codes, *weight, None, fmt))
+
+
+@pytest.mark.core
+def test_tiles_fit_every_gpu() -> None:
+    for m, n in itertools.product((1, 64, 100, 256, 512, 8192), (16, 4096, 14336)):
+        for shared_memory in (99, 163, 227):
+            tiles = tiles_of(m, n, shared_memory * 1024)
+            needed = tiles.stages * 8 * tiles.words * tiles.m + 10 * tiles.words * tiles.n
+            assert needed <= shared_memory * 1024
