@@ -93,7 +93,7 @@ def merge(
     model: Any = given.load_any(str(base), given.choose_device(device), trust_remote_code)
     processor = load_tokenizer(str(base), trust_remote_code)
     tuned = load_adapter(model, adapter)
-    numbers = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+    numbers: Any = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
     batches: dict[str, Any] = {}
     for name, spec in (("data", data), ("held_out", held_out)):
         if spec is not None:

@@ -133,7 +133,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     if field.default is not None and kind is not bool:
         text += f" Default: {field.default}."
     option = Option(*names, help=text, metavar=metavar, show_default=False)
-    annotation = Annotated[kind | None, option]
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, keyword, default=None, annotation=annotation)
 

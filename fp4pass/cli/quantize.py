@@ -302,7 +302,8 @@ def _allocate(
             data = calibration.batches(None, processor, model=model, batch_size=1, **numbers)
     decided = ("fmt", "weight_only", "block", "kv_cache")
     rest: Any = {name: each for name, each in recipe.arguments().items() if name not in decided}
-    return allocate(model, schemes=schemes, data=data, tokenizer=processor, **rest, **limit)
+    rest |= {"schemes": schemes, **limit}
+    return allocate(model, data=data, tokenizer=processor, **rest)
 
 
 def _needs_text(recipe: Recipe) -> bool:
