@@ -6,6 +6,8 @@ config.json and of the logits after `load`; commands are noted by their exit cod
     python -m eval.bits before.json          # at the old commit
     python -m eval.bits after.json           # at the new one
     python -m eval.bits --compare before.json after.json
+
+With --device cuda the models, and so the kernels, are those of a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 
 import fp4pass
 
+DEVICE = "cpu"
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm"
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -53,7 +56,8 @@ def mixture() -> nn.Module:
 
 def _model(config: Any) -> nn.Module:
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    made = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    return made.eval().to(DEVICE)
 
 
 def _batches(count: int = 4) -> list[Tensor]:
@@ -118,7 +122,7 @@ def _cases(folder: Path) -> dict[str, tuple[Callable[[], nn.Module], dict[str, A
 def _tiny(quality: str) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     data = [batch % 100 for batch in _batches()]
-    return fp4pass.convert(model.eval(), quality=quality, data=data, progress=False)
+    return fp4pass.convert(model.eval().to(DEVICE), quality=quality, data=data, progress=False)
 
 
 def digest(tensor: Tensor) -> str:
@@ -137,7 +141,8 @@ def _noted(make: Callable[[], nn.Module], saved: dict[str, Any], folder: Path) -
             found |= {name: digest(file.get_tensor(name)) for name in file.keys()}
     found["config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
     with torch.no_grad():
-        logits = fp4pass.load(folder)(_batches(1)[0] % 100).logits
+        loaded = fp4pass.load(folder).to(DEVICE)
+        logits = loaded(_batches(1)[0].to(DEVICE) % 100).logits
     return found | {"logits": digest(logits)}
 
 
@@ -192,13 +197,16 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, or compare two files; exit with 1 where they differ."""
+    global DEVICE
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    DEVICE = args.device
     if not args.compare:
         args.files[0].write_text(json.dumps(measure(args.only), indent=1) + "\n")
         return

@@ -24,21 +24,19 @@ if TYPE_CHECKING:
     from .engine.smoothing import smooth
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
-    from .lab.budget import allocate
-    from .lab.learning import Refine, distill, refine
-    from .lab.merging import merge
+    from .lab.allocate import allocate
+    from .lab.distill import distill
+    from .lab.merge import merge
     from .parallel import parallelize
 
 # The modules of public names that few programs use: they are imported when one is asked for.
 _LATER = {
-    "allocate": ".lab.budget",
-    "distill": ".lab.learning",
+    "allocate": ".lab",
+    "distill": ".lab",
     "Evaluation": ".evaluation",
     "evaluate": ".evaluation",
-    "merge": ".lab.merging",
+    "merge": ".lab",
     "parallelize": ".parallel",
-    "Refine": ".lab.learning",
-    "refine": ".lab.learning",
     "smooth": ".engine.smoothing",
     "trace": ".graph.export",
 }
@@ -52,7 +50,6 @@ __all__ = [
     "Naive",
     "QuantState",
     "Recipe",
-    "Refine",
     "Report",
     "Sse",
     "__version__",
@@ -70,7 +67,6 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_checkpoint",
-    "refine",
     "report",
     "save",
     "set_compute",

@@ -22,8 +22,7 @@ from .methods.base import MethodChoice
 from .nn.kv_cache import KV_CACHE, CacheName
 from .quantization import checks
 from .quantization.observers.attention import convert_mha_projections
-from .quantization.observers.batches import run_batches
-from .quantization.observers.computing import fast_dtype
+from .quantization.observers.batches import fast_dtype, run_batches
 from .quantization.observers.kv_cache import observe_cache
 from .quantization.plan import plan_layers, planned_row
 from .quantization.replace import attach_observers

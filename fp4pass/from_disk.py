@@ -84,7 +84,7 @@ def quantize_checkpoint(
         overwrite: as for `save`.
         card: as for `save`.
         push_to_hub: as for `save`.
-        trust_remote_code: run the code that a model brings along.
+        trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
 

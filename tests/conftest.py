@@ -73,7 +73,7 @@ def compiled_anew() -> Iterator[None]:
 def fast_in_bfloat16() -> Iterator[None]:
     """Compute in the dtype of the weights on any CPU, so that tests expect the same everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: True)
+        patch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: True)
         yield
 
 

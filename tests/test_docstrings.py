@@ -27,7 +27,7 @@ import fp4pass
 PACKAGE = Path(fp4pass.__file__).parent
 
 # Rooms whose `__all__` is for the rest of fp4pass only, or names of other libraries.
-PRIVATE = ("_compat", "distributed", "graph", "parity.")
+PRIVATE = ("_compat", "core", "distributed", "graph", "nn", "parity.", "record")
 
 # Classes that others extend or read: their methods are shown by the example of the class.
 BY_CLASS = ("checkpoint", "methods", "parallel", "parity")
@@ -162,17 +162,17 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
-    "fp4pass.lab.budget": with_stack,
     "fp4pass.calibration.sample": language_writer,
     "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.PackedConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
-    "fp4pass.lab.learning": learned,
+    "fp4pass.lab.Candidate": with_stack,
+    "fp4pass.lab.Allocation": with_stack,
+    "fp4pass.lab": learned,
     "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
-    "fp4pass.refine": with_stack,
     "fp4pass.smooth": normed,
 }
 

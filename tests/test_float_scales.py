@@ -19,7 +19,7 @@ from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.errors import OptionError, ShapeError
 from fp4pass.kernels.search.float_scales import CANDIDATES
-from fp4pass.lab.learning.student import trainable
+from fp4pass.lab import trainable
 from fp4pass.methods import Hessian
 from fp4pass.nn.linear import PACKED, SCALE, QuantizedLinear
 from fp4pass.parallel.linear import ColumnLinear, RowLinear, require_whole_blocks

@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,63 @@ def test_the_order_of_imports_names_every_module() -> None:
     assert named == there
 
 
+# Rooms of workflows, and the rooms of which each still reads more than their `__init__` exports.
+WORKFLOWS = {
+    "lab": set(),
+    "doctor": {"_compat", "checkpoint", "core", "engine", "nn", "quantization", "record"},
+    "parity": {"core", "graph", "kernels", "nn", "ops", "quantization", "record"},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("room", WORKFLOWS)
+def test_workflows_import_what_rooms_export(room: str) -> None:
+    for path in (ROOT / room).glob("*.py"):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+                other, _, inside = node.module.partition(".")
+                assert not inside or other in WORKFLOWS[room], f"{path.name}: {node.module}"
+
+
+@pytest.mark.core
+def test_nothing_below_imports_a_workflow() -> None:
+    for path in FILES:
+        room, name = name_of(path).partition("/")[0], name_of(path)
+        if room in {*WORKFLOWS, "cli", "__main__"}:
+            continue
+        inside = name != "__init__"  # for type checkers alone
+        found = {each.partition("/")[0] for each in internal_imports(path, inside=inside)}
+        assert not found & set(WORKFLOWS), name
+
+
+WITHOUT = """
+import torch, fp4pass
+model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+packed = fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
+fp4pass.save(packed, "out")
+again = fp4pass.load("out", model=torch.nn.Sequential(torch.nn.Linear(32, 32)).eval())
+assert torch.equal(again(torch.ones(1, 32)), packed(torch.ones(1, 32)))
+try:
+    fp4pass.distill
+except (AttributeError, ImportError) as error:
+    print(error)
+"""
+
+
+def test_the_package_works_without_its_workflows(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns(*WORKFLOWS, "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "fp4pass", ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'fp4pass.lab'" in done.stdout
+
+
 @pytest.mark.core
 def test_kernels_know_formats_and_not_models() -> None:
     allowed = {"errors", "_compat/torch", "_compat/triton"}
@@ -179,25 +237,6 @@ def test_every_file_and_public_name_has_a_docstring() -> None:
         for node in parse(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{name_of(path)}: {node.name}"
-
-
-# "What is left ..." has no subject: the sentence has to be read twice.
-QUESTION = re.compile(r"(?:^|[.:;]\s+)(What|Who|How)\b(?!.*\?)", re.MULTILINE)
-
-
-@pytest.mark.core
-def test_no_sentence_begins_with_a_question_word() -> None:
-    for path in FILES:
-        texts = [
-            (node.body[0].lineno, ast.get_docstring(node) or "")
-            for node in nodes(path)
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and node.body
-        ]
-        lines = enumerate(path.read_text().splitlines(), 1)
-        comments = ((i, re.search(r"^\s*# (.*)|  # (.*)", line)) for i, line in lines)
-        texts += [(i, found[1] or found[2] or "") for i, found in comments if found]
-        found = [(line, text) for line, text in texts if QUESTION.search(text)]
-        assert not found, f"{name_of(path)}: {found}"
 
 
 # A collection of what torch left takes 0.1 s, and falls into either import by chance.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import inspect
 from collections.abc import Iterable
 
 import pytest
@@ -19,8 +18,6 @@ from fp4pass.methods import Stats
 from fp4pass.nn.experts import QUANTIZED
 from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.observers.observer import OBSERVERS, collect
-from fp4pass.quantization.replace import attach_observers
-from fp4pass.quantization.scan import scan_layers
 
 ALL = {case.name: case for case in zoo.CASES}
 
@@ -48,13 +45,6 @@ def params_of(names: Iterable[str], quick: Iterable[str] = FAMILIES) -> list[obj
 
 
 every_case = pytest.mark.parametrize("case", params_of(ALL))
-every_exported = pytest.mark.parametrize(
-    "case",
-    params_of(
-        (name for name, case in ALL.items() if case.example),
-        ("gpt2", "transformer_encoder_padded", "shared_weight", "used_twice", "convnet"),
-    ),
-)
 
 
 def plain(case: Case) -> Case:
@@ -120,25 +110,6 @@ def test_prepared_models_observe_every_linear_and_change_no_result(case: Case) -
     assert_same_runs(case, model, plain(case).build())
 
 
-@every_case
-def test_preparing_again_adds_nothing(case: Case) -> None:
-    model = case.build()
-    fp4pass.prepare(model)
-    holders = [model.get_submodule(name) for name in zoo.eligible_linears(model)]
-    case.run(model, 0)
-    before = [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders]
-    layers = [layer for layer in scan_layers(model) if layer.module in holders]
-    assert attach_observers(model, layers, ("block_hessian",)) == 0
-    fp4pass.prepare(model)
-    assert [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders] == before
-    case.run(model, 1)
-    with zoo.hook_reference(fresh := plain(case).build(), zoo.eligible_linears(fresh)) as reference:
-        case.run(fresh, 0)
-        case.run(fresh, 1)
-    for holder, expected in zip(holders, reference.values(), strict=True):
-        assert statistics(holder).tokens == expected.count
-
-
 @pytest.mark.quick(2)
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("mxfp4", False)])
@@ -198,50 +169,6 @@ def test_what_is_skipped_is_a_row_with_its_reason(case: Case) -> None:
         assert all(word.lower() in left[name].lower() for name in matching)
     for name, reason in left.items():
         assert any(fnmatch.fnmatchcase(name, p) for p in case.skipped), (name, reason)
-
-
-@pytest.mark.quick(2)
-@every_exported
-def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
-    assert case.example
-    args, kwargs = case.example()
-    # Exported, nn.MultiheadAttention reads the weight of its out_proj with a linear.
-    rules = [("*.out_proj", None)] if "transformer_encoder" in case.name else []
-    live, original = case.build(), case.build()
-    # A graph multiplies by the experts of a mixture in its own ways, which stay as they are.
-    rules += [(name, None) for name in zoo.stacks(live)]
-    named = inspect.signature(original.forward).bind(*args, **kwargs).arguments
-    graph = fp4pass.trace(original, named, cache_length=0)
-    names = list(zoo.eligible_linears(live))
-    for model in (live, graph):
-        fp4pass.prepare(model, rules=rules)
-        with torch.no_grad():
-            model(*args, **kwargs)
-    counts = {}
-    for name in names:
-        holder = graph.get_submodule(name)
-        if OBSERVERS not in holder.__dict__:
-            # A shared weight is read under one of its names.
-            assert case.name == "shared_weight"
-            continue
-        counts[name] = statistics(holder).tokens
-    if case.name == "shared_weight":
-        assert sum(counts.values()) == sum(statistics(live.get_submodule(n)).tokens for n in names)
-    else:
-        for name in names:
-            a, b = (statistics(m.get_submodule(name)) for m in (live, graph))
-            assert a.tokens == b.tokens and a.block_hessian is not None
-            torch.testing.assert_close(
-                b.block_hessian, a.block_hessian, rtol=1e-4, atol=1e-4 * a.input_amax**2
-            )
-    for model in (live, graph):
-        fp4pass.convert(model, "nvfp4", "naive")
-    with torch.no_grad():
-        expected = zoo.tensor_of(live(*args, **kwargs))
-        got = zoo.tensor_of(graph(*args, **kwargs))
-    torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
-    rows = {row.name: row for row in fp4pass.report(graph).rows}
-    assert {n for n, row in rows.items() if not row.skip_reason} == set(counts)
 
 
 @pytest.mark.parametrize("case", params_of(["llama_cpu_offload"], ALL))

@@ -240,13 +240,14 @@ def page(result: Row) -> str:
         shape = f"{row['batch']} x {row['context']} x {row['tokens']}"
         share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
         cells = [f"{1e6 * taken:.0f}{times}", f"{rate:.0f}{ratio}", share]
-        steps.append([model, row["by"], shape, *cells, f"{row['compile_seconds']:.0f}"])
+        if row["by"] != PLAIN:
+            steps.append([model, row["by"], shape, *cells])
     of_steps = ", and the time of a step of one token. Floor: weights and cache read once"
     what = f"In brackets: times as fast as bf16{of_steps if steps else ''}."
     parts = [*origin(result), what, ""]
     if steps:
         header = ["model", "weights", "sequences x context x tokens", "step, us", "tokens/s"]
-        parts.append(table([*header, "of floor", "compile, s"], steps, left=3))
+        parts.append(table([*header, "of floor"], steps, left=3))
     if prompts:
         parts.append(table(["model", "weights", "prefill, ms"], prompts, left=2))
     failed = dict.fromkeys(f"{r['by']}: {r['error']}" for r in result["rows"] if "error" in r)

@@ -344,23 +344,19 @@ def page(result: Row) -> str:
     for row in result["rows"]:
         by = row["by"] + (f", {row['gpus']} GPUs" if row.get("gpus", 1) > 1 else "")
         if "error" in row:
-            cells.append([row["model"], by, f"failed: {row['error']}", *[""] * 5])
+            cells.append([row["model"], by, f"failed: {row['error']}", *[""] * 3])
             continue
         base = plain_row(result["rows"], row["model"])
         prefill = ""
         if "prefill_seconds" in row:
             quotient = base["prefill_seconds"] / row["prefill_seconds"]
             prefill = f"{1e3 * row['prefill_seconds']:.0f} ({quotient:.2f})"
-        sizes = [
-            f"{row[name] / 1e9:.2f} ({row[name] / base[name]:.3f})"
-            for name in ("weight_bytes", "linear_bytes")
-        ]
+        size = f"{row['weight_bytes'] / 1e9:.2f} ({row['weight_bytes'] / base['weight_bytes']:.3f})"
         rate = f"{row[RATE]:.0f} ({row[RATE] / base[RATE]:.2f})"
         share = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
-        taken = f"{row['compile_seconds']:.0f}" if "compile_seconds" in row else ""
-        cells.append([row["model"], by, rate, share, prefill, *sizes, taken])
+        cells.append([row["model"], by, rate, share, prefill, size])
     header = ["model", "weights", "decode, tokens/s", "of floor", "prefill, ms"]
-    header += ["weights, GB", "linears, GB", "compile, s"]
+    header += ["weights, GB"]
     what = (
         f"Decode: {tokens['in']} tokens in, {tokens['out']} out, batch 1, one CUDA graph a step. "
     )

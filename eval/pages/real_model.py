@@ -171,7 +171,7 @@ def learned(found: Found, rows: Sequence[Row]) -> str:
 def start_of(row: Row) -> str:
     """Return the recipe that a row learned from."""
     words = row["by"].split(", ")
-    return ", ".join(words[: next(i for i, w in enumerate(words) if w in ("refine", "distill"))])
+    return ", ".join(words[: next(i for i, w in enumerate(words) if w == "distill")])
 
 
 def how(row: Row) -> str:

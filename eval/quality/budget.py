@@ -24,8 +24,8 @@ import fp4pass
 from eval.charts import Panel, Points, Scale, arrange, write_png
 from eval.pages.tables import table, write_between
 from eval.record import Results, facts
-from fp4pass.lab.budget import SCHEMES, Allocation, Candidate
-from fp4pass.lab.budget.allocating import choose, measured
+from fp4pass.lab import SCHEMES, Allocation, Candidate
+from fp4pass.lab.allocate import measured
 
 BITS, KLS = (4.75, 5.0, 5.5, 6.0), (0.01,)
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         results.about["seconds_of_groups"] = round(time.perf_counter() - start, 1)
         for i, budget in enumerate(budgets):
             start = time.perf_counter()
-            found = choose(trials, budget)
+            found = trials.choose(budget)
             seconds = round(time.perf_counter() - start, 1)
             if i == 0:
                 plain = found.to_dict()

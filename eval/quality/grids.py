@@ -26,8 +26,7 @@ class Run:
         window: tokens of a window.
         seed: of the data.
         smoothing: the strength of `smooth` before it; 0 for none.
-        refine: options of `Refine` after it, and "tokens", if not as many; None for none.
-        distill: those of `distill`.
+        distill: options of `distill` after it, and "tokens", if not as many; None for none.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("by", "scheme", "data", "tokens", "window", "seed")
@@ -41,7 +40,6 @@ class Run:
     window: int = 512
     seed: int = 0
     smoothing: float = 0.0
-    refine: dict[str, Any] | None = None
     distill: dict[str, Any] | None = None
 
     @property
@@ -209,9 +207,6 @@ _LEARNED: dict[str, dict[str, Any]] = {
     "distill": {"distill": {"steps": 300, "travel": 1.7, "tokens": 1 << 17}},
     "distill, share 0": {"distill": {"steps": 300, "travel": 1.7, "share": 0.0, "tokens": 1 << 17}},
     "distill, 1200 steps": {"distill": {"steps": 1200, "travel": 3.5, "tokens": 1 << 18}},
-    "refine": {"refine": {}},
-    "refine, share 0": {"refine": {"share": 0.0}},
-    "refine, travel 0.2": {"refine": {"travel": 0.2}},
 }
 _CROSS = {"name": "gptq", "target": "cross"}
 _STARTS: list[dict[str, Any]] = [

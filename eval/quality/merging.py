@@ -29,7 +29,7 @@ import fp4pass
 from eval.pages.tables import percent, table, write_between
 from eval.record import Results, facts
 
-METHODS = ("sse", "hessian", "gptq")
+METHODS = ("naive", "sse", "hessian", "gptq")
 RANK, ALPHA, RATE, WINDOW, BATCH = 8, 16, 1e-3, 256, 2
 
 
@@ -135,7 +135,7 @@ def page(found: Mapping[str, Any]) -> str:
     """Return the table: the KL of each method, and how much of the adapter is left."""
     first = found["rows"][0]
     rows = sorted(found["rows"], key=lambda row: METHODS.index(row["method"]))
-    without, naive = first["kl_without"], first["kl_naive"]
+    without = first["kl_without"]
     lines = [
         [
             "not merged",
@@ -144,7 +144,6 @@ def page(found: Mapping[str, Any]) -> str:
             percent(1),
             _loss(first["loss_adapter"]),
         ],
-        ['`"naive"`', _kl(naive), percent(1 - naive / without), "-", "-"],
     ]
     for row in rows:
         part = percent(1 - row["kl_after"] / without)

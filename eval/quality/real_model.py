@@ -138,25 +138,12 @@ class Stand:
 
     def _learning(self, run: Run) -> Callable[[nn.Module], Row]:
         """Return what learns after the conversion, its text written already."""
-        if not run.refine and not run.distill:
+        if not run.distill:
             return lambda packed: {}
-        options = dict(run.refine or run.distill or {})
+        options = dict(run.distill)
         tokens = options.pop("tokens", run.tokens)
         taught = self.windows(run.data, run.seed, run.window, tokens)
         judging = self.windows(run.data, run.seed + 100, run.window, JUDGING * run.window)
-
-        def refined(packed: nn.Module) -> Row:
-            fp4pass.refine(
-                packed,
-                self.model,
-                list(taught.split(STEP)),
-                fp4pass.Refine(**options),
-                held_out=list(judging.split(STEP)),
-                progress=False,
-            )
-            report = fp4pass.report(packed).refined
-            assert report is not None
-            return {"refined": report.record()}
 
         def distilled(packed: nn.Module) -> Row:
             found = fp4pass.distill(
@@ -164,7 +151,7 @@ class Stand:
             )
             return {"distilled": found.to_dict()}
 
-        return refined if run.refine else distilled
+        return distilled
 
     def measure(self, packed: nn.Module) -> Row:
         """Return what a model is worth on the texts and the pairs."""

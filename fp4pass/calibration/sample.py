@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
-import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.torch import is_compiled
-from ..core.files import path_of
 from ..core.machine import memory_limits
 from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, expected, require_number
@@ -83,7 +79,6 @@ def sample(
     batch_size: int | None = None,
     temperature: float = 1.0,
     seed: int = 0,
-    path: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Tensor:
     """Let a causal language model write text to calibrate it on.
@@ -105,7 +100,6 @@ def sample(
         temperature: of the distribution of the next token, which nothing else changes.
         seed: of the random numbers. The same seed gives the same tokens; another batch size may
             change some, where the model rounds in another way.
-        path: a file to write, a line of JSON for each window with "text" and "input_ids".
         progress: as for `convert`.
 
     Returns:
@@ -129,7 +123,6 @@ def sample(
     require_number("seed", "an integer", seed)
     require_number("temperature", positive, temperature, float, ABOVE_0)
     require_number("chat_share", "a number in [0, 1]", chat_share, float, 0, 1)
-    target = None if path is None else _file_to_write(path)
     _require_writer(root)
     tokenizer = _text_tokenizer(tokenizer)
     require_loaded(root)
@@ -137,7 +130,7 @@ def sample(
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or rows_at_once(root, seq_len, device)
-    scripts = _scripts(root, tokenizer, seq_len, count, chat_share)
+    scripts = scripts_of(root, tokenizer, seq_len, count, chat_share)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if round(chat_share * count) and has_template and not any(s.turns for s, _ in scripts):
         _log.warning(
@@ -160,10 +153,7 @@ def sample(
                 size = number // parts + (part < number % parts)
                 own = torch.stack(list(itertools.islice(waiting, size)))
                 found.append(_write(root, script, own, temperature, barred))
-    windows = _interleaved(found, [number for _, number in scripts])
-    if target is not None:
-        _save(windows, tokenizer, target)
-    return windows
+    return _interleaved(found, [number for _, number in scripts])
 
 
 def _require_writer(root: nn.Module) -> None:
@@ -189,14 +179,6 @@ def _text_tokenizer(tokenizer: Any) -> Any:
         wanted = "the tokenizer or processor of the model"
         raise OptionError(expected("tokenizer", wanted, type(tokenizer).__name__))
     return found
-
-
-def _file_to_write(path: str | os.PathLike[str]) -> Path:
-    target = path_of(path, "path")
-    if target.is_dir() or not target.parent.is_dir():
-        got = "a folder" if target.is_dir() else f"{target}, in a folder that does not exist"
-        raise OptionError(expected("path", "a file in a folder that exists", got))
-    return target
 
 
 def _within_context(root: Any, seq_len: int) -> int:
@@ -319,14 +301,7 @@ def _interleaved(found: list[Tensor], counts: list[int]) -> Tensor:
     return windows[torch.tensor(order)]
 
 
-def _save(windows: Tensor, tokenizer: Any, target: Path) -> None:
-    with target.open("w", encoding="utf-8") as file:
-        for ids in windows.tolist():
-            line = {"text": tokenizer.decode(ids), "input_ids": ids}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _scripts(
+def scripts_of(
     root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float
 ) -> list[tuple[Script, int]]:
     """Return the scripts to write, and the number of windows of each.

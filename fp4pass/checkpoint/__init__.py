@@ -7,6 +7,8 @@
 # ruff: noqa: F401
 
 from .copied_files import TOKENIZER_FILES
+from .finish import finish as finish_model
+from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load

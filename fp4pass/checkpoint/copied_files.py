@@ -88,18 +88,11 @@ def files_to_copy(
 
     A folder may hold training data and keys, so files go by a list: what transformers,
     sentence-transformers and diffusers look for by name, the code that configs name, licenses.
-    Hidden files, the weights that from_pretrained reads, and what is written anew neither go nor
-    are named. Links that lead out of the folder are not followed.
-
-    Args:
-        source: the folder.
-        globs: of further files, relative to the folder.
-        written: the names of files that the new folder has of its own.
-
-    Raises:
-        OptionError: a glob leads out of the folder, or matches no file there.
+    Hidden files, the weights that from_pretrained reads, and files that are `written` anew neither
+    go nor are named. Links out of the folder are not followed. Raises OptionError for a glob that
+    matches no file in the folder.
     """
-    if not isinstance(globs, list | tuple) or not all(isinstance(each, str) for each in globs):
+    if isinstance(globs, str):
         raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
     root = source.resolve()
     # The files of a snapshot in the cache of the hub are links.
@@ -116,7 +109,9 @@ def files_to_copy(
         chosen |= {path for path in inside if _fits(path.name, patterns)}
     chosen |= _code(source, {*files})
     for pattern in globs:
-        asked = set(filter(is_inside, _matching(source, pattern)))
+        within = "" if ".." in Path(pattern).parts else pattern
+        found = glob.glob(within, root_dir=source, recursive=True)
+        asked = {path for path in map(source.joinpath, found) if is_inside(path)}
         if not asked:
             raise OptionError(
                 f"{expected('copy_files', f'a glob of files in {source}', repr(pattern))} It "
@@ -155,16 +150,6 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
         name.count("/") == each.count("/") and fnmatch.fnmatchcase(name.lower(), each.lower())
         for each in patterns
     )
-
-
-def _matching(source: Path, pattern: str) -> Iterator[Path]:
-    """Yield what a glob matches in a folder, by no way out of it and through no linked folder."""
-    if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-        return
-    for name in glob.glob(pattern, root_dir=source, recursive=True):
-        folders = list(Path(name).parents)[:-1]
-        if not any((source / folder).is_symlink() for folder in folders):
-            yield source / name
 
 
 def part_folders(source: Path) -> dict[str, tuple[str, ...]]:
@@ -235,11 +220,7 @@ def _read(path: Path) -> Any:
 def copy_beside(
     source: Path, target: Path, written: Collection[str], globs: Sequence[str] = ()
 ) -> None:
-    """Copy the files of a folder that go with its model, and log which do not, at level INFO.
-
-    written: the names of files that the new folder has of its own.
-    globs: of further files of the folder. Raises OptionError for one that matches none.
-    """
+    """Copy what `files_to_copy` returns, and log what does not go, at level INFO."""
     files, left = files_to_copy(source, globs, written)
     for file in files:
         new = target / file.relative_to(source)
@@ -352,12 +333,6 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
         for each, shape in tensor_shapes({each: files[each] for each in left}).items()
     ]
     return {each: files[each] for each in left if each in kept}, rows
-
-
-def copied_rows(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[Row]:
-    """Return the rows of tensors that a packed folder holds beyond its model."""
-    why = f"{model_class(model).__name__} has no place for it{COPIED}"
-    return [Row(name, shape, skip_reason=why) for name, shape in shapes.items()]
 
 
 def is_left_over(model: nn.Module, name: str) -> bool:

@@ -23,11 +23,10 @@ from ..nn.experts import finalize_stacks
 from ..nn.kv_cache import KV_CACHE
 from ..nn.packed_state import asked_for
 from ..quantization.adapters import parents
-from ..quantization.observers.inputs import quantizes_input, share_inputs
 from ..quantization.observers.kv_cache import enable_cache
-from ..quantization.replace import use_slow_paths
+from ..quantization.replace import quantizes_input, share_inputs, use_slow_paths
 from ..quantization.restore import enable_dequantize
-from ..record.rows import Refined, Report, Row
+from ..record.rows import Report, Row
 from ..record.state import ModelState, forget_state, get_state, has_adapters, set_state
 from .copied_files import beyond_model
 from .finished import ConvertedState, LayerFile
@@ -102,7 +101,6 @@ def finish(
     rows: Sequence[Row],
     files: Sequence[LayerFile] = (),
     carried: Mapping[str, Path] | None = None,
-    refined: Refined | None = None,
 ) -> None:
     """Complete a converted or loaded model in place.
 
@@ -113,7 +111,6 @@ def finish(
         files: from which it maps packed layers.
         carried: the file of each tensor that a checkpoint of it has beyond the model; by default
             those of the folder that it was read from, which get rows.
-        refined: the result of `refine` in a checkpoint.
     """
     if carried is None:
         carried, beyond = beyond_model(root)
@@ -124,7 +121,7 @@ def finish(
     finalize_stacks(root)
     own_config(root)
     untie(root)
-    state = ConvertedState(recipe, Report(tuple(rows), refined), tuple(files), carried)
+    state = ConvertedState(recipe, Report(tuple(rows)), tuple(files), carried)
     forget_state(root)
     set_state(root, state)
     enable_cache(root, recipe)

@@ -136,8 +136,12 @@ def load_float(
         # The error that loading it raises does not say which file is cut off either.
         require_float(Path(source))
     else:
+<<<<<<< HEAD
         _log.info("%s", held.sentence)
         reads = other_tensors(lambda tensors: _in_float(held, tensors, merge_later))
+=======
+        reads = other_tensors(lambda tensors: held.dense(tensors, merge_later))
+>>>>>>> main
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), reads, merging as later:
         # Missing tensors, or those of another shape, would be random weights and a warning.
@@ -163,24 +167,15 @@ def load_float(
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
+    if held is not None:
+        _keep_weights(model, held)
     by_module: dict[str, dict[str, Later]] = {}
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
         by_module.setdefault(owner, {})[last] = made
-    if held is not None:
-        _keep_weights(model, held)
     for owner, own in by_module.items():
         make_later(model.get_submodule(owner), own)
     return model.eval()
-
-
-def _in_float(held: FloatSource, tensors: dict[str, Any], later: bool) -> dict[str, Any]:
-    """Return what reads the tensors of a folder in FP8 as a float model; later: when needed."""
-    found = held.dense(tensors)
-    for name, weight in held.weights().items() if later else ():
-        made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
-        found[name] = Pending(made, weight.get_shape(), torch.float32)
-    return found
 
 
 @dataclass(frozen=True)
@@ -205,14 +200,21 @@ class FloatSource:
         """Return each packed weight, by the name that it has in a folder of the float model."""
         return {join(name, "weight"): Fp8Weight(self.reader, name) for name in self.reader.layers}
 
-    def dense(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors of the folder, or what reads them, as those of the float model."""
+    def dense(self, tensors: Mapping[str, Any], later: bool = False) -> dict[str, Any]:
+        """Return the tensors of the folder, or what reads them, as those of the float model.
+
+        later: those that are made of FP8 are made when they are needed.
+        """
         kept = {
             self.reader.on_disk.get(name, name)
             for name in self.reader.plain()
             if not name.endswith(CACHE_SCALES)
         }
-        return {**{n: each for n, each in tensors.items() if n in kept}, **self.weights()}
+        found: dict[str, Any] = dict(self.weights())
+        for name, weight in self.weights().items() if later else ():
+            made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
+            found[name] = Pending(made, weight.get_shape(), torch.float32)
+        return {**{n: each for n, each in tensors.items() if n in kept}, **found}
 
 
 class Fp8Weight:
@@ -419,19 +421,16 @@ def _has(source: str, file: str) -> bool:
 def _require_there(source: str) -> None:
     """Raise CheckpointError for no folder; what can be no hub id is not looked for there."""
     path = Path(source)
-    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
-    is_hub_id = _HUB_ID.fullmatch(source) and not like_a_path and not path.exists()
-    is_gguf = path.suffix == ".gguf" or (
-        not (path / "config.json").exists() and any(path.glob("*.gguf"))
-    )
-    if path.is_dir() and not is_gguf:
-        return
-    if is_gguf:
+    has_config = (path / "config.json").exists()
+    if path.suffix == ".gguf" or (not has_config and any(path.glob("*.gguf"))):
         raise CheckpointError(
             f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
             "format of transformers."
         )
-    if not is_hub_id:
+    if path.is_dir():
+        return
+    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
+    if like_a_path or path.exists() or not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
     from huggingface_hub import try_to_load_from_cache
 

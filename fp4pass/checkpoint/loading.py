@@ -40,7 +40,7 @@ from ..record.config import Rule
 from ..record.rows import Report, Row
 from ..record.source_folder import tensor_shapes
 from ..record.state import forget_state, unwrap
-from .copied_files import COPIED, NOT_COPIED, copied_rows, is_left_over
+from .copied_files import COPIED, NOT_COPIED, is_left_over
 from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join, join_layers
 from .model_layers import all_names, stacks_in, whole_record
@@ -501,7 +501,7 @@ class PackedFolder:
                 if row.name not in names
                 and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
             ]
-            finish(self.model, own["recipe"], rows, carried=files, refined=report.refined)
+            finish(self.model, own["recipe"], rows, carried=files)
             return
         for name, module in self.model.named_modules():
             if isinstance(module, QUANTIZED):
@@ -511,7 +511,9 @@ class PackedFolder:
             elif isinstance(module, nn.Linear) and name not in names:
                 shape = tuple(module.weight.shape)
                 rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
-        rows += [*copied_rows(self.model, tensor_shapes(files)), *self._ignored]
+        why = f"{model_class(self.model).__name__} has no place for it{COPIED}"
+        rows += [Row(n, shape, skip_reason=why) for n, shape in tensor_shapes(files).items()]
+        rows += self._ignored
         declared = self.disk.config.get("quantization_config") or {}
         producer = declared.get("producer") or declared.get("version")
         held = {} if self._cache is None else {KV_CACHE: self._cache}

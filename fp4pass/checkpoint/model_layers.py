@@ -202,12 +202,8 @@ class NamesOnDisk:
     ) -> NamesOnDisk:
         """Return the names on disk of what `save_pretrained` of a float model would rename.
 
-        Args:
-            root: the converted model; one that is not of transformers has one name for each.
-            dense: the names of its dense tensors.
-            packed: its packed layers that lie in a folder in one piece, by all their names.
-            whole: names on disk of the stacks that lie there in pieces, and in one in a folder of
-                the float model.
+        `packed` are layers that lie in a folder in one piece, by all their names; `whole` the names
+        on disk of stacks that lie there in pieces, and in one in a folder of the float model.
         """
         if not is_transformers(root):
             return cls()

@@ -222,34 +222,24 @@ class CheckpointReader:
 
     def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
+        sums = self.said("tensors")
         for name, tensor in self.tensors(chosen):
-            if problem := self.sum_problem(name, tensor):
-                raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
+            if sums and fingerprint(tensor) != sums[self.on_disk.get(name, name)]:
+                raise CheckpointError(
+                    f"{self.files[name]}: {name}: it is not what was saved (its checksum, shape or "
+                    "dtype differs). Copy it again."
+                )
             yield name, tensor
 
-    def sum_problem(self, name: str, tensor: Tensor) -> str:
-        """Return that a tensor is not what was saved, as far as the folder says, or ""."""
-        if self.own is None:
-            return ""
-        if fingerprint(tensor) == self.own["tensors"][self.on_disk.get(name, name)]:
-            return ""
-        return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
-
     def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
-        """Return a stored tensor, of what `packed_names` says, as a buffer of a QuantizedLinear.
-
-        Raises CheckpointError for one whose numbers are none that it can have.
-        """
+        """Return a stored tensor, of what `packed_names` says, as a buffer of a QuantizedLinear."""
         layer, part, record = of
         if problem := packed_problem(part, tensor, record):
             raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
         return self.layout.from_stored({name: tensor}, {layer: record})[join(layer, part)]
 
     def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
-        """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them.
-
-        Raises CheckpointError as `checked` and `decoded` do.
-        """
+        """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
         parts = {name: part for part, name in self.names(layer).items() if part in chosen}
         found = {
             parts[name]: self.decoded(name, tensor, (layer, parts[name], self.layers[layer]))

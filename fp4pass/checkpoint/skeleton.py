@@ -23,7 +23,7 @@ from .._compat.transformers import (
 )
 from .._compat.transformers_loading import names_in_model
 from ..core.names import without_numbers
-from ..errors import CheckpointError, Fp4PassError, expected, some
+from ..errors import CheckpointError, some
 from ..nn.experts import weight_name
 from ..quantization.observers.attention import calling_projections
 from ..record.config import Rule
@@ -33,25 +33,16 @@ from .model_layers import all_names, is_transformers
 from .reader import CheckpointReader, dense_problem, with_layers
 from .source_files import require_config
 
-# Far more than any model has: some run few layers many times.
-_MOST_PARTS = 1000
-
-# Config fields that count modules of a model, or entries of a list.
-_COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|repeats?|labels)$")
-
-# Of a mask or a table of positions, which no folder holds.
-_MOST_NUMBERS = 1 << 28
-
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
     """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
-    folder = reader.folder
+    folder, path = reader.folder, reader.folder / "config.json"
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
     if not reader.config:
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a transformers model. {advice}"
         )
-    require_config(reader.folder, reader.config, reader.own)
+    require_config(folder, reader.config, reader.own)
     try:
         import transformers
         from accelerate import init_empty_weights
@@ -60,8 +51,6 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
             "Building a transformers model needs transformers and accelerate: pip install "
             f"'fp4pass[hf]'. {advice}"
         ) from error
-    _require_counts(reader)
-    path = folder / "config.json"
     with _made_of(path, advice):
         # Without it transformers asks on the terminal whether it may run the files of a folder.
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -72,10 +61,6 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         cls = getattr(transformers, architecture)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             raise TypeError(f"{architecture} is no class of models")
-    with _made_of(path, advice):
-        # Without memory first, for the tables of foreign ones may be of any size.
-        if reader.own is None:
-            _require_size(reader, meta_model(cls, config))
         with init_empty_weights(include_buffers=False):
             model: Any = model_from_config(cls, config)
     path = folder / "generation_config.json"
@@ -93,42 +78,11 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
 
     try:
         yield
-    except Fp4PassError:
-        raise
     except config_faults() as error:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} cannot make anything of it: "
             f"{type(error).__name__}: {error}. {advice}"
         ) from error
-
-
-def _require_counts(reader: CheckpointReader) -> None:
-    """Raise CheckpointError for parts that would take hours to build, and are not there."""
-    most = max(_MOST_PARTS, len(reader.files))
-    left: list[tuple[str, Any]] = [("", reader.config)]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, Mapping):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((key, each) for each in value)
-        elif type(value) is int and value > most and _COUNT.search(key):
-            what = expected(f"{reader.folder / 'config.json'}: {key}", f"at most {most}", value)
-            raise CheckpointError(
-                f"{what} The folder has {len(reader.files)} tensors. Copy it again."
-            )
-
-
-def _require_size(reader: CheckpointReader, model: nn.Module) -> None:
-    """Raise CheckpointError for a model on meta with a tensor that the folder cannot hold."""
-    held = max(_MOST_NUMBERS, sum(2 * path.stat().st_size for path in {*reader.files.values()}))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() > held:
-            where = f"{reader.folder / 'config.json'}: {name}"
-            raise CheckpointError(
-                f"{expected(where, f'at most {held} numbers', tuple(tensor.shape))} The folder "
-                "does not hold as many. Copy it again."
-            )
 
 
 def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
@@ -219,13 +173,9 @@ def check_skeleton(
     aliases: Mapping[str, str],
 ) -> None:
     """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
-    holders: set[nn.Module] = set()
+    advice = "Load into a model of the same architecture."
     modules = dict(skeleton.named_modules(remove_duplicate=False))
-    for name in reader.layers:
-        holders.add(
-            module_for(modules, reader, name, "Load into a model of the same architecture.")
-        )
-    names = all_names(skeleton, holders)
+    names = all_names(skeleton, {module_for(modules, reader, n, advice) for n in reader.layers})
     packed = {join(name, part) for name in names for part in BUFFERS}
     own = skeleton.state_dict()
     wanted = set(own) - {weight_name(name, modules[name]) for name in names}
@@ -238,11 +188,6 @@ def check_skeleton(
             f"has {extra} beyond it."
         )
     for name in plain:
-        if aliases.get(name, name) not in tensors:
-            raise CheckpointError(
-                f"{reader.folder}: {name} stands for {aliases[name]}, which is not there. Copy "
-                "the folder again."
-            )
         saved = tensors[aliases.get(name, name)]
         if saved.shape != own[name].shape:
             raise CheckpointError(

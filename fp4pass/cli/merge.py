@@ -13,7 +13,7 @@ from ..checkpoint.float_models import files_beside, load_tokenizer
 from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
-from ..lab.merging import merge as merge_adapters
+from ..lab import merge as merge_adapters
 from ..methods import METHODS
 from ..record.config import LinearConfig
 from . import options as given

@@ -27,7 +27,7 @@ from ..checkpoint.float_models import load_float, reading, text_tokenizer
 from ..core.machine import require_device
 from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
-from ..quantization.observers.computing import IN_FLOAT32, is_slow
+from ..quantization.observers.batches import IN_FLOAT32, is_slow
 from ..quantization.recipe import Recipe
 from ..record.config import OPTIONS, LinearConfig
 from ..record.quality import QUALITIES, get_quality

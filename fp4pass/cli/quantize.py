@@ -26,7 +26,7 @@ from ..core.files import parse_file
 from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
-from ..lab.budget import SCHEMES, Allocation, allocate
+from ..lab import SCHEMES, Allocation, allocate
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
 from ..record.quality import get_quality

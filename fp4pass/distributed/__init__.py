@@ -1,6 +1,6 @@
 """Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
-from .exchange import exchange_parts, own_part, shared_tensors, summed_statistics, whole_tensors
+from .exchange import shared_tensors, summed_statistics, whole_tensors
 from .ranks import (
     ONE,
     Ranks,
@@ -17,9 +17,7 @@ __all__ = [
     "ONE",
     "Ranks",
     "divide",
-    "exchange_parts",
     "is_sharded",
-    "own_part",
     "ranks",
     "require_initialized",
     "reshard",

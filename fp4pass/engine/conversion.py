@@ -26,9 +26,8 @@ from ..quantization.recipe import recipe_of
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.rows import Row, say_once, tensor_core_note
 from ..record.state import PreparedState, config_of, smoothing_of
-from .layer_stack import Stack
+from .layer_stack import Stack, find_stacks, outside
 from .recording import Recording, recording_of
-from .schedule import find_stacks, outside
 
 # A folder, or the device of layers, as a caller names it.
 Folder = str | os.PathLike[str] | None
@@ -37,33 +36,19 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Conversion:
-    """Hold the checked decisions of a call of `convert`.
-
-    Attributes:
-        root: the model.
-        config: of layers that no rule matches.
-        rules: those given, then those of `prepare`.
-        kv_cache: the format of the cache, as `convert` takes it.
-        before: the state that `prepare` left.
-        plan: the layers and their configs.
-        stacks: the layers that go one after the other.
-        device: where these are quantized.
-        searches: finished ones, of `resume=`.
-        layers: finished ones, of `stream=`.
-        own_tokens: those that other calls than those of `calibrate` ran.
-    """
+    """Hold the checked decisions of a call of `convert`."""
 
     root: nn.Module
-    config: LinearConfig
-    rules: tuple[Rule, ...]
+    config: LinearConfig  # of layers that no rule matches
+    rules: tuple[Rule, ...]  # those given, then those of `prepare`
     kv_cache: str | None
-    before: PreparedState | None
+    before: PreparedState | None  # what `prepare` left
     plan: Plan
-    stacks: Sequence[Stack]
-    device: Device
-    searches: FinishedSearches | None
-    layers: FinishedLayers | None
-    own_tokens: int
+    stacks: Sequence[Stack]  # the layers that go one after the other
+    device: Device  # where these are quantized
+    searches: FinishedSearches | None  # of `resume=`
+    layers: FinishedLayers | None  # of `stream=`
+    own_tokens: int  # those that other calls than those of `calibrate` ran
 
     @property
     def recording(self) -> Recording | None:
@@ -126,19 +111,8 @@ class Conversion:
             layers = FinishedLayers(stream, root, (plan.outline(), recording is not None))
             stacks = find_stacks(root, plan.layers) if recording is None else stacks
         install_passes()
-        return Conversion(
-            root=root,
-            config=config,
-            rules=rules,
-            kv_cache=kv_cache,
-            before=before,
-            plan=plan,
-            stacks=stacks,
-            device=device,
-            searches=searches,
-            layers=layers,
-            own_tokens=own_tokens,
-        )
+        decided = (root, config, rules, kv_cache, before, plan, stacks)
+        return Conversion(*decided, device, searches, layers, own_tokens)
 
     def finish(self, rows: Mapping[str, Row]) -> None:
         """Complete the model, whose layers are packed; rows: of the entries of the plan."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,10 +184,7 @@ def _fits(size: int) -> bool:
 
 def _make_room(file: IO[bytes], size: int) -> None:
     """Have a file take its room on the disk, which is an error where there is none."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-        return
-    # Not there on macOS, where only written bytes take room.
+    # posix_fallocate is not there on macOS.
     zeros = bytes(min(size, _WRITTEN))
     for start in range(0, size, _WRITTEN):
         file.write(zeros[: size - start])

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
-from ..core.fingerprint import digest_of
 from ..core.machine import copy_async
-from ..distributed import exchange_parts, own_part, ranks
 from ..errors import OptionError
 from ..nn.experts import QUANTIZED, ExpertStack, current_weight
 
@@ -57,6 +55,12 @@ class LayerDevice:
         for pool in (self._readers, self._copiers):
             pool.shutdown(cancel_futures=True)
 
+    def start(self, layers: Sequence[nn.Module]) -> None:
+        """Begin to read and to bring the first layers."""
+        for layer in layers[:1]:
+            self.read(layer)
+        self.look_ahead(layers)
+
     def look_ahead(self, layers: Sequence[nn.Module]) -> None:
         """Begin to bring the first of the layers that come, and to read the second."""
         for layer in layers[:1]:
@@ -70,8 +74,7 @@ class LayerDevice:
         if _is_hooked(layer):
             return
         for tensor in (*sources_of(layer), *_tensors_at_home(layer)):
-            is_shared = self._shares(layer) and tensor.is_contiguous()
-            self._readers.submit(_touch, _own_bytes(tensor) if is_shared else tensor)
+            self._readers.submit(_touch, tensor)
 
     def fetch(self, layer: nn.Module) -> None:
         """Begin to bring a layer to a GPU."""
@@ -81,25 +84,11 @@ class LayerDevice:
         copies = {x: torch.empty_like(x, device=place) for x in _tensors_at_home(layer)}
         # The memory may be that of something that is still computed with.
         event = torch.cuda.current_stream(place).record_event()
-        parts = [
-            (_own_bytes(x), _own_bytes(copy)) if self._shares(layer) else (x, copy)
+        coming = {
+            x: (copy, self._copiers.submit(copy_async, x, copy, event))
             for x, copy in copies.items()
-        ]
-        jobs = [self._copiers.submit(copy_async, *part, event) for part in parts]
-        self._next = (
-            layer,
-            {x: (copy, job) for (x, copy), job in zip(copies.items(), jobs, strict=True)},
-        )
-
-    def _shares(self, layer: nn.Module) -> bool:
-        """Return whether processes read a layer in parts, which their GPUs exchange."""
-        group = ranks()
-        at_home = _tensors_at_home(layer)
-        return (
-            group.has_nccl
-            and self._place_of(layer).type == "cuda"
-            and all(tensor.is_contiguous() for tensor in at_home)
-        )
+        }
+        self._next = (layer, coming)
 
     @contextmanager
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
@@ -128,8 +117,6 @@ class LayerDevice:
         """Bring the tensors of a layer that are elsewhere."""
         (coming, copies), self._next = self._next or (None, {}), None
         copies = copies if coming is layer else {}
-        if copies and self._shares(layer):
-            _exchange(copies, place)
 
         def brought(tensor: Tensor) -> Tensor:
             if tensor not in copies:
@@ -216,24 +203,6 @@ def _tensors_at_home(layer: nn.Module) -> list[Tensor]:
     """Return the tensors of a layer that are in memory, or mapped there."""
     buffers = (tensor for _, _, tensor in _buffers(layer))
     return [x for x in dict.fromkeys((*layer.parameters(), *buffers)) if x.device == _CPU]
-
-
-def _own_bytes(tensor: Tensor) -> Tensor:
-    """Return the part of a contiguous tensor that this process reads."""
-    return tensor.detach().reshape(-1).view(torch.uint8)[own_part(ranks(), tensor)]
-
-
-def _exchange(copies: _Copies, place: torch.device) -> None:
-    """Complete copies. Each process has made a part of each."""
-    group = ranks()
-    with group.together():
-        events = [copied.result() for _, copied in copies.values()]
-    # Not half of one model and half of another: the first elements of each tensor are compared.
-    begins = [x.detach().reshape(-1)[:64] for x in copies]
-    group.require_equal("The layer that is read", digest_of(*(x.shape for x in copies), *begins))
-    for event in events:
-        torch.cuda.current_stream(place).wait_event(event)
-    exchange_parts(group, [copy for copy, _ in copies.values()])
 
 
 def _touch(tensor: Tensor) -> None:

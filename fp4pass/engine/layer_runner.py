@@ -19,8 +19,7 @@ from ..kernels.statistics.naive import weight_amax
 from ..methods import Stats
 from ..nn.experts import ExpertStack
 from ..nn.linear import StoredWeight, quantize_input
-from ..quantization.observers.expert_calls import feed, new_observer
-from ..quantization.observers.observer import OBSERVERS, shared_observer
+from ..quantization.observers.observer import OBSERVERS, feed, new_observer, shared_observer
 from ..quantization.observers.reached import track_weight_reads
 from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached

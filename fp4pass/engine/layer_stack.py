@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CalibrationError, as_option
+from ..errors import CalibrationError, StateError, as_option
+from ..nn.experts import add_stacks
 from ..quantization.observers.visible_tokens import Kept
+from ..quantization.plan import LayerPlan, Plan
+from ..quantization.scan import SkippedLayer, caller_of
 from .layer_calls import (
     Call,
     Given,
@@ -27,12 +29,6 @@ from .layer_calls import (
     pick,
     signature,
 )
-
-THREADS = (
-    "Two threads run batches through a model that was prepared with sequential=True, or a call in "
-    "another thread was cut off. Calibrate it in one thread, with fp4pass.calibrate."
-)
-
 
 # Origins of an input that is not just what the layer before it returned: something was added to
 # that, or no layer of the stack has to do with it, or what was returned is changed in another way.
@@ -70,23 +66,18 @@ class Stack:
         # a layer runs.
         self._start = 0
         self._passing = self._inside = False
-        # The thread that it is of.
-        self._thread = 0
         # The result of the last layer, and a copy of it.
         self._output: Tensor | None = None
         self._returned: Tensor | None = None
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Record the call of a layer; return whether no layer behind it need be seen."""
-        thread = this_thread()
-        if thread and self._open is not None and self._thread not in (0, thread):
-            raise CalibrationError(THREADS)
         is_back = self._open is not None and self._start < index < len(self._open.arguments)
         begins = index <= self._start or is_back or (self._open is None and not self._passing)
         if begins:
             # A loop of the caller's own does not tell where a forward ends.
             self.finish_open()
-            self._thread, self._start = thread, index
+            self._start = index
             if self._slot is None:
                 self._slot = first_tensor(args, kwargs, f"{self.name}.{index}")
             # The tensors copied before may be gone, and others have their identities.
@@ -322,11 +313,6 @@ class Stack:
         return found[1]
 
 
-def this_thread() -> int:
-    """Return the identity of this thread, 0 in compiled code, which cannot ask."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
 def _with_first(output: Any, state: Tensor | None) -> Any:
     """Return the result of a layer with another hidden state; None where that cannot be."""
     if isinstance(output, Tensor) or state is None:
@@ -350,3 +336,54 @@ def _origin(first: _Pair, again: _Pair | None) -> str:
     a, b, c, d = (x.float() for x in (hidden, before, other, after))
     room = 8 * torch.finfo(hidden.dtype).eps * (a.abs() + b.abs() + c.abs() + d.abs())
     return ADDED if bool((((a - b) - (c - d)).abs() <= room).all()) else CHANGED
+
+
+def outside(plan: Plan, stacks: Sequence[Stack]) -> Plan:
+    """Return the plan of the layers that are in no stack, or are skipped."""
+    inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
+    return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
+
+
+def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
+    """Return the stacks of layers that linears to quantize are in. Raises StateError."""
+    add_stacks(layer.module for layer in chosen)
+    stacks = list(stacks_of(root, {layer.module for layer in chosen}))
+    if not stacks:
+        raise StateError(
+            "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
+            f"with linear layers, got {type(root).__name__} without one. Leave out "
+            f"{as_option('sequential', True)} or {as_option('stream')}."
+        )
+    owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
+    first: dict[int, LayerPlan] = {}
+    for layer in chosen:
+        other = first.setdefault(layer.weight_key, layer)
+        if owner.get(layer.module) is not owner.get(other.module):
+            raise StateError(
+                f"{other.name} and {layer.name} share one weight, but are in different layers, so "
+                "they cannot be converted one after the other. Leave out "
+                f"{as_option('sequential', True)} or {as_option('stream')}."
+            )
+    return stacks
+
+
+def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
+    """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
+    return list(stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
+
+
+def stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+    """Yield the outermost lists of at least two layers with linears below them."""
+    inside: set[nn.Module] = set()
+    for name, module in root.named_modules():
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        layers = list(module)
+        kinds = {type(layer) for layer in layers}
+        if isinstance(module, nn.Sequential) and len(kinds) > 1:
+            continue
+        holding = [layer for layer in layers if not holders.isdisjoint(layer.modules())]
+        if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
+            continue
+        inside.update(m for layer in layers for m in layer.modules())
+        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)

@@ -21,14 +21,15 @@ from ..distributed import ranks
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
+from ..quantization.observers.observer import OBSERVERS
 from ..quantization.plan import Plan, plan_layers
 from ..quantization.recipe import require_undecided, with_quality
 from ..quantization.rules import matching_rule
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
-from .schedule import planned_stacks
-from .text_part import rules_beside_text
+from .layer_stack import planned_stacks
+from .recording import recording_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,47 +39,27 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class OwnText:
-    """The text that a model writes itself to be calibrated on, in place of data.
+    """The text that a model writes itself to be calibrated on, in place of data."""
 
-    Attributes:
-        samples: its windows; None for the tokens of the recipe.
-        seq_len: tokens of a window.
-        seed: of its random numbers.
-    """
-
-    samples: int | None = None
+    samples: int | None = None  # windows; None for the tokens of the recipe
     seq_len: int = SEQ_LEN
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class OneCall:
-    """A conversion from the float model to the end.
-
-    Attributes:
-        root: the model.
-        quality: the name of the recipe, None for one that is given.
-        config: of layers that no rule matches.
-        rules: those given, and those that the recipe has for layers that it does not fit.
-        kv_cache: as `convert` takes it.
-        sequential: calibrate one layer at a time.
-        device: where that is done.
-        plan: what is to be quantized.
-        tokens: how many the model writes itself if there is no data; 0 if it needs none.
-        smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
-        text: what the model writes.
-    """
+    """A conversion from the float model to the end."""
 
     root: nn.Module
-    quality: str | None
-    config: LinearConfig
-    rules: tuple[Rule, ...]
+    quality: str | None  # the name of the recipe, None for one that is given
+    config: LinearConfig  # of layers that no rule matches
+    rules: tuple[Rule, ...]  # those given, and those of the recipe for layers that it does not fit
     kv_cache: str | None
-    sequential: bool
-    device: torch.device | str | None
+    sequential: bool  # whether layers are calibrated one at a time
+    device: torch.device | str | None  # where that is done
     plan: Plan
-    tokens: int
-    smoothing: float
+    tokens: int  # that the model writes itself if there is no data; 0 if it needs none
+    smoothing: float  # the strength of `fp4pass.smooth` before anything else; 0 for none
     text: OwnText = OwnText()
 
     @staticmethod
@@ -91,21 +72,10 @@ class OneCall:
         by_layers: bool = False,
         device: torch.device | str | None = None,
     ) -> OneCall:
-        """Decide the whole call, before anything is done.
+        """Decide the whole call, before anything is done, with the arguments of `convert`.
 
-        Args:
-            model: in floating point, not prepared.
-            quality: the name of a recipe; None for the method among the options, or the default.
-            given: fields of `LinearConfig`; None for one that is not given.
-            rules: as for `convert`.
-            kv_cache: as for `convert`.
-            by_layers: calibrate one layer at a time whatever the method.
-            device: as for `convert`.
-
-        Raises:
-            StateError: the model is prepared or converted.
-            OptionError: an option is decided by the quality, or does not exist.
-            RuleError: a rule is malformed or matches nothing.
+        given: fields of `LinearConfig`, None for one that is not given; by_layers: calibrate one
+        layer at a time whatever the method.
         """
         root, rules = unwrap(model), check_rules(rules)
         if require_float(root, "convert") is not None:
@@ -227,7 +197,7 @@ class OneCall:
 
         what: the name of the data.
         """
-        rules, globs = rules_beside_text(self.root, self.plan, bool(self.config.needs))
+        rules, globs = _rules_beside_text(self.root, self.plan, bool(self.config.needs))
         if globs:
             names = ", ".join(globs)
             _log.warning("%s does not reach %s: these layers are skipped", what, names)
@@ -293,3 +263,34 @@ def _rules_alone(
         rest = [*others, *(n for key, each in by_rule.items() if key != index for n in each)]
         found += [(glob, {**(given or {}), **recipe.alone}) for glob in covering_globs(names, rest)]
     return found
+
+
+def _rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:
+    """Return rules that skip layers outside the text part that text did not reach, and globs.
+
+    Such layers are a vision tower, for example, in a model with a text config inside its own.
+    needs: whether the method of most layers needs data.
+    """
+    model: Any = root
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is config:
+        return [], []
+    recording = recording_of(get_state(root))
+    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    passed, stacked = set[str](), set[nn.Module]()
+    if recording is not None:
+        passed = {each.name for each in recording.passed_by(plan).layers}
+        stacked = {m for s in recording.stacks for layer in s.layers for m in layer.modules()}
+    unreached: list[str] = []
+    others: list[str] = []
+    for layer in plan.layers:
+        own, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
+        seen = any(each.has_seen for each in observers) or layer.module in inside
+        seen = seen or (layer.module in stacked and layer.name not in passed)
+        # Some need nothing of calibration, and for others the user has decided.
+        kept = (own.weight_only and not own.needs) or own.unreached != "error"
+        (others if seen or kept else unreached).append(layer.name)
+    globs = covering_globs(unreached, others)
+    # Recorded layers have no statistics before convert runs them.
+    skipped = {"unreached": "skip"} if needs and recording is None else None
+    return [(glob, skipped) for glob in globs], globs

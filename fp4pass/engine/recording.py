@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +21,7 @@ from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
 from ..record.state import ModelState, PreparedState, Recorder
 from .layer_calls import Call, alike, is_equal, map_tensors, signature
-from .layer_stack import THREADS, Stack, this_thread
-from .schedule import find_stacks, outside
-
-# Of setting who runs a recording.
-_LOCK = threading.Lock()
+from .layer_stack import Stack, find_stacks, outside
 
 
 class Recorded(Exception):
@@ -42,7 +37,6 @@ class Recording(Recorder):
         self._whole = whole
         self._waiting: list[Stack] | None = None
         self._skims = False
-        self._thread = 0
         self._places = {
             layer: (stack, index) for stack in stacks for index, layer in enumerate(stack.layers)
         }
@@ -60,10 +54,7 @@ class Recording(Recorder):
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a batch through a model, as far as there is something to record."""
-        with _LOCK:
-            if self._waiting is not None:
-                raise CalibrationError(THREADS)
-            self._waiting, self._thread = list(self.stacks), threading.get_ident()
+        self._waiting = list(self.stacks)
         before = sum(len(stack.calls) for stack in self.stacks)
         context = signature((tuple(args), dict(kwargs)))
         for stack in self.stacks:
@@ -208,11 +199,9 @@ class Recording(Recorder):
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
-        thread = this_thread()
-        waiting = self._waiting if not thread or self._thread == thread else None
-        if known and not self._whole and waiting is not None and stack in waiting:
-            waiting.remove(stack)
-            if not waiting:
+        if known and not self._whole and self._waiting is not None and stack in self._waiting:
+            self._waiting.remove(stack)
+            if not self._waiting:
                 raise Recorded
 
     @observes

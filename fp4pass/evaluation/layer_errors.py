@@ -24,9 +24,8 @@ from ..nn.experts import (
     stage_inputs,
 )
 from ..nn.linear import QuantizedLinear
-from ..quantization.observers.batches import call_arguments, require_batches
-from ..quantization.observers.computing import fast_dtype
-from ..quantization.observers.expert_calls import rows_of_experts
+from ..quantization.observers.batches import call_arguments, fast_dtype, require_batches
+from ..quantization.observers.observer import rows_of_experts
 from ..quantization.observers.visible_tokens import visible_rows, watching_tokens
 from ..record.state import unwrap
 

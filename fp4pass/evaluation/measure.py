@@ -15,8 +15,7 @@ from .._compat.transformers_cache import cache_given
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, ShapeError, StateError, expected, require_number
-from ..quantization.observers.batches import device_of, require_tokens
-from ..quantization.observers.computing import fast_dtype
+from ..quantization.observers.batches import device_of, fast_dtype, require_tokens
 from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
 from ..record.state import unwrap
 from .intervals import SUMS, Bootstrap, Change, changes, intervals

@@ -34,17 +34,8 @@ class PackedAsRead:
     """Packs weights as they are read, so that only layers that share a scale are ever dense.
 
     Weights that are tied, shared or not in the checkpoint are packed by `complete`, so that the
-    result is always that of `convert`.
-
-    Args:
-        model: a skeleton, its ties in place.
-        recipe: its options and rules.
-        is_final: whether the weight of a layer is read in its final dtype.
-
-    Attributes:
-        plan: of every layer.
-        rows: of what is packed.
-        bytes: of each weight once it is packed.
+    result is always that of `convert`. `is_final` says whether the weight of a layer is read in its
+    final dtype; `bytes` are those of an element of each weight once it is packed.
     """
 
     def __init__(

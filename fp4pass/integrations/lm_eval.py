@@ -6,6 +6,7 @@ python -m fp4pass.integrations.lm_eval --model fp4pass --model_args pretrained=D
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,18 @@ except VersionError as error:
         sys.exit(f"fp4pass: {error}")
     raise
 
-# The device that lm-eval's command line names where the user named none.
-_DEFAULT_DEVICE = "cuda:0"
-
 # Options that `hf` passes on for every model, and that change nothing of a packed folder.
 _IGNORED = {"revision", "trust_remote_code", "gpus", "offload_folder", "quantization_config"}
+
+
+def _in_fast_dtype(name: str) -> Callable[..., Any]:
+    """Return a method of `hf`, computed in the dtype that the CPU is fast in."""
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        with fast_dtype(self.model):
+            return getattr(LoadingHFLM, name)(self, *args, **options)
+
+    return run
 
 
 class Fp4PassLM(LoadingHFLM):
@@ -48,7 +56,8 @@ class Fp4PassLM(LoadingHFLM):
         compile: bool = False,
         **options: Any,
     ) -> None:
-        if device in (None, _DEFAULT_DEVICE):
+        # The second is what lm-eval's command line names where the user named none.
+        if device in (None, "cuda:0"):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         require_device(device, "device=")
         if device_map is not None:
@@ -97,20 +106,9 @@ class Fp4PassLM(LoadingHFLM):
         self.use_device(model.device)
         return model
 
-    def loglikelihood(self, *args: Any, **options: Any) -> Any:
-        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
-        with fast_dtype(self.model):
-            return super().loglikelihood(*args, **options)
-
-    def loglikelihood_rolling(self, *args: Any, **options: Any) -> Any:
-        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
-        with fast_dtype(self.model):
-            return super().loglikelihood_rolling(*args, **options)
-
-    def generate_until(self, *args: Any, **options: Any) -> Any:
-        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
-        with fast_dtype(self.model):
-            return super().generate_until(*args, **options)
+    loglikelihood = _in_fast_dtype("loglikelihood")
+    loglikelihood_rolling = _in_fast_dtype("loglikelihood_rolling")
+    generate_until = _in_fast_dtype("generate_until")
 
 
 # `python -m` runs this file under another name, and a task may import it under its own.

@@ -77,12 +77,11 @@ def _text_of(content: Any) -> Any:
     """Return the text of content that is a list of parts."""
     if not isinstance(content, list):
         return content
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text"):
-            raise ValueError("expected a string or parts of type text")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("expected a string as the text of each part")
-    return "\n".join(part["text"] for part in content)
+    texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict)]
+    is_text = all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    if not is_text or not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected a string or parts of type text, each with a string")
+    return "\n".join(texts)
 
 
 class _Fields(BaseModel):
@@ -180,14 +179,7 @@ class _Chat(_Asked):
 
 
 class _Answer:
-    """An answer while `generate` writes it, and the criterion that stops it.
-
-    Attributes:
-        text: what was written, where it is not sent.
-        tokens: all that were generated.
-        reason: why it ended, "length" as long as nothing else is known.
-        is_over: whether to stop; also set where nobody waits for it.
-    """
+    """An answer while `generate` writes it, and the criterion that stops it."""
 
     def __init__(self, asked: _Asked, prompt: list[int], most: int, model: Any, tokenizer: Any):
         """Take a request, its tokens, and the most of the answer."""
@@ -197,9 +189,11 @@ class _Answer:
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.stops = asked.stop or []
+        # What was written, where it is not sent.
         self.text: list[str] = []
         self.send: Callable[[str], object] = self.text.append
         self.tokens: list[int] = []
+        # Why it ended, and whether to stop, which is also set where nobody waits for it.
         self.reason, self.is_over = "length", False
         # Text that may be the beginning of a stop string.
         self._held = ""
@@ -249,17 +243,12 @@ class _Answer:
 
 
 class Service:
-    """A model, and the application that answers requests to it.
-
-    Attributes:
-        app: the application.
-    """
+    """A model, and the application (`app`) that answers requests to it."""
 
     def __init__(self, model: Any, tokenizer: Any, names: Sequence[str], created: int = 0) -> None:
         """Take a model and the names that requests call it by; the first is listed."""
         self.model, self.tokenizer, self.names = model, tokenizer, names
-        facts = {"object": "model", "created": created, "owned_by": "fp4pass"}
-        self.entry = {"id": names[0], **facts}
+        self.entry = {"id": names[0], "object": "model", "created": created, "owned_by": "fp4pass"}
         text = model.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
         self.positions: int = limit or _POSITIONS
@@ -273,19 +262,13 @@ class Service:
         with suppress(_Refused):
             self._has_parts = "Hello" not in self._render([{"role": "user", "content": "Hello"}])
         self.app = app = FastAPI(openapi_url=None, redirect_slashes=False)
-        app.get("/health")(self._health)
-        app.get("/v1/models")(self._models)
+        app.get("/health")(lambda: {"status": "ok"})
+        app.get("/v1/models")(lambda: {"object": "list", "data": [self.entry]})
         app.get("/v1/models/{name:path}")(self._named)
         app.post("/v1/chat/completions")(self._chat)
         app.post("/v1/completions")(self._complete)
         for kind in (_Refused, ValidationError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, _answer_error)
-
-    async def _health(self) -> dict[str, str]:
-        return {"status": "ok"}
-
-    async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.entry]}
 
     async def _named(self, name: str) -> dict[str, Any]:
         self._require_name(name)
@@ -303,11 +286,7 @@ class Service:
         self._require_name(asked.model)
         asked.require_supported()
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._reader, self._read, asked)
-        await asyncio.wait([reading])
-        if error := _error_of(reading):
-            raise error
-        answer = reading.result()
+        answer = await loop.run_in_executor(self._reader, self._read, asked)
         chat = "chat.completion.chunk" if asked.stream else "chat.completion"
         facts = {
             "id": f"fp4pass-{uuid.uuid4().hex}",
@@ -330,8 +309,8 @@ class Service:
                 await asyncio.wait([writing], timeout=0.2)
         finally:
             answer.is_over = True
-        if error := _error_of(writing):
-            raise error
+        if error := writing.exception():
+            raise _refusal(error)
         choice = asked.choice("".join(answer.text), answer.reason, role="assistant")
         return JSONResponse({**facts, "choices": [choice], "usage": answer.usage()})
 
@@ -435,8 +414,8 @@ async def _events(
         yield event(asked.choice("", None, role="assistant"))
         while (text := await parts.get()) is not None:
             yield event(asked.choice(text, None))
-        if error := _error_of(writing):
-            yield f"data: {json.dumps(error.body)}\n\n"
+        if error := writing.exception():
+            yield f"data: {json.dumps(_refusal(error).body)}\n\n"
         else:
             yield event(asked.choice("", answer.reason))
             if asked.stream_options and asked.stream_options.include_usage:
@@ -446,29 +425,28 @@ async def _events(
         answer.is_over = True
 
 
-def _error_of(done: asyncio.Future[Any]) -> _Refused | None:
-    """Return the error of work that is done, as clients read it; others are logged."""
-    error = done.exception()
-    if error is None or isinstance(error, _Refused):
+def _refusal(error: BaseException) -> _Refused:
+    """Return an error as clients read it."""
+    if isinstance(error, _Refused):
         return error
-    _log.error("A request failed.", exc_info=error)
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False)[0]
+        param = ".".join(map(str, found["loc"]))
+        got = f", got {found['input']!r:.60}" if param and found["type"] != "missing" else ""
+        return _Refused(400, f"{param or 'The body'}: {found['msg']}{got}.", param or None)
+    if not isinstance(error, ClientDisconnect):
+        _log.error("A request failed.", exc_info=error)
     return _Refused(500, f"The server failed: {type(error).__name__}. Its log says more.")
 
 
 async def _answer_error(request: Request, error: Any) -> Response:
     """Answer an error in OpenAI's form."""
-    headers = getattr(error, "headers", None)
-    if isinstance(error, ValidationError):
-        found = error.errors(include_url=False)[0]
-        param = ".".join(map(str, found["loc"]))
-        got = f", got {found['input']!r:.60}" if param and found["type"] != "missing" else ""
-        error = _Refused(400, f"{param or 'The body'}: {found['msg']}{got}.", param or None)
-    elif isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):
         path = f"{request.method} {request.url.path:.200}"
-        error = _Refused(error.status_code, f"{path}: {error.detail}.")
-    elif not isinstance(error, _Refused):
-        error = _Refused(500, f"The server failed: {type(error).__name__}. Its log says more.")
-    return JSONResponse(error.body, error.status, headers)
+        refused = _Refused(error.status_code, f"{path}: {error.detail}.")
+        return JSONResponse(refused.body, refused.status, error.headers)
+    refused = _refusal(error)
+    return JSONResponse(refused.body, refused.status)
 
 
 def serve(
@@ -494,39 +472,49 @@ def serve(
         CheckpointError: the folder has no packed weights or no tokenizer, or generates no text.
         OptionError: an option does not fit, or the address is in use.
     """
+    from transformers import AutoTokenizer
+
     if log_level not in _LOG_LEVELS:
         wanted = f"one of {', '.join(_LOG_LEVELS)}"
         raise OptionError(expected("serve: log_level", wanted, repr(log_level)))
     path = Path(folder)
     _require_servable(path)
-    # Before the model is loaded, which may take minutes.
-    sockets = _bound(host, port)
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        if not 0 <= port < 1 << 16:
+            raise OSError("a port is at most 65535")
+        # Before the model is loaded, which may take minutes.
+        listening = socket.create_server((host, port), family=kind, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OptionError(
+            f"serve: {host}, port {port}: {reason}. Give another --port (0: any that is free) or "
+            "--host."
+        ) from error
+    with listening:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = load(path, device_map=device)
         if not (hasattr(model, "can_generate") and model.can_generate()):
             wanted = "a model that generates text"
             raise CheckpointError(expected(str(path), wanted, type(model).__name__))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except config_faults() as error:
+            raise CheckpointError(f"{path}: its tokenizer cannot be read: {error}") from error
         name = path.resolve().name
         names = (name, os.fspath(folder), str(path), str(path.resolve()))
-        app = Service(model, _load_tokenizer(path), names, int(path.stat().st_mtime)).app
+        app = Service(model, tokenizer, names, int(path.stat().st_mtime)).app
         config = uvicorn.Config(
             app, log_level=log_level, lifespan="off", ws="none", timeout_graceful_shutdown=1
         )
-        # Clients that connect from here on are answered as soon as the server runs.
-        for each in sockets:
-            each.listen()
         shown = f"[{host}]" if ":" in host else host
-        ready(name, f"http://{shown}:{sockets[0].getsockname()[1]}")
+        ready(name, f"http://{shown}:{listening.getsockname()[1]}")
         # uvicorn raises a signal again once connections are closed. Python would then wait for the
         # thread that generates.
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
             signal.signal(number, lambda *_, code=code: os._exit(code))
-        uvicorn.Server(config).run(sockets=sockets)
-    finally:
-        for each in sockets:
-            each.close()
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _require_servable(folder: Path) -> None:
@@ -544,38 +532,3 @@ def _require_servable(folder: Path) -> None:
             f"{folder}: expected a tokenizer beside the weights, got none. Save it there: "
             "tokenizer.save_pretrained(folder)."
         )
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except config_faults() as error:
-        raise CheckpointError(f"{folder}: its tokenizer cannot be read: {error}") from error
-
-
-def _bound(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that are bound to every address of a host, at one port."""
-    found: list[socket.socket] = []
-    try:
-        kinds = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in kinds:
-            each = socket.socket(family, kind, protocol)
-            found.append(each)
-            if os.name == "posix":
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            # A port that is free is the same for all addresses.
-            number = port or (found[0].getsockname()[1] if len(found) > 1 else 0)
-            each.bind((address[0], number, *address[2:]))
-    except (OSError, OverflowError) as error:
-        for each in found:
-            each.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OptionError(
-            f"serve: {host}, port {port}: {reason}. Give another --port (0: any that is free) or "
-            "--host."
-        ) from error
-    return found

@@ -13,7 +13,7 @@ from .._compat.transformers import require_for as require_transformers_for
 from ..core.machine import require_device
 from ..core.names import covering_globs, without_numbers
 from ..distributed import ranks, require_initialized, sharded_parameter
-from ..errors import CalibrationError, OptionError, StateError, as_option, as_rules
+from ..errors import CalibrationError, OptionError, StateError, as_option, as_rules, some
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..record.config import LinearConfig, Rule, check_rules
@@ -25,12 +25,17 @@ from .plan import LayerPlan, Plan
 def require_float(root: nn.Module, verb: str) -> PreparedState | None:
     """Return the state of a model that holds no packed weight.
 
-    Raises StateError for a converted or interrupted model or part, where `verb` says what was to be
-    done; VersionError for a torch, transformers or accelerate that is too old.
+    Raises StateError for a model that is converted, interrupted or sharded, or has a part that is,
+    where `verb` says what was to be done; VersionError for libraries that are too old.
     """
     require("torch")
     require_transformers_for(root)
-    require_whole(root, verb)
+    if (name := sharded_parameter(root)) is not None:
+        raise StateError(
+            f"{name} is a DTensor: it is sharded over processes. {verb.capitalize()} the model "
+            "before it is sharded (fully_shard, parallelize_module, tp_plan): every process has it "
+            "whole then, and they divide the work."
+        )
     state = get_state(root)
     require_accelerate_for(root)
     prepared = state if isinstance(state, PreparedState) else None
@@ -42,17 +47,6 @@ def require_float(root: nn.Module, verb: str) -> PreparedState | None:
             "float model again."
         )
     return prepared
-
-
-def require_whole(root: nn.Module, verb: str) -> None:
-    """Raise StateError for weights that are sharded over processes."""
-    name = sharded_parameter(root)
-    if name is not None:
-        raise StateError(
-            f"{name} is a DTensor: it is sharded over processes. {verb.capitalize()} the model "
-            "before it is sharded (fully_shard, parallelize_module, tp_plan): every process has it "
-            "whole then, and they divide the work."
-        )
 
 
 def require_one_plan(plan: Plan, before: PreparedState | None) -> None:
@@ -70,24 +64,23 @@ def require_place(
     device: torch.device | str | None, recording: Recorder | None, stream: object
 ) -> None:
     """Raise OptionError for a device that is not there, or not for layers that run in convert."""
-    if device is not None and recording is None and stream is None:
+    if device is None:
+        return
+    if recording is None and stream is None:
         raise OptionError(
             f"device is {str(device)!r}, but layers run in convert only after "
             f"prepare(model, sequential=True), or with {as_option('stream')}. Move the model "
             "instead."
         )
-    if device is not None:
-        require_device(str(device), "device=")
+    require_device(str(device), "device=")
 
 
 def require_layers(plan: Plan) -> None:
     """Raise StateError for a model without anything to quantize."""
-    if plan.layers:
-        return
-    reasons = "; ".join(f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5])
-    raise StateError(
-        f"The model has no linear layer to quantize. {reasons or 'It has no linear layer at all.'}"
-    )
+    if not plan.layers:
+        reasons = [f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5]]
+        why = "; ".join(reasons) or "It has no linear layer at all."
+        raise StateError(f"The model has no linear layer to quantize. {why}")
 
 
 def require_unpaired(layers: Sequence[LayerPlan]) -> None:
@@ -124,10 +117,10 @@ def require_observers(
         )
     if not needs <= set(state.needs):
         rotated = f" with rotation={config.rotation}" if config.rotation else ""
-        before = "-" if state.config is None else state.config.method_name
         raise StateError(
-            f"The model is prepared for method {before!r}, whose observers do not collect what "
-            f"{config.method_name!r} needs{rotated}. Prepare a fresh copy of the model."
+            f"The model is prepared for method {state.config.method_name!r}, whose observers do "
+            f"not collect what {config.method_name!r} needs{rotated}. Prepare a fresh copy of the "
+            "model."
         )
     if sequential != (state.recording is not None):
         raise StateError(
@@ -147,19 +140,17 @@ def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
     if known is None:
         raise StateError(
             f"{as_option('kv_cache', kv_cache)} needs calibration data, and the model is not "
-            f"prepared for it. "
-            f"Call fp4pass.prepare(model, kv_cache={kv_cache!r}) and run some batches first."
+            f"prepared for it. Call fp4pass.prepare(model, kv_cache={kv_cache!r}) and run some "
+            "batches first."
         )
     return kv_cache
 
 
 def require_same_cache(before: PreparedState, kv_cache: str | None) -> None:
     """Raise StateError for a prepared model that is to be prepared for a cache it was not."""
-    if kv_cache is not None and cache_of(before, kv_cache) != before.recipe.get(KV_CACHE):
-        raise StateError(
-            f"The model is prepared with kv_cache={before.recipe.get(KV_CACHE)!r}. Give another to "
-            "convert."
-        )
+    known = before.recipe.get(KV_CACHE)
+    if kv_cache is not None and cache_of(before, kv_cache) != known:
+        raise StateError(f"The model is prepared with kv_cache={known!r}. Give another to convert.")
 
 
 def require_batch(root: nn.Module, plan: Plan, before: PreparedState | None) -> None:
@@ -185,32 +176,28 @@ def require_statistics(
     lacking = [layer for layer in plan.layers if not all(map(layer.stats.has, layer.config.needs))]
     if not lacking:
         return
-    again = ""
-    if late is not None:
-        again = (
-            " Whatever came before it is packed already: start again from the float model, with "
-            "resume= to keep what was searched."
-        )
     config = lacking[0].config
     name = config.method_name
-    rotation = f", rotation={config.rotation}" if config.rotation else ""
-    call = f"fp4pass.prepare(model, {name!r}{rotation})"
+    rotation = f"rotation={config.rotation}" if config.rotation else ""
+    call = f"fp4pass.prepare(model, {', '.join(filter(None, (repr(name), rotation)))})"
     if before is None and late is None:
         raise CalibrationError(
             f"Method {name!r} needs calibration data. Give {as_option('quality', 'good')} and "
             f"{as_option('tokenizer')}, which calibrate too; or call {call} and run some batches "
             f"through the model before convert; or choose {as_option('method', 'sse')}."
         )
-    names = ", ".join(layer.label for layer in lacking[:5])
-    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-    collected = True
-    if before is not None:
-        collected = all(set(layer.config.needs) <= set(before.needs) for layer in lacking)
-    if not collected or any(layer.stats.tokens for layer in lacking):
+    again = "" if late is None else (
+        " Whatever came before it is packed already: start again from the float model, with "
+        "resume= to keep what was searched."
+    )  # fmt: skip
+    labels = some([layer.label for layer in lacking], 5)
+    collected = set() if before is None else set(before.needs)
+    is_less = before is not None and any(set(each.config.needs) - collected for each in lacking)
+    if is_less or any(layer.stats.tokens for layer in lacking):
         raise CalibrationError(
-            f"{names}{more}: the model was prepared for a method or a rotation that does not "
-            f"collect what {name!r} needs{rotation.replace(', ', ' with ')}. Prepare a fresh copy "
-            f"with {call}.{again}"
+            f"{labels}: the model was prepared for a method or a rotation that does not collect "
+            f"what {name!r} needs{' with ' * bool(rotation)}{rotation}. Prepare a fresh copy with "
+            f"{call}.{again}"
         )
     skipped = {row.name: row.skip_reason for row in before.report.skipped} if before else {}
     for layer in lacking:
@@ -220,16 +207,16 @@ def require_statistics(
                 "calibrate it as it is now, in a fresh copy of the model, or skip it with "
                 f"{as_rules(layer.name)}."
             )
-    names_lacking = [layer.name for layer in lacking]
+    names = [layer.name for layer in lacking]
     others = {row.name for row in before.report.converted} if before else set()
     if late is not None:
         # Names that differ by numbers, in layers that have not run yet, are likely not reached.
-        kinds = set(map(without_numbers, names_lacking))
+        kinds = set(map(without_numbers, names))
         others = {each.name for each in late.layers if without_numbers(each.name) not in kinds}
     others |= {layer.name for layer in plan.layers}
-    globs = covering_globs(names_lacking, others.difference(names_lacking))
+    globs = covering_globs(names, others.difference(names))
     raise CalibrationError(
-        f"{names}{more}: calibration never reached them. Run batches that use these layers, skip "
-        f"them with {as_rules(*globs)}, or choose {as_option('unreached', 'skip')} or 'sse'. Where "
-        f"the model reads a weight and never calls the layer, no batch reaches it.{again}"
+        f"{labels}: calibration never reached them. Run batches that use these layers, skip them "
+        f"with {as_rules(*globs)}, or choose {as_option('unreached', 'skip')} or 'sse'. Where the "
+        f"model reads a weight and never calls the layer, no batch reaches it.{again}"
     )

@@ -91,19 +91,14 @@ class LayerPlan(LinearLayer):
         """The parts for several processes: matrices, or rows of one that share only statistics."""
         step = resolve_method(self.config.method)[0].rows_at_once
         if self.matrices > 1 or step is None or self.rows <= step:
-            return self.whole_matrices
+            return [(i, None) for i in range(self.matrices)]
         starts = range(0, self.rows, step)
         return [(0, slice(start, min(start + step, self.rows))) for start in starts]
-
-    @property
-    def whole_matrices(self) -> list[Part]:
-        """The matrices, each as a part."""
-        return [(i, None) for i in range(self.matrices)]
 
     def share(self, rank: int) -> list[Part]:
         """Return the parts that a process searches: matrices, or rows that stand together."""
         if not self.is_shared:
-            return self.whole_matrices
+            return [(i, None) for i in range(self.matrices)]
         own = [part for part, each in zip(self.parts, self.searchers, strict=True) if each == rank]
         first, last = own[0][1], own[-1][1]
         if first is None or last is None:
@@ -263,7 +258,7 @@ def with_statistics(plan: Plan) -> Plan:
             stats = collect(observers_of([layer.module for layer in members]), members[0].label)
             # Batches without tokens reach a layer and say nothing about it.
             local.append(stats if stats.tokens else Stats())
-    searchers = divide([search_seconds(members[0]) for members in weights], group.size)
+    searchers = divide([_work(members[0]) for members in weights], group.size)
     sums = summed_statistics(group, local, searchers, list(STATISTICS))
     known: dict[int, dict[str, Any]] = {
         members[0].weight_key: {"stats": stats, "searchers": each}
@@ -272,22 +267,15 @@ def with_statistics(plan: Plan) -> Plan:
     return plan.map(lambda layer: dataclasses.replace(layer, **known[layer.weight_key]))
 
 
-def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
-    """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/quality.md, docs/large-models.md).
+def _work(layer: LayerPlan) -> tuple[float, list[float]]:
+    """Return about how much work a search is: before its parts, and each of them."""
     columns, parts = layer.columns, layer.parts
-    if "hessian" not in layer.config.needs:
-        return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)
-    factor = 1.45e-14 * columns**3
-    # Launches take longer than the work in them, for few rows as for many: two visits of each
-    # block, whose scales and codes are chosen, with a product for each part of the rows.
-    blocks = columns / max(layer.config.format.block, 1)
-    begin, each = factor + 1e-4 * blocks, 1e-4 * blocks
-    rate = 2e-12 * columns * blocks
-    if layer.matrices > 1:
-        return 0.0, [begin + each + rate * layer.rows] * len(parts)
     counts = [layer.rows if rows is None else rows.stop - rows.start for _, rows in parts]
-    return begin, [each + rate * count for count in counts]
+    if "hessian" not in layer.config.needs:
+        return 0.0, [float(count * columns) for count in counts]
+    # Of a Hessian, which is factored first, for each matrix of a stack.
+    first, each = float(columns**3), [float(count * columns**2) for count in counts]
+    return (first, each) if layer.matrices == 1 else (0.0, [first + one for one in each])
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:

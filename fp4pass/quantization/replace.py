@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
@@ -12,14 +13,20 @@ from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..nn.experts import ExpertStack, QuantizedExpertStack, replace_stack
+from ..nn.input_cache import share_among, share_nothing
 from ..nn.linear import PackedBlocks, QuantizedLinear
 from ..record.config import LinearConfig
 from ..record.state import set_interrupted
 from .adapters import parents
-from .observers.expert_calls import feed, observe_stacks
-from .observers.inputs import parts_of_graph, share_inputs
-from .observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
-from .observers.visible_tokens import unwatch_tokens, watch_tokens
+from .observers.observer import (
+    OBSERVERS,
+    Observer,
+    feed,
+    is_observer_hook,
+    observe_stacks,
+    shared_observer,
+)
+from .observers.visible_tokens import parts_of_graph, unwatch_tokens, watch_tokens
 from .scan import LinearLayer
 
 # The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
@@ -177,3 +184,46 @@ def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> None:
         if id(holder._parameters.get(name)) in weights:
             model.graph.erase_node(node)
             delattr(holder, name)
+
+
+def quantizes_input(module: nn.Module) -> bool:
+    """Return whether a layer quantizes or rotates its input, which others may share."""
+    if not isinstance(module, QuantizedLinear):
+        return False
+    return not module.config.weight_only or bool(module.config.input_rotation)
+
+
+def share_inputs(
+    model: nn.Module, layers: Collection[nn.Module], parent: Callable[[str], str]
+) -> None:
+    """Let layers share inputs that one module calls with inputs of one width.
+
+    parent: gives the path of a module's parent.
+    """
+    share_nothing(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    wanted = set(layers)
+    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if module in wanted and module is not model:
+            path = parent(name)
+            # Lists of modules are not called.
+            while path and type(modules[path]).forward is nn.Module.forward:
+                path = parent(path)
+            groups.setdefault(path, []).append((name, module))
+    for path, members in groups.items():
+        # Each layer of a Sequential reads what the one before it made.
+        if type(modules[path]).forward is nn.Sequential.forward:
+            continue
+        widths = Counter(_width(module) for _, module in members)
+        alike = [(name, module) for name, module in members if widths[_width(module)] > 1]
+        if alike:
+            share_among(modules[path], alike)
+
+
+def _width(layer: nn.Module) -> int:
+    """Return K, the width of a layer's input."""
+    if is_conv1d(layer):
+        return int(layer.get_parameter("weight").shape[0])
+    width = getattr(layer, "in_features", None)
+    return width if isinstance(width, int) else 0

@@ -26,7 +26,7 @@ from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
-# How block scales of inputs are chosen, what products of many rows are computed in, and the
+# Names of how block scales of inputs are chosen, of dtypes of products of many rows, and of the
 # treatments of layers that calibration never reached.
 ActivationScales = Literal["naive", "sse"]
 Compute = Literal["input", "fp8"]

@@ -69,7 +69,7 @@ class Row:
         return row
 
 
-def _require_types(what: str, record: Row | RefinedLayer | Refined) -> None:
+def _require_types(what: str, record: Row) -> None:
     """Raise OptionError for a value of another type than its field has."""
     for name, hint in get_type_hints(type(record)).items():
         if not _fits(getattr(record, name), hint):
@@ -86,58 +86,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-@dataclass(frozen=True)
-class RefinedLayer:
-    """A layer of a stack that `refine` worked on.
-
-    Its error is the root mean square of |y - t| / |t| over held-out tokens, t the output of the
-    float model.
-    """
-
-    name: str
-    before: float
-    after: float
-    kept: bool  # the layer has what it learned; else it was no better, and is as it was
-
-
-@dataclass(frozen=True)
-class Refined:
-    """The result of `refine`.
-
-    KL is that of the logits from those of the float model, over held-out tokens, nats.
-    """
-
-    layers: tuple[RefinedLayer, ...]
-    kl_before: float | None = None  # None for a model without logits
-    kl_after: float | None = None
-    kept: bool = True  # else the KL did not fall, and the whole model is as it was
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` reads them."""
-        return {**vars(self), "layers": [dict(vars(each)) for each in self.layers]}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Refined:
-        """Read what `record` returned. Raises OptionError for a value of another type."""
-        found = Refined(**{**data, "layers": tuple(RefinedLayer(**x) for x in data["layers"])})
-        _require_types("refined", found)
-        for each in found.layers:
-            _require_types("refined: a layer", each)
-        return found
-
-    def lines(self) -> list[str]:
-        """Return the lines of a report."""
-        found = []
-        if self.kl_before is not None and self.kl_after is not None:
-            kept = "" if self.kept else ", so all is left as it was"
-            found.append(f"  KL of the logits: {self.kl_before:.4f} to {self.kl_after:.4f}{kept}")
-        for each in self.layers:
-            kept = "" if each.kept else ", left as it was"
-            errors = f"{_percent(each.before)} to {_percent(each.after)}"
-            found.append(f"  {each.name}: {errors}{kept}")
-        return found
-
-
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """Return rows with equal options together."""
 
@@ -149,7 +97,7 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Report:
-    """A row for each linear layer, and the result of `refine` if it was called; prints as a table.
+    """A row for each linear layer; prints as a table.
 
     Example:
         >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
@@ -158,7 +106,6 @@ class Report:
     """
 
     rows: tuple[Row, ...]
-    refined: Refined | None = None
 
     @property
     def converted(self) -> tuple[Row, ...]:
@@ -179,14 +126,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return {"rows": [...], "notes": [...]} of plain values, which `from_dict` reads.
 
-        After `refine` there is "refined", too.
-
         Example:
             >>> fp4pass.report(fp4pass.convert(model, method="sse")).to_dict()["rows"][0]["name"]
             '0'
         """
         rows = [row.to_dict() for row in self.rows]
-        return {"rows": rows, **self._refined(), "notes": list(self.notes)}
+        return {"rows": rows, "notes": list(self.notes)}
 
     def record(self) -> dict[str, Any]:
         """Return the same without notes, as files have them; `from_dict` reads it.
@@ -195,10 +140,7 @@ class Report:
             >>> list(fp4pass.report(fp4pass.convert(model, method="sse")).record())
             ['rows']
         """
-        return {"rows": [row.record() for row in self.rows], **self._refined()}
-
-    def _refined(self) -> dict[str, Any]:
-        return {} if self.refined is None else {"refined": self.refined.record()}
+        return {"rows": [row.record() for row in self.rows]}
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON.
@@ -221,9 +163,7 @@ class Report:
         """
         if not (isinstance(data, Mapping) and isinstance(data.get("rows"), list)):
             raise OptionError(expected("Report: data", "what Report.to_dict returned", data))
-        refined = data.get("refined")
-        rows = tuple(map(Row.from_dict, data["rows"]))
-        return Report(rows, None if refined is None else Refined.from_dict(refined))
+        return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:
         header = ("layer", "N x K", "scheme", "method", "bits", "weight err", "output err")
@@ -246,8 +186,6 @@ class Report:
         if noted or self.notes:
             text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
             text += [f"  {note}" for note in self.notes]
-        if self.refined is not None:
-            text += ["", "refined, errors on held-out batches:", *self.refined.lines()]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +49,28 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     try:
         for weights in WEIGHTS:
             if (folder / weights).is_file():
-                return dict.fromkeys(_names(folder / weights), folder / weights)
+                return dict.fromkeys(_shapes(folder / weights), folder / weights)
             index = folder / f"{weights}.index.json"
             if index.is_file():
                 listed = parse_json(index.read_text("utf-8"))["weight_map"]
                 # Indices can list what is not there, and not what is.
                 files = {folder / file for file in listed.values()}
-                return {name: path for path in sorted(files) for name in _names(path)}
+                return {name: path for path in sorted(files) for name in _shapes(path)}
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, RuntimeError):
-        return {}
+        pass
     return {}
-
-
-def _names(path: Path) -> list[str]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
 
 
 def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors, each in its file."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(files.values())):
-        names = [name for name, where in files.items() if where == path]
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        else:
-            held = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-            found |= {name: tuple(held[name].shape) for name in names}
-    return found
+    held = {path: _shapes(path) for path in sorted(set(files.values()))}
+    return {name: tuple(held[path][name]) for name, path in files.items()}
+
+
+def _shapes(path: Path) -> dict[str, Sequence[int]]:
+    """Return the shape of each tensor of a file."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}
+    held = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    return {name: each.shape for name, each in held.items()}

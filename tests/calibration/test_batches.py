@@ -106,28 +106,6 @@ def test_no_text_is_an_error(data: Any) -> None:
         batches(data, Tokens())
 
 
-@pytest.mark.core
-def test_many_texts_are_read_as_far_as_they_are_needed() -> None:
-    """Evenly spread, and in their order."""
-
-    class Counting(list[str]):
-        read = 0
-
-        def __getitem__(self, i: Any) -> Any:
-            self.read += 1
-            return super().__getitem__(i)
-
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    texts = Counting(letters[i // 40] * 100 for i in range(1000))
-    (found,) = batches(texts, Tokens(bos=None), samples=4, seq_len=50)
-    # 16 characters for each of 200 tokens, and the first, by which the kind is known.
-    assert texts.read == 32 + 1
-    firsts = found[:, 0].tolist()
-    assert firsts == sorted(firsts) and firsts[0] < 4 and firsts[-1] > 16
-    drawn = batches(texts, Tokens(bos=None), samples=4, seq_len=50, seed=0)[0]
-    assert drawn.shape == (4, 50) and not torch.equal(drawn, found)
-
-
 # ---- token ids ----------------------------------------------------------------------------------
 
 
@@ -317,10 +295,3 @@ def test_texts_need_a_tokenizer() -> None:
         batches(["abc"], str(TINY))
     # That of the folder of the model.
     assert ids(batches(["a list"], model=language_model()))[0] == 0
-
-
-@pytest.mark.parametrize("name", ["samples", "seq_len", "batch_size"])
-@pytest.mark.parametrize("value", [0, "4"])
-def test_numbers_out_of_range(name: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"{name}: expected at least"):
-        batches(["abc"], Tokens(), **{name: value})

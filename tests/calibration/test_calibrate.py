@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from calibration.readers import TURNS, tokenizer
-from small_models import TINY, assert_same_bits, language_model, tokens
+from small_models import assert_same_bits, language_model, tokens
 
 import fp4pass
 from fp4pass.calibration import batches
@@ -85,24 +84,3 @@ def test_a_model_that_came_from_no_folder_needs_a_tokenizer() -> None:
     with pytest.raises(OptionError, match=r"none lies in a folder .*\. Pass tokenizer="):
         fp4pass.calibrate(model, TEXTS, progress=False)
     fp4pass.calibrate(model, TEXTS, tokenizer=tokenizer(), progress=False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("offline")
-def test_a_folder_is_quantized_on_texts_with_its_own_tokenizer(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "rules": FEW,
-        "device": "cpu",
-        "progress": False,
-        "weight_only": True,
-    }
-    model = calibrated(TEXTS, tokenizer(), sequential=True, weight_only=True)
-    fp4pass.convert(model)
-    fp4pass.quantize_checkpoint(TINY, tmp_path / "q", data=TEXTS, **options)
-    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
-    chats = [TURNS] * 5
-    fp4pass.quantize_checkpoint(
-        TINY, tmp_path / "chats", data=chats, tokenizer=tokenizer(), **options
-    )
-    report = fp4pass.report(fp4pass.load(tmp_path / "chats"))
-    assert {row.tokens for row in report.converted} == {batches(chats, tokenizer())[0].numel()}

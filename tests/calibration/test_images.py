@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration.readers import PARTS, TURNS, picture, processor, tokenizer, vision_model
+from calibration.readers import TURNS, picture, processor, tokenizer, vision_model
 
 import fp4pass
 from fp4pass.calibration import batches
@@ -160,11 +160,3 @@ def test_an_image_processor_alone_reads_images() -> None:
 def test_what_cannot_be_read_is_said(row: Any, reader: Any, message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
         batches([row], reader())
-
-
-def test_a_template_of_parts_writes_texts_too() -> None:
-    reader = processor()
-    reader.tokenizer.chat_template = None
-    (batch,) = batches([TURNS[1:]], reader)
-    assert reader.tokenizer.decode(batch[0]).startswith("user: how do I sort a list?\nassistant")
-    assert PARTS in str(reader.chat_template)

@@ -362,7 +362,7 @@ def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without instructions for it."""
-    monkeypatch.setattr("fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: False)
 
 
 SLOW = "in float32: this CPU has no instructions for products in bfloat16\n"

@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_and_an_adapter(folders: Path, tmp_path: Path, base: str) -> None:
     found = run_json("merge", folders / base, folders / "adapter", "-o", tmp_path / "out", *DATA)
     assert set(found["layers"].values()) == {"gptq"} and found["tokens"] == 4 * 64
-    assert 0 < found["kl_after"] < found["kl_naive"] < found["kl_without"]
+    assert 0 < found["kl_after"] < found["kl_without"]
     assert open_checkpoint(tmp_path / "out").layout.name == found["layout"]
     assert (
         open_checkpoint(tmp_path / "out").layout.name == open_checkpoint(folders / base).layout.name

@@ -120,7 +120,7 @@ def test_numbers_of_windows_hold_for_text_that_the_model_writes(
     tmp_path: Path, rules: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the same codes as in Python, also where a CPU runs a model in float32."""
-    monkeypatch.setattr("fp4pass.quantization.observers.computing.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: False)
     given = ("--samples", 3, "--seq-len", 20, "--seed", 5, *more)
     run("quantize", TINY, "-o", tmp_path / "q", "--rules", rules, *given)
     found = fp4pass.load(tmp_path / "q")

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.distributed import exchange_parts, own_part, ranks
 from fp4pass.methods import METHODS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -192,9 +191,7 @@ def together(folder: Path) -> dict[str, Any]:
         with noting_searches() as found[f"{name}, searched"]:
             found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
     found["kept"] = facts(kept(folder / "fp8"))
-    with small_pages():
-        found["parts"] = exchanged()
-        streamed_twice(found, folder)
+    streamed_twice(found, folder)
     model = quantized(decoder(), share(texts()), "hessian", weight_only=True)
     found["saved"] = facts(model)
     fp4pass.save(model, folder / "saved")
@@ -233,32 +230,7 @@ def exact(folder: Path) -> dict[str, Any]:
         found[method] = facts(quantized(Readers(), share(integers()), method))
     found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
-    with small_pages():
-        found["parts"] = exchanged()
     return found
-
-
-@contextmanager
-def small_pages() -> Iterator[None]:
-    """Have processes read parts of small tensors."""
-    reading = sys.modules["fp4pass.distributed.exchange"].__dict__
-    before = {name: reading[name] for name in ("_LEAST", "_PAGE")}
-    reading.update(_LEAST=512, _PAGE=64)
-    yield
-    reading.update(before)
-
-
-def exchanged() -> list[bool]:
-    """Whether tensors are complete of which this process had its own part."""
-    group, right = ranks(), []
-    for count in (1, 128, 129, 1000, 4096):
-        whole = torch.arange(count, dtype=torch.float32, device=DEVICE)
-        part = torch.full_like(whole, -1.0)
-        own = own_part(group, whole)
-        part.view(torch.uint8)[own] = whole.view(torch.uint8)[own]
-        exchange_parts(group, [part])
-        right.append(torch.equal(part, whole))
-    return right
 
 
 def streamed_twice(found: dict[str, Any], folder: Path) -> None:

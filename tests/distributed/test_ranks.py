@@ -100,7 +100,6 @@ def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any
         for name in ("hessian", "gptq", "rows", "sse"):
             assert_equal(found[name]["state"], one[name]["state"])
             assert found[name]["report"] == one[name]["report"]
-        assert all(found["parts"])
 
 
 def test_processes_share_the_rows_of_a_large_layer(
@@ -202,10 +201,6 @@ def test_a_call_that_only_the_first_process_makes(two: list[dict[str, Any]]) -> 
     assert error.startswith("RankError: Not all processes made this call of fp4pass within 0:00:02")
 
 
-def test_processes_exchange_the_parts_that_they_read(two: list[dict[str, Any]]) -> None:
-    assert all(all(found["parts"]) for found in two)
-
-
 def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any]]) -> None:
     for name in ("streamed", "resumed"):
         assert_equal(two[0][name]["state"], two[0]["sequential"]["state"])
@@ -228,8 +223,6 @@ def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Sums over integers are exact in any order.
     for name in ("hessian", "sse"):
         assert_equal(first[name]["state"], one[name]["state"])
-    for found in (first, second):
-        assert all(found["parts"])
     assert_equal(first["streamed"]["state"], first["sequential"]["state"])
 
 

@@ -147,15 +147,6 @@ def test_modules_side_by_side_are_calibrated_as_those_outside_of_stacks(
     )
 
 
-def test_what_is_added_stays_when_a_layer_is_refined() -> None:
-    data = batches(4)
-    float_model = made(Model, "adds")
-    model = calibrated(copy.deepcopy(float_model), CROSS, data, sequential=True)
-    fp4pass.convert(model, "nvfp4a16")
-    fp4pass.refine(model, float_model, data, fp4pass.Refine(steps=2), progress=False)
-    assert len(fp4pass.report(model).refined.layers) == 3
-
-
 def vision_language_model() -> Any:
     """A small Qwen3-VL: image features are added between its first layers."""
     text = dict(

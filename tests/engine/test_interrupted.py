@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import bits, language_model
+from small_models import bits
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import StateError
-from fp4pass.evaluation import evaluate
 from fp4pass.methods import METHODS
-from fp4pass.nn.linear import QuantizedLinear
-
-CUTS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError]
 
 
 class Block(nn.Module):
@@ -100,18 +96,6 @@ def test_calibration_goes_on_after_it(cut: Any) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("error", CUTS)
-@pytest.mark.parametrize("how", ["live", "sequential"])
-def test_every_error_cuts_off_alike(how: str, error: type[BaseException], cut: Any) -> None:
-    model = build(how)
-    cut(2, error)
-    with pytest.raises(error):
-        fp4pass.convert(model, "nvfp4")
-    with pytest.raises(StateError, match="The model is interrupted"):
-        model(batch())
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("how", ["live", "graph", "sequential"])
 def test_behind_it_everything_refuses(how: str, cut: Any, tmp_path: Path) -> None:
     model = build(how)
@@ -134,29 +118,6 @@ def test_behind_it_everything_refuses(how: str, cut: Any, tmp_path: Path) -> Non
         with pytest.raises(StateError, match=message):
             call(model)
     assert not (tmp_path / "q").exists()
-
-
-def test_so_do_evaluate_and_save_pretrained(cut: Any, tmp_path: Path) -> None:
-    model = language_model()
-    fp4pass.prepare(model)
-    fp4pass.calibrate(model, [torch.arange(40)[None]], progress=False)
-    cut(3, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model, "nvfp4")
-    for call in (
-        lambda: model.save_pretrained(tmp_path / "p"),
-        lambda: model.generate(torch.arange(4)[None], max_new_tokens=1),
-        lambda: evaluate(model, None, torch.arange(64)[None], progress=False),
-    ):
-        with pytest.raises(StateError, match="The model is interrupted"):
-            call()
-    assert not (tmp_path / "p").exists()
-
-
-def test_a_finished_conversion_is_not_interrupted() -> None:
-    model = fp4pass.convert(build("live"), "nvfp4")
-    assert not model._forward_pre_hooks and fp4pass.report(model).converted
-    assert isinstance(model[0], QuantizedLinear) and model(batch()).isfinite().all()
 
 
 @pytest.mark.core

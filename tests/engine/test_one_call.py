@@ -339,10 +339,3 @@ def test_layers_in_turn_begin_with_one_window() -> None:
     # Rows of several lengths, and what is no windows, stay as they are.
     assert len(call._in_turn([tokens(2, 16), tokens(2, 32)])) == 2
     assert call._in_turn([{"input_ids": tokens(2)}])[0]["input_ids"].shape[0] == 2
-
-
-def test_a_recipe_of_a_quality_takes_no_method_beside_it() -> None:
-    recipe = fp4pass.Recipe(quality="good")
-    with pytest.raises(OptionError, match="'good' and method are both given"):
-        recipe.override({"method": "sse"})
-    assert recipe.override({"fmt": "mxfp4a16"}).config.scheme == "mxfp4a16"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,16 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from commands import CALIB, CALIBRATED, PLAIN, TINY, run, run_json
-from small_models import assert_same_bits, bits, language_model, linears, tokens
+from small_models import assert_same_bits, bits, linears
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.calibration import batches as batches_of
 from fp4pass.engine import layer_runner
 from fp4pass.errors import CalibrationError, OptionError, StateError
-from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.methods import METHODS, Gptq, Stats
 from fp4pass.nn.linear import quantize_input
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer
-from fp4pass.quantization.recipe import Recipe
 from fp4pass.record.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
@@ -119,21 +114,6 @@ def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: 
     names = [row.name for row in fp4pass.report(whole).rows]
     assert [row.name for row in fp4pass.report(ours).rows] == names
     assert all(row.tokens == 480 for row in fp4pass.report(ours).rows)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("method", ["gptq", CROSS])
-def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
-    """Layers that add nothing give the next what they got."""
-    whole = converted(model(scale=0.0), "gptq", False, rules=NO_HEAD, weight_only=True)
-    ours = converted(model(scale=0.0), method, rules=NO_HEAD, weight_only=True)
-    ends = ("up", "side", "down") if method == "gptq" else ("up", "side")
-    for i in range(3):
-        for end in ends:
-            assert_same_layer(whole, ours, f"layers.{i}.{end}.")
-    if method == CROSS:
-        # It reads what quantized linears of its own layer return.
-        assert_same_layer(whole, ours, "layers.0.down.", same=False)
 
 
 @pytest.mark.core
@@ -236,42 +216,6 @@ def test_the_global_scale_is_that_of_the_target(
     expected = linear.config.format.global_scale_for(factor * after)
     assert 1.0 / float(linear.weight_global_scale) == expected
     assert expected != linear.config.format.global_scale_for(factor * before)
-
-
-def test_the_loss_is_that_of_the_target() -> None:
-    """|W a - Q x|^2 + lam |W - Q|^2 and tr (V - Q) H (V - Q)^T differ by the same for every Q."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(300, K, generator=generator)
-    x = a + 0.3 * torch.randn(300, K, generator=generator)
-    weight = torch.randn(8, K, generator=generator)
-    observer = Observer(("cross", "hessian"), K)
-    observer(x, a)
-    stats = observer.stats().matrix(0)
-    target = METHODS["gptq"].target(weight, stats, CROSS).double()
-    a, x, w = a.double(), x.double(), weight.double()
-    lam = CROSS.target_damping * (x.T @ x).diagonal().mean()
-    damped = damp(stats.hessian, CROSS.target_damping) * (x.T @ x).diagonal().mean()
-    differences = []
-    for _ in range(4):
-        q = w + torch.randn(8, K, generator=generator)
-        loss = (a @ w.T - x @ q.T).square().sum() + lam * (w - q).square().sum()
-        differences.append(float(loss - ((target - q) @ damped * (target - q)).sum()))
-    assert np.ptp(differences) < 1e-4 * abs(differences[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> None:
-    """Measured on other data than it was calibrated on."""
-    data, fresh = batches(8), batches(9)[8:]
-    with torch.no_grad():
-        reference = model(6)(fresh[0])
-        errors = []
-        plain = Gptq(shrinkage=0.0)
-        for method in (plain, dataclasses.replace(plain, target="cross", target_damping=0.1)):
-            ours = converted(model(6), method, rules=NO_HEAD, data=data, weight_only=weight_only)
-            errors.append(float((ours(fresh[0]) - reference).norm() / reference.norm()))
-    assert errors[1] < (0.8 if weight_only else 1) * errors[0]
 
 
 @pytest.mark.slow
@@ -472,23 +416,6 @@ def test_offloaded_weights_come_by_their_hooks(
         fp4pass.convert(run_case(CASES["llama"], source), "nvfp4", method=method, device="cuda")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_goes_round_and_compiles(tmp_path: Path) -> None:
-    ours = language_model(dtype=torch.float32)
-    fp4pass.prepare(ours, CROSS, sequential=True)
-    fp4pass.calibrate(ours, tokens(8, 32).split(4), progress=False)
-    fp4pass.convert(ours, method=CROSS)
-    fp4pass.save(ours, tmp_path / "out")
-    assert_same_bits(ours, fp4pass.load(tmp_path / "out"))
-    recipe = Recipe.from_dict(get_state(ours).recipe)
-    assert recipe.config.method == CROSS
-    small = converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
-    x = batches()[0]
-    with torch.no_grad():
-        compiled = torch.compile(small, fullgraph=True, backend="aot_eager")(x)
-        torch.testing.assert_close(compiled, small(x), rtol=1e-4, atol=1e-4)
-
-
 def test_after_an_interruption(tmp_path: Path) -> None:
     whole = converted(model(), CROSS, rules=NO_HEAD)
     assert_same_bits(whole, converted(model(), CROSS, rules=NO_HEAD, resume=tmp_path / "r"))
@@ -661,75 +588,6 @@ def test_an_error_says_what_to_do(
 ) -> None:
     with pytest.raises(error, match=message):
         act(build())
-
-
-@pytest.mark.core
-def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
-    rules = [*NO_HEAD, ("*.side", {"method": "gptq"})]
-    ours = converted(routed(), CROSS, rules=rules)
-    assert len(fp4pass.report(ours).converted) == 9
-
-
-@pytest.mark.slow
-def test_a_prepared_model_can_be_copied() -> None:
-    source = prepared(model(), "gptq", rules=NO_HEAD)
-    twin = copy.deepcopy(source)
-    fp4pass.calibrate(twin, batches(4)[3:], progress=False)
-    ours = fp4pass.convert(source, "nvfp4", method="gptq")
-    assert_same_bits(ours, converted(model(), rules=NO_HEAD))
-    both = fp4pass.convert(twin, "nvfp4", method="gptq")
-    assert_same_bits(both, converted(model(), rules=NO_HEAD, data=batches(4)))
-
-
-def test_calls_in_two_threads_are_refused() -> None:
-    module = prepared(model(), "gptq")
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            go_on.wait(10)
-
-    fresh = fp4pass.prepare(model(), "gptq", sequential=True)
-    hook = fresh.layers[1].register_forward_pre_hook(wait)
-    data = batches()
-    thread = threading.Thread(target=fresh, args=(data[0],))
-    thread.start()
-    inside.wait(10)
-    with pytest.raises(CalibrationError, match="Two threads run batches"):
-        fresh(data[1])
-    go_on.set()
-    thread.join()
-    hook.remove()
-    fp4pass.calibrate(fresh, data[1:], progress=False)
-    assert_same_bits(fp4pass.convert(fresh, "nvfp4"), fp4pass.convert(module, "nvfp4"))
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    for package in ("transformers", "typer", "rich", "yaml", "datasets"):
-        pytest.importorskip(package)
-    options = ("--scheme", "nvfp4", "--method", "hessian", *CALIBRATED, "--batch-size", 2)
-    written = run_json("quantize", TINY, "-o", tmp_path / "a", *options, "--sequential")
-    assert written["recipe"]["calibration"]["sequential"] is True
-    ours = language_model()
-    fp4pass.prepare(ours, sequential=True)
-    windows = choose(CALIB)
-    fp4pass.calibrate(ours, [windows[:1], *windows[1:].split(2)], progress=False)
-    fp4pass.convert(ours, "nvfp4")
-    assert_same_bits(ours, fp4pass.load(tmp_path / "a"))
-    wrong = run("quantize", TINY, "-o", tmp_path / "b", *PLAIN, "--sequential", code=2)
-    assert "--sequential calibrates, and the method needs no text" in wrong.output
-    auto = (*options, "--sequential", "--device", "auto")
-    wrong = run("quantize", TINY, "-o", tmp_path / "b", *auto, code=2)
-    assert "--sequential runs layers on one device" in wrong.output
-
-
-def choose(path: Path) -> Tensor:
-    """The windows that CALIBRATED asks for."""
-    from fp4pass.checkpoint.float_models import load_tokenizer
-
-    return batches_of(path, load_tokenizer(str(TINY)), samples=4, seq_len=64)[0]
 
 
 # ---- what layers are called with ----------------------------------------------------------------

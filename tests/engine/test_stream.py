@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import CALIBRATED, PLAIN, run, run_json
 from mixtures import build as mixture
 from mixtures import ids
 from small_models import TINY, assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.engine import layer_device
 from fp4pass.errors import CheckpointError, OptionError, StateError
 from fp4pass.quantization import search
 
@@ -95,38 +91,6 @@ def test_going_on_after_an_interruption(
     assert_equal(model, converted(load(), method))
 
 
-@pytest.mark.slow
-def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path) -> None:
-    def again(model: Any, **options: Any) -> set[str]:
-        """The layers that are new."""
-        before = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
-        times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-        converted(model, options.pop("method", "sse"), stream=tmp_path, **options)
-        found = list(tmp_path.glob("*.safetensors"))
-        assert len(found) == 4 and len(list(tmp_path.iterdir())) == 8
-        assert not [path for path in found if path.name.startswith(".")]
-        changed = {path.name for path in found if times.get(path.name) != path.stat().st_mtime_ns}
-        assert changed or before == {path.name: path.read_bytes() for path in found}
-        return changed
-
-    assert len(again(load())) == 4
-    assert again(load()) == set()
-    other = load()
-    with torch.no_grad():
-        other.model.layers[2].mlp.up_proj.weight[0, 0] += 1
-    assert again(other) == {"model.layers.2.safetensors"}
-    assert len(again(load(), fmt="mxfp4")) == 4
-    assert len(again(load(), method="hessian")) == 4
-    assert len(again(load(), method="hessian", data=batches(2))) == 4
-    path = tmp_path / "model.layers.1.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    (tmp_path / "model.layers.2.safetensors").write_bytes(raw[:50])
-    expected = {"model.layers.1.safetensors", "model.layers.2.safetensors"}
-    assert again(load(), method="hessian", data=batches(2)) == expected
-
-
 @pytest.mark.core
 def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
     options: dict[str, Any] = {
@@ -178,49 +142,6 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
     for path in (tmp_path / "layers").iterdir():
         path.unlink()
     assert_same_bits(fp4pass.load(tmp_path / "q"), converted(load(), "sse"))
-
-
-@pytest.mark.core
-def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = layer_device.LayerDevice
-    read, fetch, touch = device.read, device.fetch, layer_device._touch
-    before, events, reads = search._search, [], []
-
-    def begun(places: Any, layer: nn.Module) -> None:
-        events.append(("read", layer))
-        read(places, layer)
-
-    def fetched(places: Any, layer: nn.Module) -> None:
-        events.append(("fetch", layer))
-        fetch(places, layer)
-
-    def touched(tensor: Tensor) -> None:
-        touch(tensor)
-        reads.append(tensor.nbytes)
-
-    def searched(*args: Any) -> Any:
-        events.append(args[2].name)
-        return before(*args)
-
-    monkeypatch.setattr(device, "read", begun)
-    monkeypatch.setattr(device, "fetch", fetched)
-    monkeypatch.setattr(layer_device, "_touch", touched)
-    monkeypatch.setattr(search, "_search", searched)
-    model = load()
-    layers = list(model.model.layers)
-    size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
-    converted(model, "sse", stream=tmp_path)
-    expected = [("read", layers[0]), ("fetch", layers[0]), ("read", layers[1])]
-    for i in range(len(layers)):
-        # While this one is quantized.
-        expected += [("fetch", layer) for layer in layers[i + 1 : i + 2]]
-        expected += [("read", layer) for layer in layers[i + 2 : i + 3]]
-        expected.append(f"model.layers.{i}")
-    parts = [".".join(x.split(".")[:3]) if isinstance(x, str) else x for x in events]
-    assert [x for i, x in enumerate(parts) if i == 0 or x != parts[i - 1]] == expected
-    for _ in range(100):
-        time.sleep(0.1 if sum(reads) < size else 0)
-    assert sum(reads) == size
 
 
 # As if it were another device: tensors that go there are copied.
@@ -278,30 +199,6 @@ def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CheckpointError, match=r"No space left on device.*make room"):
         converted(load(), "sse", stream=tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("offline")
-def test_the_command_line(tmp_path: Path) -> None:
-    for name, options in (("plain", PLAIN), ("calibrated", CALIBRATED)):
-        sequential = ["--sequential"] if name == "calibrated" else []
-        whole, parts = tmp_path / name, tmp_path / f"{name}-stream"
-        run("quantize", TINY, "-o", whole, *options, *sequential)
-        found = run_json("quantize", TINY, "-o", parts, *options, "--stream", "--device", "cpu")
-        assert (found["resumed"], found["searched"]) == (0, 4)
-        # Each layer has a file of its own.
-        assert len(list(parts.glob("model-*.safetensors"))) == 5
-        for path in sorted(whole.iterdir()):
-            # The card has the name of its folder.
-            if path.name not in ("fp4pass.json", "model.safetensors", "README.md"):
-                assert (parts / path.name).read_bytes() == path.read_bytes(), path.name
-        facts = [json.loads((folder / "fp4pass.json").read_text()) for folder in (whole, parts)]
-        assert facts[0]["tensors"] == facts[1]["tensors"]
-    assert not list(tmp_path.glob(".*"))
-    error = run(
-        "quantize", TINY, "-o", tmp_path / "x", *PLAIN, "--stream", "--device", "auto", code=2
-    )
-    assert "--stream runs layers on one device" in error.stderr
 
 
 def test_what_is_mapped_under_inference_mode_can_be_written_to(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from small_models import TINY, assert_same_bits, bits, tokens
+from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
@@ -85,10 +83,6 @@ def converted(
         else:
             fp4pass.calibrate(model, [batch], progress=False)
     return fp4pass.convert(model, "mxfp4", method, weight_only=True, **options)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
 
 
 def identities(folder: Path) -> list[str]:
@@ -270,36 +264,6 @@ def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
         converted(model, stream=tmp_path)
     with pytest.raises(StateError, match="interrupted"):
         fp4pass.convert(model, method="sse", weight_only=True)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("method", ["naive", pytest.param("hessian", marks=slow)])
-def test_a_source_that_changed_with_all_names_sizes_and_times(method: str, tmp_path: Path) -> None:
-    source = tmp_path / "m"
-    source.mkdir()
-    for path in TINY.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-
-    def quantized(name: str, **options: Any) -> dict[str, Tensor]:
-        data = None if method == "naive" else [tokens()]
-        more: dict[str, Any] = {"weight_only": True, "device": "cpu", "progress": False}
-        fp4pass.quantize_checkpoint(
-            source, tmp_path / name, method=method, data=data, **more, **options
-        )
-        files = (tmp_path / name).glob("*.safetensors")
-        return {key: each for path in files for key, each in load_file(path).items()}
-
-    before = quantized("first", stream=tmp_path / "layers")
-    (path,) = source.glob("*.safetensors")
-    times, tensors = path.stat(), load_file(path)
-    changed = "model.layers.1.mlp.up_proj.weight"
-    tensors[changed][20:-20] *= -3
-    save_file(tensors, path, metadata={"format": "pt"})
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    found, expected = quantized("second", stream=tmp_path / "layers"), quantized("third")
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], expected[name]) for name in found)
-    assert not torch.equal(found[f"{changed}_packed"], before[f"{changed}_packed"])
 
 
 class Named:

@@ -101,20 +101,6 @@ def test_methods_that_need_no_data_run_nothing(
     convert(model, "sse", stream=tmp_path)
 
 
-def test_only_what_is_packed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To have its checksum, once by each run."""
-    fingerprint, dtypes = finished.fingerprint, []
-
-    def taken(tensor: Tensor) -> Any:
-        dtypes.append(tensor.dtype)
-        return fingerprint(tensor)
-
-    monkeypatch.setattr(finished, "fingerprint", taken)
-    for _ in range(2):
-        convert(language_model(), "hessian", stream=tmp_path)
-    assert torch.bfloat16 not in dtypes and len(dtypes) == 2 * 4 * 28
-
-
 class _Alive:
     """The bytes of tensors that are alive, and the most that ever were."""
 
@@ -178,20 +164,7 @@ def test_experts_of_one_layer_are_in_memory(
     # What they are merged of is read ahead; k_proj and v_proj too.
     assert touched.count((32, 64)) == 4 * (2 * 5 + 2) and touched.count((64, 32)) == 4 * 5
     # Once for convert, and three times two for the layers that the first batch runs through.
-    # The trial of a first layer runs it, and copies it.
-    assert alive.made == len(sizes) + (0 if method == "sse" else 2 * 3 + 2 * 2)
-
-
-def test_experts_that_stay_dense(tmp_path: Path, alive: _Alive) -> None:
-    mixture("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path / "m")
-    options: dict[str, Any] = {"rules": [("*layers.1.mlp.experts*", None)], "method": "sse"}
-    options["fmt"] = "mxfp4"
-    fp4pass.quantize_checkpoint(
-        tmp_path / "m", tmp_path / "q", weight_only=True, device="cpu", **options
-    )
-    expected = load_float(str(tmp_path / "m"), "auto", "cpu")
-    fp4pass.convert(expected, weight_only=True, **options)
-    assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
+    assert alive.made == len(sizes) + (0 if method == "sse" else 2 * 3)
 
 
 # Where a run is cut off: a function, and which of its calls.
@@ -276,8 +249,6 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     assert len(mapped) == 3 and not list(folder.iterdir())
     assert_same_bits(fp4pass.convert(model, "nvfp4"), expected)
     with monkeypatch.context() as patch:
-        # As on macOS.
-        patch.delattr("os.posix_fallocate")
         patch.setattr(layer_calls, "_WRITTEN", 64)
         assert torch.equal(layer_calls.offload_hidden_state(torch.arange(999)), torch.arange(999))
     folder.rmdir()

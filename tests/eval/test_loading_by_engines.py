@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from fp4pass.checkpoint.readers import READERS
 
@@ -112,32 +111,3 @@ def test_save_warns_of_scales_that_vllm_reads_wrong(
         vllm_loading.write(case, tmp_path / "q")
     joined = "joins model.layers.0.self_attn.q_proj with the next"
     assert any(joined in str(each.message) for each in caught)
-
-
-def test_what_is_compared(vllm_loading: ModuleType) -> None:
-    """Parts in their order, to the bit; what is missing or swapped is found."""
-
-    def part(value: int) -> torch.Tensor:
-        return torch.full((2, 3), value, dtype=torch.uint8)
-
-    own = "model.layers.0.self_attn"
-    tensors = {f"{own}.{p}_proj.weight": part(i) for i, p in enumerate("qkv")}
-    fused = f"{own}.qkv_proj.weight"
-    joined = torch.cat([part(0), part(1), part(2)])
-    compared = vllm_loading.compared
-    assert compared({fused: joined}, tensors)["outcome"] == "equal"
-    swapped = torch.cat([part(1), part(0), part(2)])
-    assert compared({fused: swapped}, tensors)["outcome"] == "differs"
-    assert compared({fused: joined.view(torch.int8)}, tensors)["outcome"] == "differs"
-    missing = compared({}, tensors)
-    assert missing["wrong"] == ["model.layers.*.self_attn.qkv_proj.weight: no such parameter"]
-    assert compared({fused: joined, "other": joined}, tensors)["not in the folder"] == ["other"]
-    experts = {
-        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": part(10 * e + i)
-        for e in range(2)
-        for i, p in enumerate(("gate", "up"))
-    }
-    stack = torch.stack([torch.cat([part(0), part(1)]), torch.cat([part(10), part(11)])])
-    held = {"model.layers.0.mlp.experts.routed_experts.w13_weight": stack}
-    assert compared(held, experts)["outcome"] == "equal"
-    assert compared({name: each.flip(0) for name, each in held.items()}, experts)["wrong"]

@@ -50,17 +50,3 @@ def test_a_better_peer_and_what_was_not_run_are_named(page: Any) -> None:
     lines = "\n".join(page.of_format(rows, "nvfp4", "eval.txt", "eval")).splitlines()
     names = [line.split(" | ")[1] for line in lines if line.startswith("| ")][-3:]
     assert names == ["50 iterations", "gptq", "RTN"]
-
-
-def test_a_failed_run_has_its_reason_and_no_place_in_a_table(page: Any) -> None:
-    about = {"parameters": 1, "model": "m", "window": 512, "base": "best", "machine": "a CPU"}
-    about |= {"versions": {}, "command": "python", "texts": {"eval": {"file": "eval.txt"}}}
-    rows = [row("fp4pass", "nvfp4 best", "best", 0.2, None)]
-    rows += [row("torchao", "NVFP4", "RTN", 0.4, 0.2) | {"machine": "a GPU", "seconds": 7.0}]
-    rows += [{"format": "nvfp4", "library": "bitsandbytes", "name": "nf4", "run": "nf4"}]
-    rows[-1]["failed"] = "ImportError: no library"
-    found = about | {"rows": rows, "calibration": {"file": "own.pt", "windows": 64}}
-    text = "\n".join(page.section("m", found))
-    assert "- bitsandbytes, nf4 (nvfp4): ImportError: no library" in text
-    assert text.count("| bitsandbytes") == 0 and "7 on a GPU" in text
-    assert "less best's" in text and "64 windows of 512 tokens that the model wrote" in text

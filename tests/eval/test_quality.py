@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -93,58 +92,6 @@ def test_numbers_are_those_of_the_library(shallow: Path, measured: Path) -> None
     assert row["layer_error"] > row["output_error"] > 0
 
 
-@pytest.mark.slow
-def test_each_method_is_compared_to_simpler_ones(methods: Any, measured: Path) -> None:
-    simpler = [name for name in ("naive", "sse") if name in methods]
-    for key, row in rows_by_key(read(measured)).items():
-        others = list(row["texts"]["eval"]["against"])
-        assert ("naive" in others) == (key[-1] != "naive"), key
-        assert key[-1] != "hessian" or others[:2] == simpler
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(
-    scripts: Any,
-    methods: Any,
-    shallow: Path,
-    measured: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    result = read(measured)
-    path = tmp_path / "shallow.json"
-    # Killed in the middle of a group: the row that is left there is measured again.
-    kept = [row for row in result["rows"] if (row["block"], row["weight_only"]) != (32, False)]
-    path.write_text(json.dumps({**result, "rows": [*kept, result["rows"][-1]]}))
-    convert, converted = fp4pass.convert, []
-
-    def count(*args: Any, **options: Any) -> Any:
-        converted.append((options["block"], options["weight_only"]))
-        return convert(*args, **options)
-
-    monkeypatch.setattr(fp4pass, "convert", count)
-    options = ("--model", shallow, *SMALL, "--methods", ",".join(methods))
-    run(scripts["models"], *options, "--remember", "--json", path)
-    assert converted == [(32, False)] * len(methods)
-    again, before = rows_by_key(read(path)), rows_by_key(result)
-    for key, row in before.items():
-        assert {**again[key], "convert_seconds": 0} == {**row, "convert_seconds": 0}, key
-    assert [f.name for f in tmp_path.iterdir()] == ["shallow.json"]
-
-    converted.clear()
-    run(scripts["models"], *options, "--json", path)
-    assert not converted
-
-
-@pytest.mark.slow
-def test_rows_of_other_settings_are_not_mixed(scripts: Any, shallow: Path, measured: Path) -> None:
-    before = measured.read_text("utf-8")
-    other = ("--model", shallow, *SMALL, "--window", 32, "--json", measured)
-    with pytest.raises(SystemExit, match=r"measured with another window, .*--again"):
-        run(scripts["models"], *other)
-    assert measured.read_text("utf-8") == before
-
-
 def test_no_document_is_in_both_texts(scripts: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     shared = (TINY / "calib.txt").read_text("utf-8").split("\n<|doc|>\n")[3]
@@ -176,13 +123,3 @@ def test_blocks_that_do_not_divide_all_linears_are_left_out(
     )
     assert [block for _, block, weight_only in groups if weight_only] == [32, 64, 128]
     assert capsys.readouterr().out == "int8:256 is left out: there are linears of width 384\n"
-
-
-def test_methods_share_a_calibration_if_they_can(scripts: Any, shallow: Path) -> None:
-    model = language_model(shallow)
-    batches = [torch.randint(1, 2000, (1, 16))]
-    found = scripts["measuring"].calibrated(model, ["naive", "sse", "hessian"], batches)
-    assert found["naive"] is found["sse"] is found["hessian"]
-    alone = scripts["measuring"].calibrated(model, ["naive", "sse"], batches)
-    assert alone["naive"] is alone["sse"]
-    assert fp4pass.report(alone["naive"]).rows

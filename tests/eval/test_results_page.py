@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -156,35 +155,6 @@ def test_the_page_asks_for_what_the_table_has(explorer: Any) -> None:
     assert len(wanted) > 9 and wanted <= set().union(*table["rows"])
 
 
-def test_verdicts(page: Any, counting: Any) -> None:
-    """Counted once more, in another way."""
-    for found in page.load(RESULTS).values():
-        cases, verdicts = counting.cases(found), counting.verdicts(found)
-        assert cases
-        for method, other, measure in cases:
-            changes = [
-                text["against"][other][measure]
-                for row in found["rows"]
-                if row["method"] == method
-                for text in row["texts"].values()
-                if other in text["against"]
-            ]
-            middle = 1 if measure == "perplexity_ratio" else 0
-            # An end may round to no change, so `significant` decides.
-            real = [change["value"] for change in changes if change["significant"]]
-            for change in changes:
-                if change["significant"]:
-                    assert not change["low"] < middle < change["high"]
-                else:
-                    assert change["low"] <= middle <= change["high"]
-            below = sum(value < middle for value in real)
-            above = sum(value > middle for value in real)
-            name = measure.removesuffix("_ratio").replace("kl", "KL")
-            undecided = len(changes) - below - above
-            row = f"| `{method}` | `{other}` | {name} | {below} | {above} | {undecided} |"
-            assert row in verdicts
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -273,35 +243,3 @@ def test_made_up_results(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "eval.quality.models --made-up" in text and "an abacus; python 9.8." in text
     assert "1,234,567 parameters" in text and "88% confidence" in text
     assert "| `better` | `naive` | KL | 2 | 0 | 2 |  |" in text
-
-
-def test_without_intervals_or_layers(page: Any, explorer: Any) -> None:
-    """One document says nothing about others."""
-    found = language_results()
-    for row in found["rows"]:
-        for text in row["texts"].values():
-            for measure in text.values():
-                if "value" in measure:
-                    measure.update(low=None, high=None)
-    text = page.page({"lm": found})
-    assert "methods compared" in text
-    assert [row["kl"] for row in explorer.rows(found)] == [[0.625, None, None]] * 8
-
-
-def test_worse_and_undecided_are_told_apart(counting: Any) -> None:
-    found = copy.deepcopy(language_results())
-    for row in found["rows"]:
-        if row["method"] == "better":
-            row["texts"]["one"]["against"]["naive"]["kl"] = value(0.5, significant=True)
-    cases = counting.cases(found)
-    assert list(cases["better", "naive", "kl"].values()) == ["worse", "undecided"] * 2
-    assert (
-        list(cases["better", "naive", "perplexity_ratio"].values()) == ["better", "undecided"] * 2
-    )
-    worse = "weights only, `one.txt`: nvfp4:16<br>weights and inputs, `one.txt`: nvfp4:16"
-    assert f"| KL | 0 | 2 | 2 | {worse} |" in counting.verdicts(found)
-
-
-def test_nothing_to_show(page: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no results. Run python -m eval\.quality\.models"):
-        page.load(tmp_path)

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from fp4pass.errors import OptionError
 from fp4pass.evaluation.intervals import SUMS, Bootstrap, Change, _widened, changes, intervals
 
 TOKENS, BYTES, NLL, KL = (SUMS.index(name) for name in ("tokens", "bytes", "nll", "kl"))
@@ -84,27 +83,6 @@ def test_few_units_give_no_verdict():
 
 
 @pytest.mark.core
-def test_options_change_intervals():
-    sums = documents(np.random.default_rng(2), 30)
-    low, high = intervals(sums, Bootstrap(resamples=100))["perplexity"]
-    assert intervals(sums, Bootstrap(resamples=100, seed=1))["perplexity"] != (low, high)
-    inner = intervals(sums, Bootstrap(resamples=100, confidence=0.5))["perplexity"]
-    assert low < inner[0] < inner[1] < high
-    for options, name in (({"confidence": 1.0}, "confidence"), ({"resamples": 0}, "resamples")):
-        with pytest.raises(OptionError, match=f"{name}: expected"):
-            Bootstrap(**options)
-
-
-def test_many_units_are_resampled_in_parts(monkeypatch):
-    sums = documents(np.random.default_rng(2), 30)
-    whole = intervals(sums, Bootstrap(resamples=100))
-    monkeypatch.setattr("fp4pass.evaluation.intervals._BATCH", 7 * sums.size)
-    assert intervals(sums, Bootstrap(resamples=100))["perplexity"] == pytest.approx(
-        whole["perplexity"], rel=1e-12
-    )
-
-
-@pytest.mark.core
 def test_sums_without_an_interval():
     sums = documents(np.random.default_rng(3), 8)
     assert intervals(sums[:1], Bootstrap()) == {}
@@ -123,13 +101,6 @@ def test_sums_without_an_interval():
     assert "kl" not in changes(sums, sums, Bootstrap(resamples=50))
     sums[:, NLL] = math.inf
     assert intervals(sums, Bootstrap(resamples=50)) == {}
-
-
-@pytest.mark.parametrize("resamples", [1, 2])
-def test_few_resamples_have_their_range(resamples):
-    sums = documents(np.random.default_rng(5), 8)
-    low, high = intervals(sums, Bootstrap(resamples=resamples))["perplexity"]
-    assert math.isfinite(low) and low <= high and (low == high) == (resamples == 1)
 
 
 @pytest.mark.core

@@ -6,12 +6,10 @@ import copy
 
 import pytest
 import torch
-from evaluation.toys import Toy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4pass
-from fp4pass.evaluation.measure import fitting_batch_size
 
 
 class Largest(TorchDispatchMode):
@@ -45,18 +43,6 @@ def large() -> nn.Module:
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(20)
     return model
-
-
-@pytest.mark.core
-def test_batches_fit(large, monkeypatch):
-    compiled = torch.compile(large, backend="eager")
-    head = fp4pass.convert(copy.deepcopy(large), "nvfp4", method="naive", rules=[("lm_head", {})])
-    for model in (large, compiled, head):
-        # 256 MB hold 64 windows of 100 tokens.
-        assert [fitting_batch_size(model, 100, size) for size in (8, 64, 99)] == [8, 64, 67]
-        assert fitting_batch_size(model, 10**6, 8) == 1
-    assert fitting_batch_size(large.float(), 100, 99) == 33
-    assert fitting_batch_size(Toy(), 10**6, 8) == 8
 
 
 def test_large_logits_run_fewer_windows(large, monkeypatch):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from evaluation.toys import VOCABULARY, Tokens, Toy
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.calibration.windows import scored_bytes
 from fp4pass.errors import OptionError, ShapeError, StateError
-from fp4pass.evaluation import cut_windows, token_windows
+from fp4pass.evaluation import cut_windows
 from fp4pass.evaluation.intervals import SUMS
 
 
@@ -95,19 +95,6 @@ def test_documents_that_no_window_reaches_are_no_units(toy):
 
 
 @pytest.mark.core
-def test_text_without_reference_or_progress(toy, capsys):
-    text = "abcdefgh" * 10
-    found = fp4pass.evaluate(toy, Tokens(), text, window=9, progress=False)
-    ids = token_windows(Tokens(), text, window=9)
-    nll = straightforward(toy, toy, ids)[0].mean().item()
-    assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(nll / math.log(2), rel=1e-6)
-    assert (found.kl, found.top1) == (None, None)
-    assert fp4pass.evaluate(toy, None, ids, progress=False).bits_per_byte is None
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.core
 def test_a_token_that_is_ruled_out_adds_nothing(toy):
     ids = torch.randint(1, VOCABULARY, (2, 16))
     with torch.no_grad():
@@ -130,19 +117,6 @@ def test_what_a_model_rules_out_is_infinitely_far(toy, ruled_out):
     assert set(found.intervals) == {"perplexity", "top1", "delta_p", "rms_delta_p"}
     difference = found.difference(fp4pass.evaluate(toy, None, ids, toy, progress=False))
     assert (difference.kl.value, difference.kl.significant) == (math.inf, None)
-
-
-def test_compiled_models_and_plain_logits(toy):
-    class Plain(Toy):
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids).logits
-
-    plain = Plain().eval()
-    plain.load_state_dict(toy.state_dict())
-    ids = torch.randint(1, VOCABULARY, (3, 16))
-    wrapped = torch.compile(plain, backend="eager")
-    found = fp4pass.evaluate(wrapped, None, ids, toy, progress=False)
-    assert (found.kl, found.top1) == (pytest.approx(0.0, abs=1e-9), 1.0)
 
 
 @pytest.mark.core
@@ -223,17 +197,6 @@ def test_sliding_windows_and_nuclei_against_float64(tiny, held_out, options, top
     assert set(found.intervals) == measures
     for name, (low, high) in found.intervals.items():
         assert low < getattr(found, name) < high
-
-
-def test_a_stride_of_one_window_is_the_default(tiny, held_out):
-    _, converted, tokenizer, _ = tiny
-    text = held_out[:1500]
-    found, same, sliding = (
-        fp4pass.evaluate(converted, tokenizer, text, window=64, stride=stride, progress=False)
-        for stride in (None, 64, 16)
-    )
-    assert found == same
-    assert sliding.perplexity < found.perplexity
 
 
 @pytest.mark.core

@@ -144,19 +144,6 @@ def test_adapters_are_put_in_and_taken_out(name: str) -> None:
     assert torch.equal(case.run(adapted.unload(), 0), expected)
 
 
-@pytest.mark.parametrize("options", [{"bias": "all"}, {"lora_bias": True}, {"use_rslora": True}])
-def test_options_of_lora(options: dict[str, Any]) -> None:
-    model = converted("bert")
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["query", "value"], **options))
-    output = CASES["bert"].run(adapted, 0)
-    assert output.isfinite().all()
-    loss = adapted(input_ids=tokens()).logits.square().mean()
-    loss.backward()
-    biases = [p for n, p in adapted.named_parameters() if n.endswith("base_layer.bias")]
-    trained = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in biases]
-    assert biases and trained == [options.get("bias") == "all"] * len(biases)
-
-
 def test_all_linear_is_packed_layers_dense_ones_and_no_head() -> None:
     rules = [("*.mlp.*", None), ("lm_head", {})]
     model = converted(rules=rules)
@@ -220,19 +207,6 @@ def test_one_layer_is_not_merged_until_the_model_is_dense() -> None:
             type(m) for m in CASES[name].build().modules()
         ]
         torch.testing.assert_close(CASES[name].run(merged, 0), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_of_before_merge_once_the_model_is_dense() -> None:
-    config = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
-    adapted: Any = get_peft_model(CASES["llama"].build(), config)
-    fp4pass.convert(adapted, method="sse", weight_only=True)
-    expected = logits(adapted)
-    with pytest.raises(StateError, match=r"fp4pass\.merge\(model\)"):
-        adapted.merge_and_unload()
-    with pytest.raises(StateError, match="cannot be merged"):
-        adapted.merge_adapter()
-    merged = fp4pass.dequantize(adapted).merge_and_unload()
-    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -390,15 +364,6 @@ def test_other_models_are_left_to_peft() -> None:
     assert torch.isfinite(logits(dora)).all()
     with pytest.raises(ValueError, match=r"Target modules .* not found"):
         get_peft_model(converted(), LoraConfig(target_modules=["nowhere"]))
-
-
-def test_bitsandbytes_layers_are_left_to_peft() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    model: Any = nn.Sequential(bnb.nn.Linear4bit(32, 32, quant_type="nf4"), nn.Linear(32, 32))
-    model.is_loaded_in_4bit = True
-    fp4pass.convert(nn.Sequential(nn.Linear(32, 32)), "nvfp4", method="sse")
-    adapted = get_peft_model(model, LoraConfig(target_modules=["0"]))
-    assert kinds(adapted) == {"base_model.model.0": "Linear4bit"}
 
 
 @pytest.mark.slow

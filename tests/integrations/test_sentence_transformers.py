@@ -122,30 +122,3 @@ def test_a_head_that_a_rule_takes_is_refused(model: Any, tmp_path: Path) -> None
     fp4pass.convert(model, "nvfp4a16", "sse", rules=[("2.*", {})], progress=False)
     with pytest.raises(StateError, match="linear"):
         model.save_pretrained(str(tmp_path / "packed"))
-
-
-def test_clip_comes_back_packed(tmp_path: Path) -> None:
-    part = {**SMALL, "intermediate_size": 64}
-    text = {**part, "max_position_embeddings": 16, "bos_token_id": 2, "eos_token_id": 3}
-    vision = {**part, "image_size": 32, "patch_size": 8}
-    del vision["vocab_size"]
-    torch.manual_seed(0)
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
-    model = transformers.CLIPModel(config).eval()
-    call = {
-        "input_ids": torch.randint(4, 14, (2, 8)),
-        "pixel_values": torch.randn(2, 3, 32, 32),
-    }
-    fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
-    assert all(row.skip_reason for row in fp4pass.report(model).skipped)
-    assert {"visual_projection", "text_projection"} <= {
-        row.name for row in fp4pass.report(model).rows
-    }
-    model.save_pretrained(tmp_path / "packed")
-    loaded = transformers.CLIPModel.from_pretrained(
-        tmp_path / "packed", quantization_config=PackedConfig()
-    )
-    assert packed_layers(loaded) == packed_layers(model) != []
-    for name in ("text_embeds", "image_embeds", "logits_per_image"):
-        with torch.no_grad():
-            assert torch.equal(getattr(loaded(**call), name), getattr(model(**call), name))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,16 +152,6 @@ def test_answers_are_those_of_generate(model: Any, client: Any) -> None:
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_many_at_once_get_what_each_gets_alone(model: Any, client: Any) -> None:
-    texts = [f"A list of {count} tensors" for count in range(4)]
-
-    def ask(text: str) -> str:
-        return client.post(TEXT, json={"prompt": text, **COLD}).json()["choices"][0]["text"]
-
-    with ThreadPoolExecutor() as pool:
-        assert list(pool.map(ask, texts)) == [generated(model, each, 16) for each in texts]
-
-
 def test_options_of_sampling_and_of_the_template(client: Any) -> None:
     body = {"prompt": "def load(", "max_tokens": 12, "temperature": 1.5, "top_p": 0.9}
     one, same, other, none = (
@@ -301,68 +289,51 @@ def test_errors_of_the_model_are_answered_and_the_next_request_too(
 GOOD = {TEXT: {"prompt": "a", "max_tokens": 2}, CHAT: {"messages": said("a"), "max_tokens": 2}}
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}]
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    *((path, {"max_tokens": bad}, "max_tokens") for path in GOOD for bad in (0, -1, "8", 8.5)),
-    *((TEXT, {"max_tokens": bad}, "max_tokens") for bad in (True, [])),
-    *((TEXT, {"max_tokens": bad}, f"got 1 + {bad}") for bad in (512, 10**30)),
+    *((TEXT, {"max_tokens": bad}, "max_tokens") for bad in (0, "8", 8.5, True)),
+    (TEXT, {"max_tokens": 10**30}, f"got 1 + {10**30}"),
     (CHAT, {"max_completion_tokens": 512}, "+ 512"),
     (CHAT, {"messages": said("tensor " * 600)}, "at most 512 tokens of prompt and answer"),
-    *((TEXT, {"prompt": bad}, "prompt") for bad in ("", 3, None, [], [1, 2], ["a", "b"], {})),
-    *((CHAT, {"messages": bad}, "messages") for bad in ([], None, "a", {}, [1], [[]], [None])),
+    *((TEXT, {"prompt": bad}, "prompt") for bad in ("", None, [], [1, 2], ["a", "b"])),
+    *((CHAT, {"messages": bad}, "messages") for bad in ([], None, {}, [1])),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
-    (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
-    *(
-        (CHAT, {"messages": [{"role": role, "content": "a"}]}, "'user'")
-        for role in ("tool", "developer", "", 3, None)
-    ),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "'user'"),
     *(
         (CHAT, {"messages": [{"role": "user", "content": content}]}, "messages.0.content")
-        for content in (None, 3, {}, IMAGE, [3], [{"type": "text"}], [{"type": "text", "text": 3}])
+        for content in (None, IMAGE, [3], [{"type": "text"}], [{"type": "text", "text": 3}])
     ),
-    (CHAT, {"messages": said("a")[:1] + IMAGE}, "messages.1.role"),
     # Thousands of faults are not all collected.
     (CHAT, {"messages": [3] * 100_000}, "messages.0: "),
     (TEXT, {"stop": [3] * 100_000}, "stop.0: "),
     (CHAT, {"chat_template_kwargs": dict.fromkeys(map(str, range(50_000)), 3)}, "kwargs.0: not"),
-    (CHAT, {"chat_template_kwargs": {"a" * 500_000: 3}}, "kwargs.aaa"),
     (CHAT, {"messages": said("a", "b")[1:]}, "the chat template refuses them: a user speaks first"),
     (CHAT, {"messages": [said("a")[0] | {"tool_calls": [{}]}]}, "messages.0.tool_calls"),
-    *((TEXT, {"model": bad}, "model") for bad in ([], 3, {}, True)),
-    *(
-        (TEXT, {"temperature": bad}, "temperature")
-        for bad in (float("nan"), float("inf"), -1, 2.5, "hot", [], True)
-    ),
-    *((TEXT, {"top_p": bad}, "top_p") for bad in (0, 1.5, float("nan"))),
-    *((TEXT, {"seed": bad}, "seed") for bad in (1.5, "a", 2**70)),
-    *((TEXT, {"stop": bad}, "stop") for bad in ("", [""], [3], ["a"] * 17, "a" * 257, {})),
-    *((TEXT, {"stream": bad}, "stream") for bad in ("yes", 1)),
+    *((TEXT, {"model": bad}, "model") for bad in ([], True)),
+    *((TEXT, {"temperature": bad}, "temperature") for bad in (float("nan"), -1, 2.5, True)),
+    *((TEXT, {"top_p": bad}, "top_p") for bad in (0, 1.5)),
+    (TEXT, {"seed": 2**70}, "seed"),
+    *((TEXT, {"stop": bad}, "stop") for bad in ("", [3], ["a"] * 17, "a" * 257)),
+    (TEXT, {"stream": "yes"}, "stream"),
     (TEXT, {"stream_options": 3}, "stream_options"),
     *(
         (path, {name: value}, f"{name}: not supported by this server")
         for path in GOOD
         for name, value in {
-            **{"n": 2, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}},
-            **{"presence_penalty": 0.5, "frequency_penalty": -1, "best_of": 2, "echo": True},
-            **{"suffix": "a", "response_format": {"type": "json_object"}, "tools": [{}]},
-            **{"chat_template": "a", "guided_json": {}, "top_k": 3, "reasoning_effort": "low"},
+            **{"n": 2, "logprobs": True, "logit_bias": {"5": 1}, "presence_penalty": 0.5},
+            **{"echo": True, "response_format": {"type": "json_object"}, "tools": [{}]},
+            **{"chat_template": "a", "top_k": 3},
         }.items()
     ),
     (TEXT, {"logprobs": 0}, "logprobs: not supported"),
     *(
         (CHAT, {"chat_template_kwargs": {name: value}}, f"chat_template_kwargs.{name}")
-        for name, value in {
-            **{"chat_template": "{% for x in range(10**9) %}{% endfor %}", "documents": []},
-            **{"enable_thinking": "yes", "add_generation_prompt": False},
-        }.items()
+        for name, value in {"documents": [], "enable_thinking": "yes"}.items()
     ),
 ]
 BODIES = {
     "": "EOF",
-    "{": "EOF",
     "[]": "an object",
-    "null": "an object",
     '{"prompt": "a", "user": ' + "[" * 100_000: "recursion limit",
     '{"prompt": "\\ud800"}': "Invalid JSON",
-    '{"prompt": "a", "n": ' + "9" * 5000 + "}": "Invalid JSON",
     '{"prompt": "a" "n": 1}': "Invalid JSON",
 }
 
@@ -408,34 +379,6 @@ def test_fields_that_clients_send_change_nothing(client: Any) -> None:
     for path, body in GOOD.items():
         answer, plain = client.post(path, json=body | neutral), client.post(path, json=body)
         assert answer.json()["choices"] == plain.json()["choices"]
-
-
-def test_random_requests_are_answered_or_refused() -> None:
-    chance = random.Random(0)
-    names = [
-        *("model", "prompt", "messages", "max_tokens", "temperature", "top_p", "seed", "stop", "n"),
-        *("stream", "stream_options", "logprobs", "chat_template_kwargs", "role", "content", "é\n"),
-    ]
-
-    def value(depth: int = 0) -> Any:
-        plain = [None, True, 0, -1, 1, 2**65, 0.5, 1e300, "", "a", "user", "tiny", "\U0001f642\0"]
-        kind = chance.randrange(4 if depth < 3 else 2)
-        if kind == 2:
-            return [value(depth + 1) for _ in range(chance.randrange(3))]
-        if kind == 3:
-            return {chance.choice(names): value(depth + 1) for _ in range(chance.randrange(3))}
-        return chance.choice(plain)
-
-    found = set()
-    with client_of(Scripted(7, 8, 9)) as client:
-        for _ in range(300):
-            path = chance.choice([TEXT, CHAT])
-            body = GOOD[path] | {chance.choice(names): value() for _ in range(chance.randrange(4))}
-            answer = client.post(path, json=body)
-            found.add(answer.status_code)
-            if answer.status_code != 200:
-                refused(answer, answer.status_code, "")
-    assert found <= {200, 400, 404} and 200 in found
 
 
 def test_a_folder_without_a_chat_template_says_so(model: Any) -> None:

@@ -1,41 +1,47 @@
-"""Latents: a coordinate in which every cell is one wide, and its rounding."""
+"""Latents round as every number does; students compute as the model does, and become it again."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from pathlib import Path
+from typing import Any
 
+import mixtures
 import pytest
 import torch
 from blocks import ALL
-from torch import Tensor
+from small_models import assert_same_bits
+from students import pair, windows
+from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.core.formats import E2M1, FORMATS, Format, get_format
-from fp4pass.core.packing import unpack_codes
+from fp4pass.core import Element, Format, unpack_codes
+from fp4pass.core.formats import E2M1, FORMATS, get_format
+from fp4pass.errors import NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.common.rounding import round_to_codes_, round_to_values_
-from fp4pass.lab.learning.latent import (
-    cell_width,
+from fp4pass.lab import freeze, kl_loss, trainable
+from fp4pass.lab.latent import (
+    LatentExperts,
     codes_of,
-    from_cells,
+    in_steps,
+    last_latent,
     latent_weight,
-    round_latent,
+    latents_of,
     rounded,
-    search_again,
     steps_of,
-    to_cells,
-    unrounded,
 )
 from fp4pass.methods import search_scales
-from fp4pass.nn.linear import StoredWeight
+from fp4pass.nn import StoredWeight
 
 ELEMENTS = {fmt.element.name: fmt.element for fmt in FORMATS.values()}
 
 
-def numbers(fmt: Format, rows: int = 8, columns: int = 256, seed: int = 0) -> Tensor:
+def numbers(seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
+    return torch.randn(8, 256, generator=generator) * torch.logspace(-1, 1, 256)
 
 
 def quantized(fmt: Format, weight: Tensor, method: str = "sse") -> tuple[StoredWeight, Tensor]:
@@ -49,41 +55,22 @@ def quantized(fmt: Format, weight: Tensor, method: str = "sse") -> tuple[StoredW
 
 @pytest.mark.core
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
-def test_rounding_is_that_of_the_element(element: fp4pass.core.elements.Element) -> None:
+def test_rounding_is_that_of_the_element(element: Element) -> None:
     """To nearest, ties to the even code, saturating: at every boundary and its neighbours."""
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(element.magnitudes)])
-    values = torch.tensor(element.magnitudes)
     near = [torch.nextafter(middles, torch.tensor(end)) for end in (-math.inf, math.inf)]
-    # So near to a boundary float32 latents cannot tell the two, except at small codes.
-    near = [each + (each - middles) * 2**8 for each in near]
     past = torch.tensor([2.0, 1e30]) * element.max
-    x = torch.cat((middles, values, *near, past, torch.linspace(0, element.max * 1.2, 999)))
+    x = torch.cat((middles, torch.tensor(element.magnitudes), *near, past))
+    x = torch.cat((x, torch.linspace(0, element.max * 1.2, 999)))
     x = torch.cat((x, -x))
-    if len(x) % 4:
-        x = torch.cat((x, torch.zeros(4 - len(x) % 4)))
-    latent = to_cells(x, element)
-    assert torch.equal(rounded(latent, element), round_to_values_(x.clone(), element))
-    codes = unpack_codes(codes_of(latent, element), element.bits)
+    x = torch.cat((x, torch.zeros(-len(x) % 4)))
+    assert torch.equal(rounded(x, element), round_to_values_(x.clone(), element))
+    codes = unpack_codes(codes_of(x, element), element.bits)
     assert torch.equal(codes, round_to_codes_(x.clone(), element))
 
 
-@pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
-def test_cells_are_one_wide(element: fp4pass.core.elements.Element) -> None:
-    values = torch.tensor(element.magnitudes)
-    count = len(values)
-    assert torch.equal(to_cells(values, element), torch.arange(float(count)))
-    x = torch.linspace(-element.max, element.max, 777)
-    torch.testing.assert_close(from_cells(to_cells(x, element), element), x)
-    # The derivative of the map.
-    latent = torch.arange(count - 1) + 0.25
-    moved = from_cells(latent + 0.5, element) - from_cells(latent, element)
-    torch.testing.assert_close(cell_width(latent, element) / 2, moved)
-
-
-def test_a_cell_of_e2m1() -> None:
-    latent = torch.tensor([0.2, -1.7, 3.2, 4.0, -5.5, 6.4, 7.0, 9.0])
-    assert cell_width(latent, E2M1).tolist() == [0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0, 2.0]
-    assert rounded(latent, E2M1).tolist() == [0.0, -1.0, 1.5, 2.0, -4.0, 4.0, 6.0, 6.0]
+def test_the_last_cell_is_as_wide_on_both_sides() -> None:
+    assert last_latent(E2M1) == 7.0
 
 
 @pytest.mark.core
@@ -91,63 +78,25 @@ def test_a_cell_of_e2m1() -> None:
 @pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.key)
 def test_latents_begin_with_the_codes_that_are_there(fmt: Format, share: float) -> None:
     """Whatever the float weight: the one that was rounded, or quite another."""
-    weight = numbers(fmt)
+    weight = numbers()
     stored, dense = quantized(fmt, weight)
     steps = steps_of(stored, fmt)
-    for target in (weight, numbers(fmt, seed=1), torch.zeros_like(weight), -1e30 * weight):
+    for target in (weight, numbers(seed=1), torch.zeros_like(weight), -1e30 * weight):
         latent = latent_weight(stored.packed, steps, target, fmt, share)
         assert torch.equal(codes_of(latent, fmt.element), stored.packed)
-        assert torch.equal(round_latent(latent, steps, fmt, torch.float32), dense)
+        assert torch.equal(in_steps(rounded(latent, fmt.element), steps), dense)
+        assert latent.abs().max() <= last_latent(fmt.element)
     # The float weight is not forgotten.
     latent = latent_weight(stored.packed, steps, weight, fmt, share)
-    left = (unrounded(latent, steps, fmt) - weight).norm()
+    left = (in_steps(latent.clone(), steps) - weight).norm()
     assert left <= (dense - weight).norm() * (1 - 0.6 * share)
 
 
-def test_the_gradient_is_that_of_what_latents_stand_for() -> None:
-    fmt = get_format("nvfp4")
-    weight = numbers(fmt)
-    stored, _ = quantized(fmt, weight)
-    steps = steps_of(stored, fmt)
-    latent = latent_weight(stored.packed, steps, weight, fmt).requires_grad_()
-    target = numbers(fmt, seed=2)
-    dense = round_latent(latent, steps, fmt, torch.float32)
-    (found,) = torch.autograd.grad((dense * target).sum(), latent)
-    twin = latent.detach().clone()
-    moved = unrounded(twin + 2.0**-6, steps, fmt) - unrounded(twin - 2.0**-6, steps, fmt)
-    away = (twin - twin.round()).abs() > 2.0**-5
-    torch.testing.assert_close((found)[away], (moved * target * 2.0**5)[away], rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("key", ["nvfp4", "mxfp4", "nvfp4:32:multiplier", "mxfp6_e2m3"])
-def test_scales_are_searched_again_exactly(key: str) -> None:
-    """The search of the method "hessian", of what the latents stand for."""
-    fmt = get_format(key)
-    weight = numbers(fmt)
-    stored, _ = quantized(fmt, weight, "naive")
-    half = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(3))
-    hessian = half @ half.mT
-    latent = latent_weight(stored.packed, steps_of(stored, fmt), weight, fmt, 0.9)
-    before = unrounded(latent, steps_of(stored, fmt), fmt)
-    number = fmt.global_scale_of(float(stored.global_scale)) if fmt.has_global_scale else 1.0
-    wanted = search_scales(before, fmt, number, "hessian", hessian)
-    scale = search_again(latent, stored, fmt, hessian)
-    assert torch.equal(scale, wanted.scale) and not torch.equal(scale, stored.scale)
-    assert torch.equal(codes_of(latent, fmt.element), wanted.qdata)
-    # What is inside the last cell stands for the same number as before.
-    steps = steps_of(stored._replace(scale=scale), fmt)
-    inside = before.abs() < (steps * fmt.element.max).repeat_interleave(fmt.block, 1)
-    torch.testing.assert_close(unrounded(latent, steps, fmt)[inside], before[inside])
-
-
-def test_scales_of_a_stack_are_those_of_its_matrices() -> None:
+def test_steps_of_a_stack_are_those_of_its_matrices() -> None:
     """A global scale for each expert, or for two parts of its rows."""
     fmt = get_format("nvfp4")
-    weights = [numbers(fmt, seed=i) * 4.0**i for i in range(4)]
-    parts = [quantized(fmt, weight, "naive")[0] for weight in weights]
-    apart = [steps_of(part, fmt) for part in parts]
-    half = torch.randn(4, 8, 32, 32, generator=torch.Generator().manual_seed(3))
-    hessian = half @ half.mT
+    parts = [quantized(fmt, numbers(i) * 4.0**i, "naive")[0] for i in range(4)]
+    apart = torch.cat([steps_of(part, fmt) for part in parts])
     for rows, experts in ((1, 4), (2, 2)):
         packed, scale = (
             torch.stack([getattr(part, name) for part in parts]).unflatten(0, (experts, rows))
@@ -155,13 +104,190 @@ def test_scales_of_a_stack_are_those_of_its_matrices() -> None:
         )  # fmt: skip
         number = torch.cat([part.global_scale for part in parts]).view(experts, rows)
         stack = StoredWeight(packed, scale, number.flatten() if rows == 1 else number, None)
-        steps = steps_of(stack, fmt)
-        assert torch.equal(steps.flatten(0, 1), torch.cat(apart))
-        target = torch.cat(weights).view(experts, -1, weights[0].shape[1])
-        latent = latent_weight(packed, steps, target, fmt)
-        found = search_again(latent, stack, fmt, hessian[:experts])
-        for i, part in enumerate(parts):
-            own = latent_weight(part.packed, apart[i], weights[i], fmt)
-            wanted = search_again(own, part, fmt, hessian[i // rows])
-            assert torch.equal(found.view(4, *wanted.shape)[i], wanted)
-            assert torch.equal(latent.view(4, *own.shape)[i], own)
+        assert torch.equal(steps_of(stack, fmt).flatten(0, 1), apart)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "nvfp4, weights": {"weight_only": True},
+    "nvfp4, static": {},
+    "nvfp4, sse inputs": {"activation_scales": "sse"},
+    "nvfp4, rotated": {"rotation": 32, "method": "gptq"},
+    "nvfp4, rows of two": {"block": 32, "weight_only": True},
+    "mxfp4, rotated": {"fmt": "mxfp4", "rotation": 64, "method": "gptq"},
+    "mxfp6": {"fmt": "mxfp6_e2m3"},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.core
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_student_computes_what_the_converted_model_does(options: dict[str, Any]) -> None:
+    model, original = pair(**options)
+    before = copy.deepcopy(model)
+    student = trainable(model, original)
+    assert student is model and student.up.latent.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(student(windows()), before(windows()), rtol=2e-3, atol=1e-3)
+    freeze(student)
+    assert_same_bits(student, before)
+    with torch.no_grad():
+        assert torch.equal(student(windows()), before(windows()))
+
+
+def test_gradients_pass_both_roundings() -> None:
+    """As if weight and input were what they are rounded to, and rounding were the identity."""
+    model, original = pair()
+    layer = trainable(model, original).up
+    torch.manual_seed(0)
+    x = torch.randn(40, 64)
+    seen = x.clone().requires_grad_()
+    of_x, of_latent = torch.autograd.grad(layer(seen).square().sum(), [seen, layer.latent])
+    weight = layer.weight(torch.float32).detach()
+    packed, scale, number = fp4pass.nn.quantize_input(
+        x, layer.packed.packed_weight, layer.packed.config
+    )
+    rows = ops.dequantize(packed, scale, number, "nvfp4", torch.float32)
+    assert not torch.equal(rows, x)
+    y = rows @ weight.T + layer.packed.bias
+    torch.testing.assert_close(of_x, 2 * y @ weight)
+    steps = steps_of(layer.packed.packed_weight, get_format("nvfp4"))
+    torch.testing.assert_close(of_latent, in_steps(2 * y.T @ rows, steps), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.core
+def test_a_loop_of_ones_own_changes_codes_and_only_these() -> None:
+    model, original = pair()
+    before = copy.deepcopy(model)
+    student = trainable(model, original, others=False)
+    adam = torch.optim.AdamW([each.latent for each in latents_of(student).values()], 0.2)
+    for _ in range(3):
+        kl_loss(student(windows()), original(windows())).backward()
+        adam.step()
+        adam.zero_grad()
+    with torch.no_grad():
+        trained = student(windows())
+        assert torch.equal(freeze(student)(windows()), trained)
+    old, new = before.state_dict(), student.state_dict()
+    changed = {
+        n for n in new if not torch.equal(new[n].view(torch.uint8), old[n].view(torch.uint8))
+    }
+    assert changed == {"up.weight_packed", "down.weight_packed"}
+    assert all(row.weight_error is None for row in fp4pass.report(student).converted)
+
+
+def test_a_planted_change_of_a_code_is_stored() -> None:
+    model, original = pair(weight_only=True)
+    start = copy.deepcopy(model)
+    with torch.no_grad():
+        latent = trainable(model, original).up.latent
+        latent[3, 5] = -latent[3, 5].sign() * 6
+    freeze(model)
+    assert (model.up.weight != start.up.weight).nonzero().tolist() == [[3, 5]]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_only_norms_and_biases_learn_beside_codes(others: bool) -> None:
+    model, original = pair()
+    model.norm.bias.requires_grad_(False)
+    before = {name for name, each in model.named_parameters() if each.requires_grad}
+    student = trainable(model, original, others=others)
+    found = {name for name, each in student.named_parameters() if each.requires_grad}
+    vectors = {"up.packed.bias", "norm.weight", "lm_head.bias"}
+    assert found == {"up.latent", "down.latent"} | (vectors if others else set())
+    freeze(student)
+    assert {name for name, each in student.named_parameters() if each.requires_grad} == before
+
+
+def test_layers_that_share_a_weight_train_one() -> None:
+    original = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    original[1].weight = original[0].weight
+    model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "naive")
+    trainable(model, original)
+    assert model[0].latent is model[1].latent
+    freeze(model)
+    assert model[0].weight_packed is model[1].weight_packed
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_experts_learn(name: str, weight_only: bool) -> None:
+    source = mixtures.build(name)
+    model = fp4pass.prepare(copy.deepcopy(source), "naive")
+    model = fp4pass.calibrate(model, [mixtures.ids()], progress=False)
+    model = fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
+    start, wanted = copy.deepcopy(model), mixtures.logits(model)
+    stacks = [
+        each
+        for each in latents_of(trainable(model, source)).values()
+        if isinstance(each, LatentExperts)
+    ]
+    assert stacks
+    torch.testing.assert_close(mixtures.logits(model), wanted, rtol=1e-3, atol=1e-3)
+    model(mixtures.ids()).logits.square().sum().backward()
+    for stack in stacks:
+        assert stack.latent.grad is not None and stack.latent.grad.any((1, 2)).all()
+    assert_same_bits(freeze(model), start)
+
+
+def test_experts_with_global_scales_of_inputs() -> None:
+    """One for each expert, as some libraries calibrate them."""
+    source = mixtures.build("qwen3_moe")
+    model = fp4pass.prepare(copy.deepcopy(source), "naive")
+    model = fp4pass.calibrate(model, [mixtures.ids()], progress=False)
+    model = fp4pass.convert(model, "nvfp4", "naive")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stack: Any = model.get_submodule(name)
+    stack.input_global_scale = stack.input_global_scale * 2.0 ** torch.arange(5)
+    rows, ids = torch.randn(12, 64), torch.randint(0, 5, (12, 2))
+    wanted = stack(rows, ids)
+    trainable(model, source)
+    torch.testing.assert_close(model.get_submodule(name)(rows, ids), wanted)
+
+
+def test_a_student_is_neither_float_nor_converted(tmp_path: Path) -> None:
+    model, original = pair()
+    with pytest.raises(StateError, match="Call trainable"):
+        freeze(model)
+    trainable(model, original)
+    with pytest.raises(StateError, match="nothing to convert"):
+        fp4pass.convert(model, "nvfp4")
+    with pytest.raises(StateError, match=r"\(up\.packed\), the model is not"):
+        fp4pass.save(model, tmp_path / "out")
+    with pytest.raises(StateError, match="trainable already"):
+        trainable(model, original)
+
+
+def test_states_of_students_are_loaded() -> None:
+    (model, original), (other, _) = pair(), pair(method="gptq")
+    first, second = trainable(model, original), trainable(other, original)
+    second.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        assert torch.equal(first(windows()), second(windows()))
+
+
+def test_what_cannot_be_trained_is_an_error() -> None:
+    model, original = pair()
+    wide, broken = copy.deepcopy(original), copy.deepcopy(original)
+    wide.down, broken.up.weight.data[3] = nn.Linear(96, 64), math.nan
+    graph = fp4pass.trace(copy.deepcopy(original), (windows(),))
+    fp4pass.convert(graph, "nvfp4a16", "naive")
+    cases: list[tuple[type[Exception], str, Any, Any]] = [
+        (StateError, "is not converted", copy.deepcopy(original), original),
+        (StateError, r"with a parameter up\.weight", copy.deepcopy(model), copy.deepcopy(model)),
+        (ShapeError, r"down: the weight of the original: expected \(64, 128\)", model, wide),
+        (NonFiniteError, "up: the weight of the original holds NaN", model, broken),
+        (StateError, r"up\.weight is on the meta", model, copy.deepcopy(original).to("meta")),
+        (StateError, "it is not in memory", copy.deepcopy(model).to("meta"), original),
+        (StateError, "is a graph", graph, original),
+    ]
+    before = copy.deepcopy(model)
+    for error, message, converted, source in cases:
+        with pytest.raises(error, match=message):
+            trainable(converted, source)
+        assert_same_bits(model, before)
+    with pytest.raises(OptionError, match=r"share: expected a number in \[0, 1\], got 2"):
+        trainable(model, original, share=2)
+    assert type(trainable(model, original).up).__name__ == "LatentLinear"

@@ -108,7 +108,6 @@ NOT_RUN = {
     "import lm_eval": "its documents come from the hub",
     "torch.compile(model.forward": "compiles for minutes, as tests/test_compiled_model.py does",
     "generate_batch": "takes long on a CPU; tests/integrations/test_serving.py does",
-    "fp4pass.refine(": "learns for minutes; tests/lab/test_refine.py does",
     "fp4pass.distill(": "trains for minutes; tests/lab/test_distill.py does",
     "fp4pass merge": "needs an adapter; tests/cli/test_cli_merge.py does",
     "fp4pass.merge(": "needs an adapter; tests/lab/test_merge.py does",

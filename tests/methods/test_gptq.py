@@ -15,12 +15,10 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass import ops
 from fp4pass.core.formats import get_format
-from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
+from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
-from fp4pass.quantization.recipe import Recipe
-from fp4pass.record.config import LinearConfig
 
 K = 96
 
@@ -129,28 +127,6 @@ def test_the_precision_of_products_is_put_back() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_prepared_for_less() -> None:
-    model = fp4pass.prepare(mlp(), "hessian")
-    fp4pass.calibrate(model, batches(1), progress=False)
-    with pytest.raises(CalibrationError, match=r"does not collect what 'gptq' needs"):
-        fp4pass.convert(model, "nvfp4", method="gptq")
-    with pytest.raises(StateError, match="do not collect what 'gptq' needs"):
-        fp4pass.prepare(model, "gptq")
-    with pytest.raises(CalibrationError, match=r"fp4pass\.prepare\(model, 'gptq'\)"):
-        fp4pass.convert(mlp(), "nvfp4", method="gptq")
-
-
-@pytest.mark.core
-def test_rules_mix_methods(tmp_path: Path) -> None:
-    rules = [("0", {"method": Gptq(sweeps=0)}), ("2", {"method": "sse"})]
-    model = fp4pass.prepare(mlp(), "naive", rules=rules)
-    fp4pass.calibrate(model, batches(), progress=False)
-    fp4pass.convert(model, method="naive", weight_only=True)
-    assert [row.config.method_name for row in fp4pass.report(model).converted] == ["gptq", "sse"]
-    fp4pass.save(model, tmp_path / "out")
-    assert_same_bits(model, fp4pass.load(tmp_path / "out", model=mlp()))
-
-
 def test_after_an_interruption(tmp_path: Path) -> None:
     whole = converted("gptq")
     assert_same_bits(whole, converted("gptq", resume=tmp_path / "r"))
@@ -158,15 +134,6 @@ def test_after_an_interruption(tmp_path: Path) -> None:
     found = sorted(path.name for path in (tmp_path / "r").iterdir())
     converted(Gptq(sweeps=2), resume=tmp_path / "r")
     assert len(found) == 2 and len(list((tmp_path / "r").iterdir())) == 4
-
-
-def test_recipes() -> None:
-    method = Gptq(damping=0.5, codes="babai", scales="static", order="natural", sweeps=0)
-    for options in (method, Hessian(codes="joint", exact=True, node_budget=7)):
-        recipe = Recipe(LinearConfig(method=options))
-        assert Recipe.from_dict(recipe.to_dict()) == recipe
-    with pytest.raises(OptionError, match=r"'dampening' .* Did you mean 'damping'"):
-        Recipe.from_dict({"method": {"name": "gptq", "dampening": 0.1}})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from fp4pass import functional as F
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
-from fp4pass.kernels.search.reference import search_ref
 from fp4pass.parity import codebook_quantize, learn_codebook, learned_codebook, qwantize
 from fp4pass.quantization.functional import quantize_blocks
 
@@ -74,28 +73,6 @@ def test_no_partition_is_better(kind: str, levels: int) -> None:
         assert plain <= least_error(x, torch.ones(11), levels) * (1 + 1e-9) + rounding
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("levels", [1, 7, 15])
-def test_every_start_is_the_best_of_all(kind: str, levels: int) -> None:
-    """One cluster more, by trying all starts and not only those between the neighbors'."""
-    x = numbers(kind, 300, 1)
-    sums = learned_codebook._distinct(
-        x, torch.rand(300, generator=torch.Generator().manual_seed(2))
-    )
-    n = len(sums.value)
-    error = plain = sums.second
-    place = torch.arange(n + 1).numpy()
-    for _ in range(levels):
-        error, _ = learned_codebook._one_more_cluster(error, sums)
-        before = plain
-        plain = before.copy()
-        for j in range(n + 1):
-            start = place[: j + 1]
-            last = learned_codebook._cluster_error(sums, start, place[[j] * len(start)])
-            plain[j] = (before[start] + last).min()
-        assert abs(error - plain).max() <= 1e-13 * sums.second[-1]
-
-
 @pytest.mark.core
 def test_equal_numbers_count_together() -> None:
     x = numbers("few", 60, 0)
@@ -115,7 +92,7 @@ def test_as_many_levels_as_numbers_leave_no_error() -> None:
     assert learn_codebook(torch.arange(20.0), levels=8).bits == 6
 
 
-@pytest.mark.parametrize("points", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [8, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
     x = numbers(kind, 20000, 3)
@@ -132,23 +109,6 @@ def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
         if stop - start > 1 and len(sums.value) > points:
             assert sums.value[stop - 1] - sums.value[start] <= 2 / points * largest * (1 + 1e-9)
             assert sums.weight[stop] - sums.weight[start] <= 4 / points * whole * (1 + 1e-9)
-
-
-def test_the_partition_of_groups_is_what_is_bounded() -> None:
-    """Also before the clusters are moved to the values themselves."""
-    x = numbers("heavy-tailed", 5000, 3)
-    sums = learned_codebook._distinct(x, None)
-    exact = error_of(x, None, learn_codebook(x))
-    for points in (16, 128):
-        starts = learned_codebook._groups(sums, points)
-        edges = starts[learned_codebook._partition(sums.at(starts), 7)]
-        error = sums.second[edges[0]]
-        for start, stop in itertools.pairwise(edges.tolist()):
-            error += learned_codebook._cluster_error(
-                sums, torch.tensor([start]).numpy(), torch.tensor([stop]).numpy()
-            )[0]
-        assert exact * (1 - 1e-9) <= error
-        assert error <= exact + 16 * x.double().abs().max() ** 2 * len(x) / points**2
 
 
 def weight_of(kind: str, block: int = 16) -> Tensor:
@@ -200,15 +160,6 @@ def test_scales_are_best_for_the_codebook() -> None:
     assert ((W - exact).square().sum(-1) <= least * (1 + 1e-5)).all()
 
 
-def test_the_codebook_is_best_for_the_scales() -> None:
-    W = weight_of("normal")
-    found = codebook_quantize(W, tolerance=1e-9)
-    scales = found.steps().unsqueeze(-1).double()
-    y, weights = W / scales, scales.square().expand(W.shape)
-    best = error_of(y, weights, learn_codebook(y, weights))
-    assert error_of(y, weights, found.format.element) <= best * (1 + 1e-6)
-
-
 @pytest.mark.parametrize("dim, levels", [(0, 7), (1, 15)])
 def test_the_block_may_be_any_dimension(dim: int, levels: int) -> None:
     W = weight_of("normal")[:8]
@@ -219,27 +170,6 @@ def test_the_block_may_be_any_dimension(dim: int, levels: int) -> None:
     assert torch.equal(found.dequantize(), wanted.dequantize().movedim(-1, dim))
     assert wanted.packed.dtype == torch.uint8
     assert wanted.packed.shape == (8, 3, 16 * wanted.format.element.bits // 8)
-
-
-@pytest.mark.slow
-def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    W = torch.randn(32, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    searched: list[int] = []
-
-    def counted(blocks: Tensor, *args: Any) -> Any:
-        searched.append(len(blocks))
-        return search_ref(blocks, *args)
-
-    monkeypatch.setattr(learned_codebook, "search_ref", counted)
-    whole = F.error_metrics(W, codebook_quantize(W, tolerance=1e-3).dequantize())
-    assert set(searched) == {512}
-    searched.clear()
-    monkeypatch.setattr(learned_codebook, "_SAMPLE", 4096)
-    some = codebook_quantize(W, tolerance=1e-3)
-    assert set(searched) == {512, 256}
-    error = F.error_metrics(W, some.dequantize())["weight_error"]
-    assert error <= 1.005 * whole["weight_error"]
-    assert some.format == codebook_quantize(W, tolerance=1e-3).format
 
 
 def test_a_worse_codebook_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,44 +190,23 @@ def test_zero_weights_keep_the_format() -> None:
     assert torch.equal(codebook_quantize(W).dequantize(), W)
 
 
-def nans() -> Tensor:
-    return torch.full((4, 16), math.nan)
+NANS = torch.full((4, 16), math.nan)
 
 
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
-        (OptionError, "differ from 0", lambda: learn_codebook(torch.zeros(3))),
         (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(3), torch.zeros(3))),
-        (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(0))),
         (OptionError, "got smaller", lambda: learn_codebook(torch.ones(3).double() * 1e-60)),
-        (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=0)),
         (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=128)),
         (OptionError, "got 7", lambda: learn_codebook(torch.ones(3), points=7)),
         (OptionError, "got negative", lambda: learn_codebook(torch.ones(3), -torch.ones(3))),
         (ShapeError, r"got \(4,\)", lambda: learn_codebook(torch.ones(3), torch.ones(4))),
         (DtypeError, "expected x of", lambda: learn_codebook(torch.ones(3).int())),
-        (
-            DtypeError,
-            "expected weights of",
-            lambda: learn_codebook(torch.ones(3), torch.ones(3).int()),
-        ),
-        (NonFiniteError, "finite x and weights", lambda: learn_codebook(nans())),
-        (NonFiniteError, "finite x and weights", lambda: learn_codebook(torch.ones(4, 16), nans())),
-        (NonFiniteError, "codebook_quantize: .*got NaN", lambda: codebook_quantize(nans())),
-        (ShapeError, r"to be a block of nvfp4", lambda: codebook_quantize(torch.ones(4, 17))),
-        (
-            OptionError,
-            "tolerance between 0 and 1",
-            lambda: codebook_quantize(torch.ones(4, 16), tolerance=1.0),
-        ),
-        (
-            OptionError,
-            "at least 7 levels, as many as nvfp4",
-            lambda: codebook_quantize(torch.ones(4, 16), levels=3),
-        ),
-        (OptionError, "got 200", lambda: codebook_quantize(torch.ones(4, 16), levels=200)),
-        (OptionError, "Did you mean", lambda: codebook_quantize(torch.ones(4, 16), "nvfp5")),
+        (NonFiniteError, "finite x and weights", lambda: learn_codebook(torch.ones(4, 16), NANS)),
+        (NonFiniteError, "codebook_quantize: .*got NaN", lambda: codebook_quantize(NANS)),
+        (OptionError, "between 0 and 1", lambda: codebook_quantize(torch.ones(4, 16), tolerance=1)),
+        (OptionError, "at least 7 levels", lambda: codebook_quantize(torch.ones(4, 16), levels=3)),
     ],
 )
 def test_errors_say_what_was_expected(error: type[Exception], match: str, call: Any) -> None:

@@ -95,14 +95,6 @@ def test_the_numbers_are_those_of_torch(case: str) -> None:
             torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
-def test_one_sequence_without_a_batch() -> None:
-    module = attention(add_bias_kv=True)
-    query, arguments = inputs(module, False, batch=False), {"key_padding_mask": PADDING[1]}
-    expected, found = module(*query, **arguments), called(module)(*query, **arguments)
-    assert found[0].shape == (5, 64) and found[1].shape == expected[1].shape
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.core
 def test_dropout_and_gradients() -> None:
     module = attention(dropout=1.0).train()
@@ -221,11 +213,3 @@ def test_the_input_is_quantized_once() -> None:
     assert isinstance(model.q_proj, QuantizedLinear)
     x = torch.randn(2, 5, 64)
     assert torch.equal(model(x, x, x)[0], model(x, x.clone(), x.clone())[0])
-
-
-def test_it_compiles() -> None:
-    model = fp4pass.convert(attention(batch_first=True), method="sse", rules=ALL, fmt="mxfp4")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    x = torch.randn(2, 5, 64)
-    found = compiled(x, x, x, need_weights=False)[0]
-    assert torch.equal(found, model(x, x, x, need_weights=False)[0])

@@ -77,12 +77,3 @@ def test_token_ids_without_a_batch_dimension_are_one_row(sequential: bool) -> No
     ]
     first, second = map(fp4pass.convert, models)
     assert_same_bits(first, second)
-
-
-@pytest.mark.quick(4)
-def test_all_that_takes_batches_takes_rows() -> None:
-    rows = list(tokens(6, 24))
-    model = fp4pass.convert(language_model(), method="sse")
-    fp4pass.distill(model, language_model(), rows, steps=1, progress=False)
-    found = fp4pass.allocate(language_model(), bits=6, data=rows, seq_len=24, progress=False)
-    assert found.bits <= 6

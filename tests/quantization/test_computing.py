@@ -14,7 +14,7 @@ from torch import nn
 import fp4pass
 from fp4pass._compat import torch as compat
 from fp4pass.evaluation import fast_dtype, output_errors
-from fp4pass.quantization.observers import computing
+from fp4pass.quantization.observers import batches as computing
 
 
 @pytest.fixture(params=[False, True], ids=["slow", "quick"])

@@ -149,17 +149,6 @@ def test_a_head_beside_a_wrapped_model_is_skipped() -> None:
     assert "tower" in {each.name for each in plan.layers}
 
 
-def test_a_head_is_trained_beside_packed_layers() -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**ENCODER, num_labels=3)
-    model = transformers.LlamaForSequenceClassification(config)
-    fp4pass.convert(model, method="sse", weight_only=True)
-    weight = model.score.weight
-    assert isinstance(weight, nn.Parameter) and weight.shape == (3, 32)
-    model(torch.arange(1, 9)[None]).logits.sum().backward()
-    assert weight.grad is not None and weight.grad.abs().sum() > 0
-
-
 def test_a_traced_head_is_skipped_too() -> None:
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER)).eval()
     graph = fp4pass.trace(model, {"input_ids": torch.arange(16).view(2, 8)}, cache_length=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import pickle
 import threading
@@ -13,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from nn.test_input_cache import MODULES, UNCOUNTED, Attention, Behind, Heads, K, batch, unshared
+from nn.test_input_cache import MODULES, UNCOUNTED, Attention, Heads, K, batch, unshared
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.errors import StateError
-from fp4pass.nn.input_cache import SWITCH
-from fp4pass.ops.registration import OPERATORS
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 
 ON_GPU = [
@@ -138,63 +134,6 @@ def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(stats.block_hessian, torch.einsum("tji,tjk->jik", blocks, blocks))
 
 
-def test_threads_lose_nothing_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    observe = ops.observe
-
-    def slowly(x: Tensor, *state: Tensor) -> None:
-        # Others run between reading what was seen and writing the sum.
-        copies = [each.clone() for each in state]
-        observe(x, *copies)
-        time.sleep(1e-3)
-        for each, copied in zip(state, copies, strict=True):
-            each.copy_(copied)
-
-    monkeypatch.setattr(ops, "observe", slowly)
-    model = fp4pass.prepare(fp4pass.trace(nn.Sequential(nn.Linear(K, K)).eval(), batch(0)))
-    in_threads(4, lambda i: [model(batch(i)) for _ in range(10)])
-    (_, observer), *_ = observers(model)
-    assert int(observer.state[1]) == 40 * batch(0).numel() // K
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_threads_lose_nothing_of_compiled_code(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which takes no lock of its own, and adds what q, k and v share in a kernel."""
-    declared = OPERATORS["observe"]
-    reference = declared.reference
-
-    def slowly(x: Tensor, *given: Any) -> None:
-        *state, visible = given
-        copies = [each.clone() for each in state]
-        reference(x, *copies, visible)
-        time.sleep(1e-3)
-        for each, copied in zip(state, copies, strict=True):
-            each.copy_(copied)
-
-    monkeypatch.setattr(declared, "reference", slowly)
-    model = prepared()
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        compiled(batch(0))
-
-    def work(i: int) -> None:
-        with torch.no_grad():
-            for _ in range(10):
-                compiled(batch(0))
-
-    in_threads(4, work)
-    for name in "qkv":
-        stats = collect(getattr(model, name).__dict__[OBSERVERS], name).matrix(0)
-        assert stats.tokens == 41 * batch(0).numel() // K
-
-
-def in_threads(count: int, work: Callable[[int], object]) -> None:
-    """Run `work` in several threads at once; raise what one of them raised."""
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        list(pool.map(work, range(count)))
-
-
 def test_compiled_and_eager_calls_add_up() -> None:
     model, alone, graphs = prepared(), prepared(), []
 
@@ -275,23 +214,6 @@ def test_statistics_are_float32_and_may_be_added_to_anywhere(device: str) -> Non
         assert stats.block_hessian is not None and stats.block_hessian.dtype is torch.float32
 
 
-@pytest.mark.core
-def test_statistics_follow_their_inputs() -> None:
-    """What is set by hand is a sequence of its own."""
-    model = prepared()
-    model(batch(0))
-    observer: Observer = model.q.__dict__[OBSERVERS][0]
-    hessian, count, amax = observer.state
-    observer.replace((hessian * 2, count, amax))
-    model(batch(1))
-    alone = prepared()
-    with unshared():
-        alone(batch(0)), alone(batch(1))
-    expected: Tensor = alone.k.__dict__[OBSERVERS][0].state[0]
-    assert torch.equal(model.k.__dict__[OBSERVERS][0].state[0], expected)
-    assert not torch.equal(observer.state[0], expected)
-
-
 @pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
 def test_what_was_seen_of_an_input_does_not_outlive_a_forward(
     write: Callable[[Tensor, Tensor], object],
@@ -307,16 +229,3 @@ def test_what_was_seen_of_an_input_does_not_outlive_a_forward(
         for layer in (second.q, second.k, heads.image)
     ]
     assert all(stats.input_amax == float(new.abs().max()) for stats in seen)
-
-
-def test_the_check_compares_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "check")
-    model, alone = prepared(), prepared()
-    for i in range(3):
-        model(batch(i))
-        with unshared():
-            alone(batch(i))
-    assert_same_bits(model, alone)
-    assert shared(model) == 2
-    with pytest.raises(StateError, match=r"^k: expected the input that q read"):
-        prepared(Behind)(batch())

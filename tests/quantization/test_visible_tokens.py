@@ -165,13 +165,6 @@ def test_masks_are_mapped_by_the_signature_and_found_in_a_mapping() -> None:
     assert_same_statistics(once, wrapped.inner)
 
 
-def test_a_loop_of_ones_own_leaves_padding_out(model: Any) -> None:
-    own = fp4pass.prepare(copy.deepcopy(model))
-    with torch.no_grad():
-        own(**padded())
-    assert_same_statistics(own, calibrated(model, {"input_ids": texts()}))
-
-
 @pytest.mark.core
 def test_left_padding_is_left_out(model: Any) -> None:
     batch = padded("left")
@@ -190,15 +183,6 @@ def test_a_mask_of_pairs_hides_what_no_token_looks_at(model: Any) -> None:
     once = calibrated(model, {"input_ids": texts()})
     for mask in (pairs, added):
         assert_same_statistics(once, calibrated(model, {**batch, "attention_mask": mask}))
-
-
-def test_a_mask_of_ones_changes_no_bit(model: Any) -> None:
-    x = texts()
-    batches = [{"input_ids": x}, {"input_ids": x, "attention_mask": torch.ones_like(x)}]
-    found = [fp4pass.convert(calibrated(model, batch), "nvfp4") for batch in batches]
-    assert_same_bits(*found)
-    recipes = [each.__dict__["_fp4pass_state"].recipe["calibration"] for each in found]
-    assert all("hidden" not in recipe for recipe in recipes)
 
 
 @pytest.mark.core
@@ -320,15 +304,6 @@ def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) ->
     assert [row.tokens for row in reports[0]] == [row.tokens for row in reports[1]]
 
 
-def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
-    model = build("t5")
-    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    one, other = (fp4pass.prepare(copy.deepcopy(model)) for _ in range(2))
-    one.generate(texts(), **options)
-    other.generate(**padded(), **options)
-    assert_same_statistics(one, other, 1e-4)
-
-
 @pytest.mark.core
 def test_pooled_inputs_are_said_once() -> None:
     transformers = pytest.importorskip("transformers")
@@ -392,21 +367,6 @@ def test_the_graph_of_an_encoder_and_a_decoder_tells_them_apart() -> None:
     with torch.no_grad():
         one(**bare, **ones), other(**long)
     assert_same_statistics(one, other, 1e-4)
-
-
-@pytest.mark.slow
-def test_the_graph_of_a_decoder_leaves_padding_out(model: Any) -> None:
-    one, other = graphs(model, {"input_ids": texts()})
-    with torch.no_grad():
-        one(texts()), other(**padded())
-        # A token behind those in the cache.
-        more = texts()[:, :1]
-        one(more, torch.ones(ROWS, LENGTH + 1, dtype=torch.int64))
-        mask = torch.cat([padded()["attention_mask"], torch.ones_like(more)], 1)
-        other(more, mask)
-    tokens = {stats.tokens for stats in statistics(other).values()}
-    assert tokens == {ROWS * (LENGTH + 1)}
-    assert tokens == {stats.tokens for stats in statistics(one).values()}
 
 
 def whole(model: nn.Module) -> Any:

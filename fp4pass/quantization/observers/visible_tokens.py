@@ -351,3 +351,24 @@ def unwatch_tokens(root: nn.Module) -> None:
     for module in root.modules():
         remove_forward_hooks(module, _HOOKS)
     call_no_copies(root, watch_tokens)
+
+
+def parts_of_graph(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the kind of tokens that each node of an exported graph is computed from.
+
+    It is "" for all in a graph whose arguments do not say which of them are tokens.
+    """
+    made_of: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own: set[str] = set()
+        if node.op == "placeholder":
+            kinds = {TOKENS: TOKEN_ARGUMENTS, DECODER_TOKENS: DECODER_ARGUMENTS}
+            own = {kind for kind, names in kinds.items() if node.name in names}
+        # Equal sizes are one number, whichever tokens it was counted of.
+        is_number = isinstance(node.meta.get("val"), int | torch.SymInt)
+        operands = [] if is_number else node.all_input_nodes
+        made_of[node] = frozenset(own).union(*(made_of[each] for each in operands))
+    if not any(TOKENS in parts for parts in made_of.values()):
+        return dict.fromkeys(made_of, "")
+    # Sorted, the tokens of a decoder come before others.
+    return {node: min(parts, default=NO_TOKENS) for node, parts in made_of.items()}

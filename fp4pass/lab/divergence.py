@@ -1,0 +1,173 @@
+"""KL of one model's next tokens from another's, on batches of any kind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calibration
+from ..errors import NonFiniteError, ShapeError, StateError
+from ..evaluation import fitting_batch_size, token_kl
+from ..quantization import call_arguments, device_of
+from ..record import unwrap
+
+# Logits that are compared at once in float32: 64 MB.
+_CHUNK = 1 << 24
+
+# Windows that run at once, if their logits fit.
+_TOGETHER = 8
+
+
+class _Kl(torch.autograd.Function):
+    """KL in chunks of tokens, whose gradient is computed with it, in the dtype of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, learns: bool) -> Tensor:
+        rows, vocabulary = student.shape
+        size = max(1, _CHUNK // vocabulary)
+        grad = torch.empty_like(student) if learns else student.new_empty(rows, 0)
+        total = torch.zeros((), dtype=torch.float64, device=student.device)
+        for own, other, out in zip(
+            student.split(size), teacher.split(size), grad.split(size), strict=True
+        ):
+            total += token_kl(own, other).sum()
+            if learns:
+                out.copy_((own.float().softmax(-1) - other.float().softmax(-1)) / rows)
+        ctx.save_for_backward(grad)
+        return (total / rows).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = ctx.saved_tensors
+        return grad * grads[0].to(grad.dtype), None, None
+
+
+def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student), the mean over tokens: a float32 scalar with a gradient.
+
+    Args:
+        student: logits [..., vocabulary].
+        teacher: logits of the same shape, on any device; no gradient flows to them.
+
+    Raises:
+        ShapeError: the shapes differ, as those of two vocabularies do.
+
+    Example:
+        >>> logits = torch.randn(2, 5, 40)
+        >>> fp4pass.lab.kl_loss(logits, logits)
+        tensor(0.)
+    """
+    require_equal(student, teacher)
+    teacher = teacher.detach().to(student.device)
+    learns = student.requires_grad and torch.is_grad_enabled()
+    found: Tensor = _Kl.apply(student.flatten(0, -2), teacher.flatten(0, -2), learns)
+    return found
+
+
+def require_equal(logits: Tensor, others: Tensor) -> None:
+    """Raise ShapeError for logits of another vocabulary."""
+    if logits.shape != others.shape:
+        raise ShapeError(
+            f"The original has logits {tuple(others.shape)}: expected {tuple(logits.shape)}, those "
+            "of the converted model. Give the model that was converted."
+        )
+
+
+def logits_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits [B, T, vocabulary] of a batch, and which tokens are visible [B, T].
+
+    None for all; padding, where a 2-d attention_mask is zero, is not. Raises StateError for other
+    outputs.
+    """
+    args, kwargs = call_arguments(batch, device_of(model))
+    mask = kwargs.get("attention_mask")
+    if "use_cache" in inspect.signature(unwrap(model).forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}
+    output = model(*args, **kwargs)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 3:
+        raise StateError(
+            "The output of the model: expected logits [batch, tokens, vocabulary], got "
+            f"{type(output).__name__} without them. Give a causal language model."
+        )
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+        return logits, mask.bool().to(logits.device)
+    return logits, None
+
+
+@torch.no_grad()
+def divergence(logits: Tensor, others: Tensor, visible: Tensor | None) -> Tensor:
+    """Return KL(others || logits) and tokens of each sequence of a batch: [B, 2] float64."""
+    require_equal(logits, others)
+    size = max(1, _CHUNK // logits.shape[-1])
+    parts = zip(logits.flatten(0, -2).split(size), others.flatten(0, -2).split(size), strict=True)
+    kl = torch.cat([token_kl(own, other.to(own.device)) for own, other in parts])
+    kl = kl.view(logits.shape[:-1])
+    seen = torch.ones_like(kl) if visible is None else visible.double()
+    return torch.stack([torch.where(seen > 0, kl, 0.0), seen], -1).sum(1).cpu()
+
+
+@torch.no_grad()
+def compare(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> Tensor:
+    """Return KL(original || model) and tokens of each sequence of some batches: [S, 2]."""
+    pairs = ((logits_of(model, batch), logits_of(original, batch)[0]) for batch in batches)
+    return torch.cat([divergence(own, other, visible) for (own, visible), other in pairs])
+
+
+def mean_kl(sums: Tensor) -> float:
+    """Return nats per token of KL and tokens [S, 2]. Raises NonFiniteError for NaN."""
+    found = float(sums[:, 0].sum() / sums[:, 1].sum())
+    if found != found:
+        raise NonFiniteError(
+            "The KL is NaN: a model returns NaN, or no token is visible. Try both models in "
+            "float32, and look at attention_mask."
+        )
+    return max(found, 0.0)
+
+
+def read_windows(
+    model: nn.Module, data: Any, tokenizer: Any, samples: int, **options: Any
+) -> list[Any]:
+    """Return data as `calibration.batches` takes it: windows [1, length], or batches as they are.
+
+    options: seq_len and seed.
+    """
+    found = calibration.batches(
+        data, tokenizer, model=model, samples=samples, batch_size=1, **options
+    )
+    return [row for batch in found for row in (batch.split(1) if _is_window(batch) else [batch])]
+
+
+def together(model: nn.Module, windows: Sequence[Any]) -> list[Any]:
+    """Return windows of one length as batches whose logits fit, and others as they are."""
+    alike: dict[int, list[Tensor]] = {}
+    for each in windows:
+        if _is_window(each):
+            alike.setdefault(each.shape[1], []).append(each)
+    found = [each for each in windows if not _is_window(each)]
+    for length, same in alike.items():
+        found += torch.cat(same).split(fitting_batch_size(model, length, _TOGETHER))
+    return found
+
+
+def spread(count: int, chosen: int) -> list[int]:
+    """Return the places of some of `count` things, spread evenly."""
+    return [(2 * i + 1) * count // (2 * chosen) for i in range(chosen)]
+
+
+def token_count(batches: Sequence[Any]) -> int:
+    """Return the tokens of batches: the elements of their token ids, or of their first tensors."""
+    found = 0
+    for batch in batches:
+        args, kwargs = call_arguments(batch, None)
+        first = kwargs.get("input_ids", next(iter((*args, *kwargs.values())), None))
+        found += first.numel() if isinstance(first, Tensor) else 0
+    return found
+
+
+def _is_window(batch: Any) -> bool:
+    return isinstance(batch, Tensor) and batch.ndim == 2 and not batch.is_floating_point()
