@@ -136,12 +136,8 @@ def load_float(
         # The error that loading it raises does not say which file is cut off either.
         require_float(Path(source))
     else:
-<<<<<<< HEAD
         _log.info("%s", held.sentence)
-        reads = other_tensors(lambda tensors: _in_float(held, tensors, merge_later))
-=======
         reads = other_tensors(lambda tensors: held.dense(tensors, merge_later))
->>>>>>> main
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), reads, merging as later:
         # Missing tensors, or those of another shape, would be random weights and a warning.
