@@ -18,7 +18,7 @@ from ..core.files import path_of
 from ..core.fingerprint import fingerprint
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError, expected, nearest, some
-from ..nn.expert_scales import dequantize_stack
+from ..nn.experts import dequantize_stack
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from ..record.rows import Report
