@@ -26,9 +26,6 @@ from ..quantization.functional import (
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-# Widths of codes that `pack_codes` knows.
-_WIDTHS = (4, 6, 8)
-
 # Elements from which the first codebooks are learned, and points of each codebook: more change the
 # error of normal weights by less than 1e-4 of it.
 _SAMPLE = 1 << 17
@@ -45,9 +42,8 @@ def learn_codebook(
 ) -> Element:
     """Find the magnitudes that represent numbers with the least weighted squared error.
 
-    The error is the sum of w (|x| - c)^2, where c is the nearest magnitude or 0. It is minimized
-    by dynamic programming over all partitions of the distinct |x|, in float64; the magnitudes are
-    rounded to float32.
+    The error is the sum of w (|x| - c)^2, where c is the nearest magnitude or 0, least over all
+    partitions of the distinct |x|, in float64; the magnitudes are rounded to float32.
 
     Args:
         x: a finite floating-point tensor of any shape.
@@ -72,7 +68,7 @@ def learn_codebook(
         >>> fp4pass.parity.learn_codebook(torch.tensor([-1.0, 1.0, 3.0]), levels=2).magnitudes
         (0.0, 1.0, 3.0)
     """
-    bits = code_width(levels)
+    bits = _code_width(levels)
     if points <= levels:
         raise OptionError(
             f"learn_codebook: expected points to be more than levels={levels}, got {points}."
@@ -94,12 +90,12 @@ def learn_codebook(
     return Element(name, bits, magnitudes)
 
 
-def code_width(levels: int) -> int:
+def _code_width(levels: int) -> int:
     """Return the bits of a code for `levels` magnitudes beside 0. Raises OptionError."""
-    fitting = [bits for bits in _WIDTHS if 1 <= levels < 1 << (bits - 1)]
-    if not fitting:
+    if not 1 <= levels <= 127:
         raise OptionError(f"levels: expected 1 to 127 magnitudes beside 0, got {levels}.")
-    return fitting[0]
+    # The widths of codes that `pack_codes` knows.
+    return next(bits for bits in (4, 6, 8) if levels < 1 << (bits - 1))
 
 
 class _Sums(NamedTuple):
@@ -149,9 +145,8 @@ def _distinct(x: Tensor, weights: Tensor | None) -> _Sums:
 def _groups(sums: _Sums, points: int) -> _Indices:
     """Return the starts of groups of neighboring values, at most points + 1, and their end.
 
-    Each value is a group of its own if there are no more than `points`. Else a group is no wider
-    than 2 / points of the largest value and, if it has several values, no heavier than 4 / points
-    of all.
+    Of more values than `points` a group is no wider than 2 / points of the largest value and, if it
+    has several values, no heavier than 4 / points of all.
     """
     n = len(sums.value)
     if n <= points:
@@ -181,9 +176,8 @@ def _partition(sums: _Sums, levels: int) -> _Indices:
 def _one_more_cluster(error: _Array, sums: _Sums) -> tuple[_Array, _Indices]:
     """Return the least errors of the first j values with one more cluster, and its start.
 
-    `error` is without it. The best start never falls as j grows, as the error of a cluster is a
-    Monge array (Wu 1991), so it is searched between those of two neighbors, which are known for
-    every second, fourth, ... j. One pass tries at most n starts and one more for each j.
+    The best start never falls as j grows, as the error of a cluster is a Monge array (Wu 1991), so
+    it is searched between those of two neighbors, which are known for every second, fourth, ... j.
     """
     n = len(sums.value)
     least, choice = np.zeros(n + 1), np.zeros(n + 1, dtype=np.int64)
@@ -270,7 +264,7 @@ def codebook_quantize(
         tensor(True)
     """
     caller = "codebook_quantize"
-    code_width(levels)
+    _code_width(levels)
     if not 0.0 < tolerance < 1.0:
         raise OptionError(f"{caller}: expected tolerance between 0 and 1, got {tolerance}.")
     x, found, amax = read_blocks(caller, weight, dim, get_format(fmt))

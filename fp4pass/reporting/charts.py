@@ -61,6 +61,8 @@ class Axis:
 # Marks of a chart, from functions of a value on each axis to its place.
 Place = Callable[[float], float]
 Draw = Callable[[Place, Place], Iterable[str]]
+# A color, or the index of one that has a marker, and its name in the legend.
+Entry = tuple[int | str, str]
 
 
 def layers(data: Data) -> list[Markup]:
@@ -69,18 +71,12 @@ def layers(data: Data) -> list[Markup]:
     kinds = [(error, name, 100, "%", data["ranges"][error]) for error, name in ERRORS.items()]
     if len(bits) > 1:
         kinds.append(("bits", "bits per weight", 1, "bits", [min(bits), max(bits)]))
-    return [
-        _layer_map(
-            found,
-            key,
-            factor,
-            unit,
-            ends,
-            name if len(data["maps"]) == 1 else f"{found['stack']}: {name}",
-        )
-        for found, (key, name, factor, unit, ends) in itertools.product(data["maps"], kinds)
-        if ends
-    ]
+    charts = []
+    for found, (key, name, factor, unit, ends) in itertools.product(data["maps"], kinds):
+        if ends:
+            title = name if len(data["maps"]) == 1 else f"{found['stack']}: {name}"
+            charts.append(_layer_map(found, key, factor, unit, ends, title))
+    return charts
 
 
 def _layer_map(
@@ -106,29 +102,20 @@ def _layer_map(
             if is_numbered and cell["converted"]:
                 color = "white" if value < (low + high) / 2 else "black"
                 yield _text(x(i + 0.5), y(j) + 16, number, style=f"fill: {color}; font-size: 11px")
-        # The bar of colors.
-        right, top, height = x(len(depths)) + 12, y(0), y(len(names)) - y(0)
-        for i in range(32):
-            place, color = top + height * (1 - (i + 1) / 32), _cividis((i + 0.5) / 32)
-            box = f'x="{right:.1f}" y="{place:.2f}" width="12" height="{height / 32 + 0.5:.2f}"'
-            yield f'<rect {box} fill="{color}"/>'
-        for value, text in _ticks(low, high, 6).items():
-            place = top + height * (high - value) / (high - low) + 4
-            yield _text(right + 16, place, text, "start")
-        yield _text(right + 16, top - 6, unit, "end")
 
     most = len(depths) if is_numbered else 30
     shown = whole_numbers(0, len(depths) - 1, most)
     skipped = any(cell and not cell["converted"] for row in found["cells"] for cell in row)
+    swatches = [(0.0, low), (0.5, (low + high) / 2), (1.0, high)]
+    legend: list[Entry] = [(_cividis(at), f"{value:.3g} {unit}") for at, value in swatches]
     return _chart(
         title,
         Axis(0, len(depths), {i + 0.5: str(depths[i]) for i in shown}, "depth"),
         Axis(len(names), 0, {j + 0.5: name for j, name in enumerate(names)}),
         draw,
-        [("url(#hatch)", "skipped")] if skipped else [],
-        width=max(_WIDTH, min(210 + len(depths) * (35 if is_numbered else 13), 1536)),
+        [*legend, ("url(#hatch)", "skipped")] if skipped else legend,
+        width=max(_WIDTH, min(150 + len(depths) * (35 if is_numbered else 13), 1536)),
         inner=25 * len(names),
-        right=62,
     )
 
 
@@ -148,7 +135,9 @@ def bits(data: Data) -> list[Markup]:
         def draw(x: Place, y: Place, dots: Sequence[Any] = dots) -> Iterable[str]:
             return (_marker(x(at), y(value), color, said) for at, value, color, said in dots)
 
-        groups = [(index, group["legend"]) for index, group in enumerate(data["groups"])]
+        groups: list[Entry] = [
+            (index, group["legend"]) for index, group in enumerate(data["groups"])
+        ]
         ticks = {each: f"{each:g}" for each in used}
         across = Axis(used[0] - 0.2, used[-1] + 0.2, ticks, "bits per weight")
         upwards = _axis([dot[1] for dot in dots], f"{ERRORS[error]}, %")
@@ -251,30 +240,26 @@ def _chart(
     across: Axis,
     upwards: Axis,
     draw: Draw,
-    legend: Sequence[tuple[int | str, str]] = (),
+    legend: Sequence[Entry] = (),
     *,
     width: float = _WIDTH,
     inner: float = 0.0,
-    right: float = 14.0,
 ) -> Markup:
-    """Draw axes, marks on them, and a legend of colors with their names below."""
+    """Draw axes, marks on them, and below a legend of colors with their names."""
     names = [line for text in upwards.ticks.values() for line in text.split("\n")]
     left = 14 + _LETTER * max(map(len, names), default=0) + (20 if upwards.label else 0)
-    top = 28 if title else 12
-    rows = _wrapped(legend, width)
-    below = 22 + (18 if across.label else 0) + 20 * len(rows)
+    top, below = 28 if title else 12, 40 if across.label else 22
     inner = inner or _HEIGHT - top - below
-    height = top + inner + below
+    bottom, end = top + inner, width - 14
 
     def x(value: float) -> float:
-        return left + across.share(value) * (width - left - right)
+        return left + across.share(value) * (end - left)
 
     # Where an axis has names they go from the top to the bottom.
     def y(value: float) -> float:
         return top + (1 - upwards.share(value)) * inner
 
-    bottom, end = top + inner, width - right
-    parts = [_text(left, 16, title, "start", style="font-weight: 700")] if title else []
+    parts = [_text(left, 16, title, "start", "font-weight: 700")] if title else []
     for value, text in upwards.ticks.items():
         lines = text.split("\n")
         for i, line in enumerate(lines):
@@ -287,43 +272,22 @@ def _chart(
             parts.append(_text(x(value), bottom + 17, text))
     parts += draw(x, y)
     parts.append(_line([(left, top), (left, bottom), (end, bottom)], "var(--ink)", width=0.8))
-    if across.label:
-        parts.append(_text((left + end) / 2, bottom + 35, across.label))
-    if upwards.label:
-        turned = f' transform="rotate(-90 14 {(top + bottom) / 2:.1f})"'
-        parts.append(_text(14, (top + bottom) / 2, upwards.label, more=turned))
-    for i, row in enumerate(rows):
-        at = (width - sum(map(_legend_width, row))) / 2
-        for entry in row:
-            color, name = entry
-            place = bottom + below - 20 * (len(rows) - i) + 12
-            if isinstance(color, int):
-                parts.append(_marker(at + 6, place - 4, color))
-            else:
-                box = f'x="{at}" y="{place - 9:.1f}" width="14" height="10"'
-                parts.append(f'<rect {box} fill="{color}"/>')
-            parts.append(_text(at + 18, place, name, "start"))
-            at += _legend_width(entry)
+    parts.append(_text((left + end) / 2, bottom + 35, across.label))
+    middle = (top + bottom) / 2
+    turned = f' transform="rotate(-90 14 {middle:.1f})"'
+    parts.append(_text(14, middle, upwards.label, more=turned))
     # It shrinks on a narrow screen as far as its text can be read, and grows on a wide one.
     size = f"width: {width:g}px; max-width: max(100%, {0.7 * width:g}px)"
     size += f"; min-width: min(100%, {1.25 * width:g}px)"
-    box = f'viewBox="0 0 {width:g} {height:g}"'
-    return Markup(f'<svg role="img" {box} style="{size}">{"".join(parts)}</svg>')
-
-
-def _legend_width(entry: tuple[int | str, str]) -> float:
-    return 36 + _LETTER * len(entry[1])
-
-
-def _wrapped(
-    legend: Sequence[tuple[int | str, str]], width: float
-) -> list[list[tuple[int | str, str]]]:
-    rows: list[list[tuple[int | str, str]]] = []
-    for entry in legend:
-        if not rows or sum(map(_legend_width, [*rows[-1], entry])) > width:
-            rows.append([])
-        rows[-1].append(entry)
-    return rows
+    box = f'viewBox="0 0 {width:g} {bottom + below:g}"'
+    chart = f'<svg role="img" {box} style="{size}">{"".join(parts)}</svg>'
+    entries = []
+    for color, name in legend:
+        rect = f'<rect x="-6" y="-6" width="12" height="12" fill="{color}"/>'
+        mark = _marker(0, 0, color) if isinstance(color, int) else rect
+        drawn = f'<svg width="12" height="12" viewBox="-6 -6 12 12">{mark}</svg>'
+        entries.append(f"<span>{drawn}{escape(name)}</span>")
+    return Markup(chart + (f'<p class="legend">{"".join(entries)}</p>' if entries else ""))
 
 
 def _text(

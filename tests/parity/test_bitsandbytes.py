@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.errors import OptionError, ShapeError
-from fp4pass.parity import CodebookState, bitsandbytes
-from fp4pass.parity.codebooks import CODEBOOKS, codes_of, get_codebook
+from fp4pass.parity import bitsandbytes
+from fp4pass.parity.codebooks import CODEBOOKS, codes_of
 
 judge: Any = pytest.importorskip("bitsandbytes.functional")
 
@@ -85,22 +85,10 @@ def test_a_last_block_that_is_not_whole(scheme: str, count: int) -> None:
 
 
 @every_scheme
-def test_an_odd_number_of_elements(scheme: str) -> None:
-    assert_judged(torch.randn(77), scheme, 64, values=False)
-    assert fp4pass.quantize(torch.randn(77), scheme).qdata.shape == (39,)
-
-
-@every_scheme
 def test_extreme_blocks(scheme: str) -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([2.0**-140, 1e-38, 1e-30, 1e30, 8e37]).view(-1, 1)
     assert_judged(x, scheme, 64)
-
-
-@every_scheme
-def test_the_table_is_theirs(scheme: str) -> None:
-    codebook = get_codebook(scheme)
-    assert codebook.values == tuple(judge.get_4bit_type(scheme, "cpu").tolist())
 
 
 def test_names_of_one_type_and_errors() -> None:
@@ -117,23 +105,6 @@ def test_names_of_one_type_and_errors() -> None:
     for name in ("nf8", "nvfp4"):
         with pytest.raises(OptionError, match="does not exist"):
             bitsandbytes.quantize_4bit(x, quant_type=name)
-
-
-def test_their_linear_table_gives_the_codes_of_int8_linear() -> None:
-    """Their CPU build first rounds a quotient to one of 65536, so codes near a tie may differ."""
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    codes, theirs = judge.quantize_blockwise(x, code=judge.create_linear_map(), blocksize=64)
-    ours = fp4pass.quantize(x, "int8_linear", 64)
-    assert isinstance(ours, CodebookState) and torch.equal(ours.absmax, theirs.absmax)
-    found = ours.qdata.view(torch.int8).view_as(x).int()
-    # They have two codes for 0, 127 and 128.
-    wanted = codes.int() - 127 - (codes >= 128).int()
-    steps = x.view(-1, 64).double() / ours.absmax.view(-1, 1) * 127
-    from_tie = (steps - steps.floor() - 0.5).abs().view_as(x)
-    same = found == wanted
-    assert same[from_tie > 127 / 65535].all() and ((found - wanted).abs() <= 1).all()
-    dense = judge.dequantize_blockwise(codes, theirs)
-    torch.testing.assert_close(fp4pass.dequantize(ours)[same], dense[same], rtol=1e-6, atol=1e-6)
 
 
 def test_codes_of_nan_are_codes() -> None:

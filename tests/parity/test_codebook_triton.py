@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fp4pass.parity.codebook_triton import (
     _CELLS,
-    _LEAST,
     _SLOPE,
     cells_of,
     dequantize_codebook_triton,
@@ -25,7 +24,6 @@ from fp4pass.parity.codebook_triton import (
 from fp4pass.parity.codebooks import (
     BLOCK_SIZES,
     CODEBOOKS,
-    LEAST_ABSMAX,
     Codebook,
     codes_of,
     dequantize_codebook_ref,
@@ -155,11 +153,6 @@ def test_no_bound_is_near_the_edge_of_a_cell(codebook: Codebook) -> None:
     assert 0 < _CELLS.value // 2 - _SLOPE.value and _SLOPE.value < _CELLS.value // 2 - 0.5
     assert sorted([*(b for b in first if b < math.inf), *others]) == list(codebook.bounds)
     assert before[0] == 0 and before[-1] + len(others) <= len(codebook.bounds)
-
-
-def test_the_least_absmax_is_that_of_the_reference() -> None:
-    least = torch.tensor(_LEAST.value, dtype=torch.int32).view(torch.float32)
-    assert least == torch.tensor(LEAST_ABSMAX)
 
 
 @pytest.mark.core

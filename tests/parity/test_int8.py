@@ -121,16 +121,6 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.parametrize("rows", [1, 16, 17, 31, 33, 256])
-@pytest.mark.parametrize("columns, out", [(3, 9), (16, 8), (100, 24), (4096, 1000)])
-def test_cublas_gives_the_integers_of_the_cpu(rows: int, columns: int, out: int) -> None:
-    a = torch.randint(-127, 128, (rows, columns), generator=seeded(), dtype=torch.int8)
-    b = torch.randint(-127, 128, (out, columns), generator=seeded(1), dtype=torch.int8)
-    assert torch.equal(int8.int_mm(a.cuda(), b.cuda()).cpu(), int8.int_mm(a, b))
-
-
-@pytest.mark.gpu
-@on_a_gpu
 @every_kind
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_on_a_gpu_agree_with_the_cpu(kind: str, dtype: torch.dtype) -> None:
@@ -150,19 +140,3 @@ def test_layers_on_a_gpu_agree_with_the_cpu(kind: str, dtype: torch.dtype) -> No
     assert all(
         torch.equal(bits(there.get_buffer(n).cpu()), bits(t)) for n, t in layer.named_buffers()
     )
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_int8_is_captured_in_a_cuda_graph() -> None:
-    layer, x = made("int8").cuda(), batch(40).cuda()
-    x[3, 5] = 20.0
-    for _ in range(2):
-        layer(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = layer(x)
-    x[7, 9] = -30.0
-    graph.replay()
-    torch.testing.assert_close(y, layer(x).detach())

@@ -92,7 +92,7 @@ def test_as_many_levels_as_numbers_leave_no_error() -> None:
     assert learn_codebook(torch.arange(20.0), levels=8).bits == 6
 
 
-@pytest.mark.parametrize("points", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [8, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
     x = numbers(kind, 20000, 3)
@@ -190,44 +190,23 @@ def test_zero_weights_keep_the_format() -> None:
     assert torch.equal(codebook_quantize(W).dequantize(), W)
 
 
-def nans() -> Tensor:
-    return torch.full((4, 16), math.nan)
+NANS = torch.full((4, 16), math.nan)
 
 
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
-        (OptionError, "differ from 0", lambda: learn_codebook(torch.zeros(3))),
         (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(3), torch.zeros(3))),
-        (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(0))),
         (OptionError, "got smaller", lambda: learn_codebook(torch.ones(3).double() * 1e-60)),
-        (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=0)),
         (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=128)),
         (OptionError, "got 7", lambda: learn_codebook(torch.ones(3), points=7)),
         (OptionError, "got negative", lambda: learn_codebook(torch.ones(3), -torch.ones(3))),
         (ShapeError, r"got \(4,\)", lambda: learn_codebook(torch.ones(3), torch.ones(4))),
         (DtypeError, "expected x of", lambda: learn_codebook(torch.ones(3).int())),
-        (
-            DtypeError,
-            "expected weights of",
-            lambda: learn_codebook(torch.ones(3), torch.ones(3).int()),
-        ),
-        (NonFiniteError, "finite x and weights", lambda: learn_codebook(nans())),
-        (NonFiniteError, "finite x and weights", lambda: learn_codebook(torch.ones(4, 16), nans())),
-        (NonFiniteError, "codebook_quantize: .*got NaN", lambda: codebook_quantize(nans())),
-        (ShapeError, r"to be a block of nvfp4", lambda: codebook_quantize(torch.ones(4, 17))),
-        (
-            OptionError,
-            "tolerance between 0 and 1",
-            lambda: codebook_quantize(torch.ones(4, 16), tolerance=1.0),
-        ),
-        (
-            OptionError,
-            "at least 7 levels, as many as nvfp4",
-            lambda: codebook_quantize(torch.ones(4, 16), levels=3),
-        ),
-        (OptionError, "got 200", lambda: codebook_quantize(torch.ones(4, 16), levels=200)),
-        (OptionError, "Did you mean", lambda: codebook_quantize(torch.ones(4, 16), "nvfp5")),
+        (NonFiniteError, "finite x and weights", lambda: learn_codebook(torch.ones(4, 16), NANS)),
+        (NonFiniteError, "codebook_quantize: .*got NaN", lambda: codebook_quantize(NANS)),
+        (OptionError, "between 0 and 1", lambda: codebook_quantize(torch.ones(4, 16), tolerance=1)),
+        (OptionError, "at least 7 levels", lambda: codebook_quantize(torch.ones(4, 16), levels=3)),
     ],
 )
 def test_errors_say_what_was_expected(error: type[Exception], match: str, call: Any) -> None:

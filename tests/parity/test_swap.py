@@ -12,8 +12,6 @@ from layers import K, batch, linear
 from small_models import language_model, logits
 from torch import Tensor, nn
 
-import fp4pass
-import fp4pass.parity
 from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
 from fp4pass.parity import Linear4bit, swap
 from fp4pass.parity.bitsandbytes import PackedWeight
@@ -167,18 +165,6 @@ def test_adapters_train_on_swapped_models() -> None:
     assert len(trained) == 4 and all("lora_" in name for name in trained)
     torch.optim.SGD(adapted.parameters(), lr=1e-3).step()
     assert not torch.equal(adapted(batch()), before)
-
-
-def test_converted_layers_and_graphs_are_skipped() -> None:
-    model = mlp()
-    rules = [("0", {"fmt": "nvfp4"}), ("*", None)]
-    fp4pass.convert(model, method="naive", weight_only=True, rules=rules)
-    swapped = swap(model, "nf4")
-    assert swapped["0"].startswith("is QuantizedLinear") and swapped["3"] == "nf4"
-    assert model(batch()).shape == (2, 5, 37)
-    exported = torch.export.export(mlp(), (batch(),)).module()
-    with pytest.raises(StateError, match="a graph reads its weight"):
-        swap(exported)
 
 
 def test_everything_is_checked_before_anything_is_swapped() -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 def texts(svg: str) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    return re.findall(r"(?:<text[^>]*|</svg)>([^<]+)</", svg)
 
 
 def cell(error: float | None, converted: int = 1) -> dict[str, Any]:
