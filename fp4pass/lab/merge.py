@@ -219,7 +219,7 @@ def merge(
         if reference is not None:
             with _evaluating(root), fast_dtype(root):
                 sums = reference.compare(root)
-            kl = {"kl_after": mean_kl(sums), "kl_without": without}
+            kl: dict[str, Any] = {"kl_after": mean_kl(sums), "kl_without": without}
             record = dataclasses.replace(record, held_out_tokens=int(sums[:, 1].sum()), **kl)
     recipe = {**state.recipe, "merged": [*state.recipe.get("merged", ()), record.to_dict()]}
     finished: Any = get_state(root)
