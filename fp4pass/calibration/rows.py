@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _KINDS = "batches, texts, chats, rows, token windows [n, length], a path, or the name of a data set"
 
-# Rows are read until they have this many characters for each token that is wanted: four or five
+# Rows are read until they have this many characters for each token to read: four or five
 # are usual, and windows are spread over what is left.
 _CHARACTERS = 16
 

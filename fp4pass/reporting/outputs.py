@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..evaluation import evaluate, fast_dtype
 from ..kernels.experts.naive import chosen
-from ..nn.expert_scales import quantize_pairs
 from ..nn.experts import (
     QUANTIZED,
     QuantizedExperts,
     QuantizedExpertStack,
     convert_experts,
     packed_stacks,
+    quantize_pairs,
     set_weight,
     stacks_of,
 )
