@@ -17,8 +17,14 @@ from ..checkpoint.source_files import MANIFEST
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics
 from ..errors import CheckpointError, OptionError, UnreadError
-from ..reporting.compare import Comparison, compare_models
-from ..reporting.outputs import RANDOM, Outputs, compare_outputs, random_tokens
+from ..reporting.compare import (
+    RANDOM,
+    Comparison,
+    Outputs,
+    compare_models,
+    compare_outputs,
+    random_tokens,
+)
 from ..reporting.text import size
 from . import screen, sources
 from .options import Device, TrustCode
@@ -83,7 +89,7 @@ def verify(
                     screen.note(f"{data} has {len(ids)} windows; --samples is {samples}.")
             if ids is not None:
                 sources.note_dtype("compares outputs", model, original)
-                outputs = compare_outputs(model, original, ids, data or RANDOM)
+                outputs = compare_outputs(model, ids, data or RANDOM)
                 wrong |= outputs.mismatches()
     if as_json:
         found = found or Comparison()
