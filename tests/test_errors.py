@@ -131,58 +131,6 @@ def test_a_weight_that_is_not_finite(bad: float, method: str, fmt: str) -> None:
     assert set(reasons(model)) == {"layers.1.down_proj", "lm_head"}
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64], ids=str)
-def test_a_weight_of_another_dtype_is_skipped(dtype: torch.dtype) -> None:
-    model = build(unused=True)
-    weight = torch.ones(32, 32).to(dtype)
-    model.unused.weight = nn.Parameter(weight, requires_grad=False)
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert reasons(model)["unused"] == (
-        f"its weight is {dtype}, not float32, bfloat16, float16 or float64"
-    )
-    assert model.unused.weight is not None and type(model.unused) is nn.Linear
-    named = build(unused=True)
-    named.unused.weight = nn.Parameter(weight, requires_grad=False)
-    options = {"method": "sse", "rules": [("unused", {"method": "naive"})]}
-    check_untouched(
-        named, lambda: fp4pass.convert(named, **options), ShapeError, "unused: its weight is"
-    )
-
-
-@pytest.mark.core
-def test_columns_that_are_not_a_multiple_of_the_block() -> None:
-    model = build()
-    model.layers[0].up_proj = nn.Linear(32, 40)
-    model.layers[0].down_proj = nn.Linear(40, 32)
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert reasons(model)["layers.0.down_proj"] == (
-        "in_features=40 is not a multiple of 16 (the block of nvfp4)"
-    )
-    assert isinstance(model.layers[0].up_proj, QuantizedLinear)
-    assert type(model.layers[0].down_proj) is nn.Linear
-
-
-def test_a_rule_that_names_such_a_layer() -> None:
-    model = build()
-    model.layers[0].up_proj, model.layers[0].down_proj = nn.Linear(32, 48), nn.Linear(48, 32)
-    rules = [("layers.0.down_proj", {"block": 32})]
-    check_untouched(
-        model,
-        lambda: fp4pass.convert(model, "nvfp4", method="sse", rules=rules),
-        ShapeError,
-        "layers.0.down_proj: in_features=48 is not a multiple of 32 (the block of nvfp4:32)",
-        "rules=[('layers.0.down_proj', None)]",
-        "smaller block",
-    )
-    # A rule with a wildcard takes what fits and reports the rest.
-    fp4pass.convert(model, "nvfp4", method="sse", rules=[("*.down_proj", {"block": 32})])
-    assert "not a multiple of 32" in reasons(model)["layers.0.down_proj"]
-    assert rows(model)["layers.1.down_proj"].config.block == 32
-
-
-# Layers that are linears and are not.
-
-
 class Scaled(nn.Linear):
     """A linear that does more than its forward when it is called."""
 
@@ -190,61 +138,85 @@ class Scaled(nn.Linear):
         return 100 * super().__call__(x)
 
 
-def test_a_subclass_with_its_own_call_is_skipped() -> None:
-    model = nn.Sequential(Scaled(32, 32), nn.Linear(32, 32))
-    x = batch()
-    before = model[0](x)
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert reasons(model) == {"0": "its class Scaled is more than an nn.Linear"}
-    assert torch.equal(model[0](x), before)
+def with_weight(dtype: torch.dtype) -> nn.Module:
+    linear = nn.Linear(32, 32)
+    linear.weight = nn.Parameter(torch.ones(32, 32).to(dtype), requires_grad=False)
+    return linear
 
 
-def test_a_computed_bias_is_skipped() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
-    x = batch()
-    before = model[0](x)
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert set(reasons(model)) == {"0"} and "its bias is computed" in reasons(model)["0"]
-    assert torch.equal(model[0](x), before)
+def with_computed(name: str) -> nn.Module:
+    linear = nn.Linear(32, 32)
+    nn.utils.parametrize.register_parametrization(linear, name, nn.Tanh())
+    return linear
 
 
+# A layer, why it is skipped, and whether it can be called.
+SKIPPED: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    "int8": (
+        lambda: with_weight(torch.int8),
+        "its weight is torch.int8, not float32, bfloat16, float16 or float64",
+        False,
+    ),
+    "columns": (
+        lambda: nn.Linear(40, 32),
+        "in_features=40 is not a multiple of 16 (the block of nvfp4)",
+        False,
+    ),
+    "its own call": (lambda: Scaled(32, 32), "its class Scaled is more than an nn.Linear", True),
+    "a computed bias": (lambda: with_computed("bias"), "its bias is computed", True),
+    "a computed weight": (lambda: with_computed("weight"), "its weight is computed", True),
+    "a former weight norm": (
+        lambda: nn.utils.weight_norm(nn.Linear(32, 32)),
+        "its weight is computed",
+        True,
+    ),
+    "no weight yet": (lambda: nn.LazyLinear(32), "run the model once", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_a_weight_without_values() -> None:
-    lazy = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
-    fp4pass.convert(lazy, "nvfp4", method="sse")
-    assert "run the model once" in reasons(lazy)["0"]
+@pytest.mark.parametrize(("make", "reason", "runs"), SKIPPED.values(), ids=SKIPPED)
+@pytest.mark.core
+def test_what_cannot_be_packed_is_skipped_and_refused_by_name(
+    make: Callable[[], nn.Module], reason: str, runs: bool
+) -> None:
+    model, x = nn.Sequential(make(), nn.Linear(32, 32)), batch()
+    before = model[0](x) if runs else None
+    with pytest.raises(ShapeError, match=r"^0: .* Skip this layer with rules=\[\('0', None\)\]"):
+        fp4pass.convert(model, "nvfp4", "sse", rules=[("0", {"method": "naive"})])
+    fp4pass.convert(model, "nvfp4", method="sse")
+    assert set(reasons(model)) == {"0"} and reason in reasons(model)["0"]
+    assert not runs or torch.equal(model[0](x), before)
+
+
+def test_a_rule_with_a_wildcard_takes_what_fits() -> None:
+    model = build()
+    model.layers[0].up_proj, model.layers[0].down_proj = nn.Linear(32, 48), nn.Linear(48, 32)
+    fp4pass.convert(model, "nvfp4", method="sse", rules=[("*.down_proj", {"block": 32})])
+    assert "not a multiple of 32" in reasons(model)["layers.0.down_proj"]
+    assert rows(model)["layers.1.down_proj"].config.block == 32
+
+
+def test_a_weight_on_the_meta_device() -> None:
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(32, 32))
     with pytest.raises(StateError, match="0: its weight is on the meta device"):
         fp4pass.convert(meta, "nvfp4", method="sse")
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_a_computed_weight_is_skipped() -> None:
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-    nn.utils.parametrizations.weight_norm(model[1])
-    nn.utils.weight_norm(model[2])
-    x = torch.randn(2, 32)
-    before = model[2](model[1](x))
-    fp4pass.convert(model, "nvfp4", method="sse")
-    assert set(reasons(model)) == {"1", "2"}
-    assert all("weight is computed" in reason for reason in reasons(model).values())
-    assert torch.equal(model[2](model[1](x)), before)
-
-
-@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
-def test_a_model_without_linears(call: Callable[..., Any]) -> None:
-    with pytest.raises(
-        StateError, match=r"no linear layer to quantize\. It has no linear layer at all"
-    ):
-        call(nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), method="sse")
-    with pytest.raises(
-        StateError, match=r"no linear layer to quantize\. 0: in_features=5 is not a mul"
-    ):
-        call(nn.Sequential(nn.Linear(5, 5)), method="sse")
-    with pytest.raises(StateError, match=r"no linear layer to quantize\. the model: in_features=5"):
-        call(nn.Linear(5, 5), method="sse")
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU(), r"It has no linear layer at all"),
+        (nn.Sequential(nn.Linear(5, 5)), r"0: in_features=5 is not a mul"),
+        (nn.Linear(5, 5), r"the model: in_features=5"),
+    ],
+)
+def test_a_model_without_linears(model: nn.Module, message: str) -> None:
+    for call in (fp4pass.prepare, fp4pass.convert):
+        with pytest.raises(StateError, match=rf"no linear layer to quantize\. {message}"):
+            call(model, method="sse")
 
 
 # Options.

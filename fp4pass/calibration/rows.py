@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _KINDS = "batches, texts, chats, rows, token windows [n, length], a path, or the name of a data set"
 
-# Rows are read until they have this many characters for each token that is wanted: four or five
+# Rows are read until they have this many characters for each token to read: four or five
 # are usual, and windows are spread over what is left.
 _CHARACTERS = 16
 
@@ -61,7 +61,6 @@ class Rows:
         numbers: the line of each item in a file, if it has lines.
         folder: where images lie that an item names by a relative path.
         is_text: whether the items are the documents of one text, all of which are read.
-        news: the columns that were read, to be told once the data are known to be good.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Rows:
     numbers: Sequence[int] | None = None
     folder: Path | None = None
     is_text: bool = False
-    news: list[str] = field(default_factory=list)
 
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None
@@ -105,13 +103,8 @@ class Rows:
             raise CalibrationError(f"{self.name}: expected text to learn from, got {what}.")
         for names, read in itertools.islice(columns.items(), 1):
             others = f", of {', '.join(names)}" if len(names) > len(read) else ""
-            self.news.append(f"{self.name}: reads {' + '.join(read)}{others}.")
+            _log.info("%s: reads %s%s.", self.name, " + ".join(read), others)
         return [found[i] for i in sorted(found)]
-
-    def tell(self) -> None:
-        """Log the news."""
-        for each in self.news:
-            _log.info("%s", each)
 
     def _where(self, i: int) -> str:
         if self.is_text:
@@ -283,7 +276,6 @@ def read_text(spec: str, tokens: int | None = None, tokenizer: Any = None) -> st
     is_plain = not any(document.messages or document.ids for document in documents)
     reader = Processor(tokenizer)
     texts = [document.text or "" if is_plain else reader.text(document) for document in documents]
-    found.tell()
     return "\n<|doc|>\n".join(texts)
 
 

@@ -231,7 +231,6 @@ def examples(
     made: list[Example] = [
         reader.of_images(each) if isinstance(each, Document) else each for each in chosen
     ]
-    source.tell()
     if len(made) < samples:
         what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
         _log.info("%s has %s %s, %s were asked for.", source.name, len(made), what, samples)

@@ -21,7 +21,6 @@ from ..errors import CheckpointError, OptionError, StateError, expected
 from ..graph.inductor import install_passes
 from ..nn.experts import finalize_stacks
 from ..nn.kv_cache import KV_CACHE
-from ..nn.packed_state import asked_for
 from ..quantization.adapters import parents
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.replace import quantizes_input, share_inputs, use_slow_paths
@@ -41,6 +40,7 @@ from .model_layers import (
     require_static_scales,
 )
 from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
+from .savers import asked_for
 from .skeleton import require_made_by_config
 from .source_files import require_writable
 

@@ -10,13 +10,12 @@ import json
 import logging
 import os
 import secrets
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -41,9 +40,6 @@ _log = logging.getLogger(__name__)
 
 # The tensors of a Certificate.
 _PROOF = ("loss", "bound")
-
-# Layers that are written at a time, while the next one is worked on.
-_WRITERS = 2
 
 
 class FinishedWork:
@@ -109,7 +105,7 @@ class FinishedSearches(FinishedWork):
     """
 
     option, holds = "resume", "searches"
-    # How many were there.
+    # The number that was there.
     found = 0
 
     def get_or_search(
@@ -217,20 +213,12 @@ class ConvertedState(ModelState):
     carried: Mapping[str, Path] = field(default_factory=dict)
 
 
-class _Kept(NamedTuple):
-    """A layer that is being written, and the modules that will map it."""
-
-    path: Path
-    packed: Mapping[str, nn.Module]
-    written: Future[None] | None = None  # by the first process
-
-
 class FinishedLayers(FinishedWork):
     """The packed layers of `convert(stream=)`, each in a file from which the model maps it.
 
-    A file is written while the next layer is worked on. It has the key of its call, the options and
-    shapes of all layers, and the identity of its layer. Files of another key are removed, those of
-    another identity are written again. Of several processes the first writes, and all map that.
+    A file is written while the next layer is worked on. It has the identity of its layer, and of
+    the options and shapes of all layers; one of another identity is written again. Of several
+    processes the first writes, and all map that.
 
     Attributes:
         rows: the row of each layer that is packed.
@@ -247,31 +235,27 @@ class FinishedLayers(FinishedWork):
             )
         super().__init__(folder)
         self.root = root
-        self.key = digest_of(ranks().gather(digest_of(__version__, call)))
+        self.key = digest_of(ranks().gather(digest_of(call)))
         self.rows: dict[str, Row] = {}
         self.files: list[LayerFile] = []
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fp4pass-keep")
-        self._kept: deque[_Kept] = deque()
-        # The identities of layers with a whole file of this key.
-        whole = dict[str, str]()
-        with self.usable(), ranks().first_alone() as is_first:
-            for path in sorted(self.folder.glob("*.safetensors")) if is_first else ():
-                identity = _identity_in(path, self.key)
-                if identity is not None:
-                    whole[path.name.removesuffix(".safetensors")] = identity
-                else:
-                    path.unlink()
-                    _facts_of(path).unlink(missing_ok=True)
-        self._whole = ranks().gather(whole)[0]
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="fp4pass-keep")
+        # The layer that will map its file, when the next one is kept, or at the end.
+        self._last: tuple[Path, dict[str, nn.Module], Future[None] | None] | None = None
+
+    def identity(self, name: str, decides: Iterable[Any]) -> str:
+        """Return the identity of a layer in this call."""
+        return super().identity(name, [self.key, *decides])
 
     def has(self, name: str, identity: str) -> bool:
-        """Return whether a layer is there already, from a run before."""
-        return self._whole.get(name) == identity
+        """Return whether a layer is there already, whole, from a run before."""
+        with self.usable(), ranks().first_alone() as is_first:
+            found = is_first and _is_whole(self._path_of(name), identity)
+        return ranks().gather(found)[0]
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer their packed tensors."""
-        path = self.folder / f"{name}.safetensors"
-        facts, tensors = self._mapped(path)
+        self._map_last()
+        facts, tensors = self._mapped(self._path_of(name))
         self.rows |= {row.name: row for row in map(Row.from_dict, facts["rows"])}
         begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
@@ -281,18 +265,13 @@ class FinishedLayers(FinishedWork):
             for each in members:
                 parts = tensors[members[0].name]
                 store_packed(each.module, parts, config, transposed=each.transposed)
-        self._add(_Kept(path, _packed_of(name, layer)))
+        self._last = self._path_of(name), _packed_of(name, layer), None
 
     def keep(self, name: str, layer: nn.Module, identity: str) -> None:
-        """Begin to write the packed tensors of a layer to its file.
-
-        The modules map it from there, in place of the memory that they have, when a later layer is
-        kept, or at the end.
-        """
-        packed, written = _packed_of(name, layer), None
-        path = self.folder / f"{name}.safetensors"
+        """Begin to write the packed tensors of a layer to its file, which it maps later."""
+        self._map_last()
+        packed, path, written = _packed_of(name, layer), self._path_of(name), None
         if ranks().rank == 0:
-            rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
             tensors: dict[str, Tensor] = {}
             # Each is in the file under its name, as a checkpoint has it, none shared.
             first, shared = dict[int, str](), dict[str, str]()
@@ -303,38 +282,37 @@ class FinishedLayers(FinishedWork):
                         one = shared[key] = first.setdefault(id(tensor), key)
                         host = tensor.detach().cpu().contiguous()
                         tensors[key] = host if one == key else host.clone()
-            facts: dict[str, Any] = {"key": self.key, "identity": identity, "shared": shared}
+            rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
+            facts: dict[str, Any] = {"identity": identity, "shared": shared}
             facts["rows"] = [row.record() for row in rows]
-            written = self._writers.submit(_write_layer, path, tensors, facts)
-        self._add(_Kept(path, packed, written))
+            written = self._writer.submit(_write_layer, path, tensors, facts)
+        self._last = path, packed, written
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Wait until all is written; after an error drop layers that are cut off."""
+        """Wait until all is written; after an error drop a layer that is cut off."""
         try:
-            while kind is None and self._kept:
-                self._settle()
+            if kind is None:
+                self._map_last()
         finally:
-            self._kept.clear()
-            self._writers.shutdown()
+            self._last = None
+            self._writer.shutdown()
 
-    def _add(self, kept: _Kept) -> None:
-        while len(self._kept) >= _WRITERS:
-            self._settle()
-        self._kept.append(kept)
-
-    def _settle(self) -> None:
-        """Have the first layer that is being written map its file."""
-        kept = self._kept.popleft()
+    def _map_last(self) -> None:
+        """Have the layer before map its file, in place of the memory that it has."""
+        if self._last is None:
+            return
+        path, packed, written = self._last
+        self._last = None
         with self.usable(), ranks().first_alone():
-            if kept.written is not None:
-                kept.written.result()
-        facts, tensors = self._mapped(kept.path)
+            if written is not None:
+                written.result()
+        facts, tensors = self._mapped(path)
         own = {f"{full}.{part}": x for full, parts in tensors.items() for part, x in parts.items()}
-        self.files.append(LayerFile.of(kept.path, own, facts["sums"]))
-        for full, module in kept.packed.items():
+        self.files.append(LayerFile.of(path, own, facts["sums"]))
+        for full, module in packed.items():
             if not offload_from(module, tensors[full]):
                 module._buffers.update(tensors[full])
 
@@ -348,6 +326,9 @@ class FinishedLayers(FinishedWork):
             name, _, part = key.rpartition(".")
             found.setdefault(name, {})[part] = tensors[original]
         return facts, found
+
+    def _path_of(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
 
 def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
@@ -369,17 +350,17 @@ def _write_layer(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     _write_whole(_facts_of(path), lambda part: part.write_text(json.dumps(record)))
 
 
-def _identity_in(path: Path, key: str) -> str | None:
-    """Return the identity of the layer in a file; None if that is of another key, or not whole."""
+def _is_whole(path: Path, identity: str) -> bool:
+    """Return whether a file has the layer of an identity, to the bit."""
     try:
         facts = parse_json(_facts_of(path).read_text())
-        if facts["key"] != key or facts.pop("sha256") != digest_of(facts):
-            return None
+        if facts["identity"] != identity or facts.pop("sha256") != digest_of(facts):
+            return False
         with safe_open(path, framework="pt") as file:
-            found = {name: fingerprint(file.get_tensor(name)) for name in file.keys()}
-        return str(facts["identity"]) if found == facts["sums"] else None
+            sums = {name: fingerprint(file.get_tensor(name)) for name in file.keys()}
+        return bool(sums == facts["sums"])
     except (SafetensorError, OSError, ValueError, LookupError, TypeError):
-        return None
+        return False
 
 
 def _facts_of(path: Path) -> Path:

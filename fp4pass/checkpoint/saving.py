@@ -25,7 +25,6 @@ from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE
-from ..nn.packed_state import asked_for, part_error
 from ..quantization.observers.kv_cache import scales_apart
 from ..record.state import get_state, has_adapters, unwrap
 from .copied_files import Beside, read_carried
@@ -55,6 +54,7 @@ from .model_layers import (
 )
 from .publish import Card, require_repository, upload
 from .readers import Facts, Readers, judge
+from .savers import asked_for, part_error
 from .skeleton import require_made_by_config
 from .source_files import MANIFEST, require_writable
 from .writer import CheckpointWriter, bytes_of

@@ -24,8 +24,7 @@ from ..quantization.observers.reached import track_weight_reads
 from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached
 from ..record.config import LinearConfig
-from .layer_calls import Call, hidden_state, offload_hidden_state
-from .layer_stack import Stack
+from .layer_stack import Call, Stack, hidden_state, offload_hidden_state
 from .recording import Recorded
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.

@@ -20,8 +20,7 @@ from ..quantization.observers.reached import observes, unobserved
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
 from ..record.state import ModelState, PreparedState, Recorder
-from .layer_calls import Call, alike, is_equal, map_tensors, signature
-from .layer_stack import Stack, find_stacks, outside
+from .layer_stack import Call, Stack, alike, find_stacks, is_equal, map_tensors, outside, signature
 
 
 class Recorded(Exception):

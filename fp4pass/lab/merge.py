@@ -269,7 +269,7 @@ class _Target:
 
     @property
     def change(self) -> tuple[Tensor, Tensor | None]:
-        """What adapters add to the weight, float32 [N, K], and to its bias."""
+        """The sum that adapters add to the weight, float32 [N, K], and to its bias."""
         return adapters.lora_change(self.around)
 
     def plan(

@@ -1,7 +1,6 @@
 """Packed linear layers and experts: their buffers, their forward, their caches."""
 
-from .expert_scales import parts_of, quantize_pairs
-from .experts import QUANTIZED, QuantizedExpertStack, weight_name
+from .experts import QUANTIZED, QuantizedExpertStack, parts_of, quantize_pairs, weight_name
 from .linear import (
     GLOBAL,
     PACKED,

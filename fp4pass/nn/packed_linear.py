@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.diffusers import loading_lora
 from ..distributed import is_sharded
 from ..errors import DtypeError, ShapeError, StateError, TraceError, expected
 from ..ops.checks import require_dense
@@ -23,24 +22,6 @@ class PackedLinear(PackedState):
 
     in_features: int  # K
     out_features: int  # N
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Let pipelines of diffusers that load a LoRA see the shape of the dense weight."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        lora = loading_lora()
-        if lora is None:
-            return
-        name = prefix.replace(".base_layer.", ".").removesuffix(".")
-        down = lora.get(f"transformer.{name}.lora_A.weight")
-        if down is not None and down.shape[1] > self.in_features:
-            raise ShapeError(
-                f"{name}: expected a LoRA for {self.in_features} input features, got one for "
-                f"{down.shape[1]}, which widens the layer. Keep it dense when the model is "
-                f"converted, by rules=[({name!r}, None)]."
-            )
-        # One number, of this shape and device.
-        number = next(iter(self._packed().values())).new_zeros((), dtype=torch.float32)
-        destination[f"{prefix}weight"] = number.expand(self.out_features, self.in_features)
 
     def checked_input(self, input: Tensor) -> Tensor:
         """Return an input [..., K], cast by autocast as a linear layer's is.
@@ -76,7 +57,7 @@ class PackedLinear(PackedState):
             )
 
     def _require_meta(self) -> None:
-        if not all(each.is_meta for each in self._packed().values()):
+        if not all(each.is_meta for each in self.packed().values()):
             wanted, got = "a tensor with values", "one on the meta device"
             ways_out = "Move it to the layer, or the layer by .to('meta')."
             raise DtypeError(f"{expected(self._input_name, wanted, got)} {ways_out}")

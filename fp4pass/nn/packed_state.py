@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.diffusers import is_diffusers
-from .._compat.transformers import is_pretrained, saves_adapters, saving_model, saving_owner
-from ..distributed import is_sharded
-from ..errors import StateError, TraceError, as_option
+from ..errors import StateError, TraceError
 
 # Shape and dtype of each packed buffer of a layer.
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-# Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
-ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
-
-
-@contextmanager
-def asked_for() -> Iterator[None]:
-    """Give a state dict of packed layers, whoever calls."""
-    before = ASKED.set(True)
-    try:
-        yield
-    finally:
-        ASKED.reset(before)
-
+# Context managers around the reading of a layer's state, given the layer, the state dict and the
+# prefix of its names. What knows other libraries adds one (checkpoint/savers.py).
+AROUND_STATE: list[Callable[[PackedState, dict[str, Any], str], AbstractContextManager[None]]] = []
 
 # The ways to capture packed layers.
 CAPTURE = (
@@ -57,13 +43,13 @@ class PackedState(nn.Module):
 
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype that a state dict must have for each packed buffer."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in self._packed().items()}
+        return {name: (tuple(t.shape), t.dtype) for name, t in self.packed().items()}
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes in a state dict of buffers that FSDP may have as other bytes."""
         return {}
 
-    def _packed(self) -> dict[str, Tensor]:
+    def packed(self) -> dict[str, Tensor]:
         """Return the packed buffers that the layer has."""
         # FSDP shards parameters alone (`fp4pass.parallel.fully_shard`).
         known = {**self._buffers, **self._parameters}
@@ -71,7 +57,7 @@ class PackedState(nn.Module):
         return {name: tensor for name, tensor in found if tensor is not None}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and self._packed():
+        if name == "weight" and self.packed():
             raise StateError(
                 f"{self}: its weight is packed and cannot be set. Set that of the float model and "
                 "convert it again, or load packed buffers with load_state_dict."
@@ -86,7 +72,7 @@ class PackedState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedState:
         """Move the packed buffers as bytes, so that no `fn` casts them; shared ones stay shared."""
-        old = self._packed()
+        old = self.packed()
         # By identity; never without a buffer, for another thread may run the layer.
         moved = {id(tensor): _moved(tensor, fn) for tensor in old.values()}
         for name in self.shared_buffers:
@@ -102,7 +88,7 @@ class PackedState(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
         # others stay as they are: layers may share them.
-        found = [(n, t) for n, t in self._packed().items() if n in self._buffers]
+        found = [(n, t) for n, t in self.packed().items() if n in self._buffers]
         packed = {n: t for n, t in found if t.dtype.is_floating_point and t.dtype.itemsize == 1}
         buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
         dtypes = {n: t.dtype for n, t in packed.items()}
@@ -114,22 +100,10 @@ class PackedState(nn.Module):
             self._buffers[name] = self.get_buffer(name).view(dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Refuse `save_pretrained` of a model whose config does not say what is packed."""
-        packed = self._packed()
-        saving = None
-        if packed:
-            refuse_foreign(self, prefix)
-            saving = saving_model()
-        if saving is not None and saves_adapters(saving):
-            saving = None
-        if saving is not None and getattr(saving.config, "quantization_config", None) is None:
-            raise part_error(prefix.removesuffix("."))
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if saving is not None and any(is_sharded(destination[prefix + name]) for name in packed):
-            raise StateError(
-                f"{prefix.removesuffix('.')}: save_pretrained cannot write a layer that is split "
-                "over processes. Call fp4pass.save(model, directory) in every process."
-            )
+        with ExitStack() as stack:
+            for around in AROUND_STATE:
+                stack.enter_context(around(self, destination, prefix))
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, dtype in self.stored_dtypes().items():
             tensor = destination.get(prefix + name)
             if tensor is not None and tensor.dtype != dtype and tensor.itemsize == 1:
@@ -143,7 +117,7 @@ class PackedState(nn.Module):
         """Load packed buffers; refuse others, which torch would cast, and dense weights."""
         given = {n: state_dict[prefix + n] for n in self.packed_buffers if prefix + n in state_dict}
         views: dict[str, Any] = {}
-        for name, own in self._packed().items():
+        for name, own in self.packed().items():
             new = given.get(name)
             if not isinstance(new, Tensor):
                 continue
@@ -154,7 +128,7 @@ class PackedState(nn.Module):
                 # A scale that is copied into is shared only while it stays the same for all.
                 self._buffers[name] = own.clone()
         problem = self._load_problem(given)
-        if prefix + "weight" in state_dict and not given and self._packed():
+        if prefix + "weight" in state_dict and not given and self.packed():
             problem = (
                 "expected packed buffers, got a dense weight. Load it into the float model, and "
                 "convert that"
@@ -180,38 +154,6 @@ class PackedState(nn.Module):
 
     def _make_room(self) -> None:
         """Prepare for packed buffers that are about to be loaded."""
-
-
-def refuse_foreign(layer: nn.Module, prefix: str) -> None:
-    """Raise StateError where `save_pretrained` of another library is about to write packed buffers.
-
-    It would not say how they are packed, and its file would not load. Layers of a model of
-    transformers or diffusers that says it may be asked for, also by a library that wraps the model.
-    """
-    owner = None if ASKED.get() else saving_owner()
-    if owner is None:
-        return
-    parts = owner.modules() if isinstance(owner, nn.Module) else ()
-    for part in parts:
-        is_known = is_pretrained(part) or is_diffusers(part)
-        config = getattr(part, "config", None) if is_known else None
-        if getattr(config, "quantization_config", None) is not None and layer in part.modules():
-            return
-    kind = type(owner).__name__
-    raise StateError(
-        f"{prefix.removesuffix('.') or 'The model'}: save_pretrained of {kind} would write its "
-        "packed weight without a word of how it is packed. Save what was converted with "
-        "fp4pass.save(model, dir), or keep its state_dict with torch.save."
-    )
-
-
-def part_error(name: str) -> StateError:
-    """Return the error for saving a whole model of which only a part is converted."""
-    return StateError(
-        f"A part of the model is converted ({name}), the model is not, so its config would not say "
-        "what is packed. Save that part, or convert the whole float model, with "
-        f"{as_option('rules')} for the layers to skip."
-    )
 
 
 def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -167,12 +167,14 @@ attention_span = operator(
 attention = operator(
     attention_ref,
     triton="kernels.attention.triton:attention_triton",
-    shapes=lambda q, v: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])),
+    shapes=lambda q, cache: q.new_empty(
+        (q.shape[0], q.shape[2], q.shape[1], cache.values.shape[3])
+    ),
 )
 rotary_attention = operator(
     rotary_attention_ref,
     triton="kernels.attention.triton:rotary_attention_triton",
-    shapes=lambda q, v: q.new_empty((*q.shape[:3], v.shape[3])),
+    shapes=lambda q, cache: q.new_empty((*q.shape[:3], cache.values.shape[3])),
     mutates=("keys", "values"),
 )
 all_reduce = operator(all_reduce_ref, shapes=lambda x: x.new_empty(x.shape))

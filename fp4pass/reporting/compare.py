@@ -25,8 +25,7 @@ from ..errors import CheckpointError
 from ..evaluation import evaluate, fast_dtype
 from ..kernels.experts.naive import chosen
 from ..methods import Stats, resolve_method
-from ..nn.expert_scales import quantize_pairs
-from ..nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
+from ..nn.experts import QUANTIZED, QuantizedExpertStack, quantize_pairs, weight_name
 from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear, quantize_input
 from ..quantization.plan import BY_CALIBRATION, LayerPlan, plan_layers
 from ..quantization.quantize import with_shared_scales

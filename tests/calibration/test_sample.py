@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,16 +9,13 @@ import torch
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import Script, chat_script, rows_at_once
-from fp4pass.core.machine import Memory
+from fp4pass.calibration.sample import Script, chat_script
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
 
 transformers = pytest.importorskip("transformers")
 
-# The function has the name of its module.
-MODULE = sys.modules["fp4pass.calibration.sample"]
 
 BOS, EOS, USER, ANSWER, END = range(5)
 TEMPLATE = (
@@ -280,15 +276,3 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], problem: str) 
     given = {"model": writer(), "tokenizer": tokenizer(), **SMALL, **options}
     with pytest.raises(OptionError, match=problem):
         sample(**given)
-
-
-def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, device = writer(), torch.device("cpu")
-    # Keys and values of a layer of 2 heads of 16 in float32; logits and what is made of them.
-    row = 2 * 2 * 16 * 4 * 100 + 6 * 4 * 24
-    for free, rows in ((7 * row, 3), (10**12, 64), (0, 1)):
-        limits = [Memory(10**13, 10**13), Memory(10**13, free)]
-        monkeypatch.setattr(MODULE, "memory_limits", lambda limits=limits: limits)
-        assert rows_at_once(model, 100, device) == rows

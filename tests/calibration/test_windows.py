@@ -35,12 +35,6 @@ def test_windows_are_spread_evenly_and_the_rest_is_dropped():
     assert token_windows(None, rows, windows=2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("text", ["", "\n", "<|doc|>", "\n<|doc|>\n  \n<|doc|>\n"])
-def test_empty_text(text):
-    with pytest.raises(ShapeError, match="empty"):
-        token_windows(Tokens(), text)
-
-
 def test_text_shorter_than_a_window():
     with pytest.raises(ShapeError, match="expected at least 5 tokens, those of a window, got 4"):
         token_windows(Tokens(), "abc", window=5)
@@ -121,12 +115,6 @@ def test_tokens_belong_to_documents():
     others = [{"window": 6}, {"window": 7, "stride": 6}, {"window": 7, "within_documents": True}]
     digests = {cut_windows(Tokens(), text, **options).digest for options in others}
     assert len(digests | {cut.digest}) == 4
-
-
-def test_the_digest_is_of_the_documents_too():
-    texts = ("ab\n<|doc|>\ncd", "abc\n<|doc|>\nd")
-    first, second = (cut_windows(Tokens(bos=None), text, window=4) for text in texts)
-    assert torch.equal(first[0].ids, second[0].ids) and first.digest != second.digest
 
 
 def test_strides_that_cannot_be():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -160,20 +159,6 @@ def test_data_alone_is_for_the_method_given() -> None:
     assert {row.config.method_name for row in fp4pass.report(plain).converted} == {"hessian"}
     assert "quality" not in get_state(plain).recipe
     assert OneCall.of(language_model(), None, {"method": Gptq(target="cross")}).sequential
-
-
-@pytest.mark.slow
-def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
-    fp4pass.save(in_one(quality="best"), tmp_path / "q")
-    recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
-    assert next(iter(recipe.items())) == ("quality", "best")
-    cross = Gptq(target="cross", target_damping=2.0)
-    assert recipe["method"] == {"name": "gptq", **vars(cross)}
-    assert recipe["activation_scales"] == "sse" and recipe["calibration"]["batches"] == 3
-    assert get_state(fp4pass.load(tmp_path / "q")).recipe["quality"] == "best"
-    read = fp4pass.Recipe.read(tmp_path / "q" / "fp4pass.json")
-    assert read.quality == "best" and read.arguments()["quality"] == "best"
-    assert not {"method", "activation_scales"} & set(read.arguments())
 
 
 @pytest.mark.core

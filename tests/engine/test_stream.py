@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import build as mixture
-from mixtures import ids
 from small_models import TINY, assert_same_bits
 from torch import Tensor, nn
 
@@ -116,18 +114,6 @@ def test_a_model_that_is_a_list_of_layers_itself(tmp_path: Path) -> None:
     assert names == ["0.safetensors", "1.safetensors"]
     fp4pass.save(streamed, tmp_path / "q")
     assert_same_bits(fp4pass.load(tmp_path / "q", model=model()), expected)
-
-
-@pytest.mark.slow
-def test_experts(tmp_path: Path) -> None:
-    def model(**options: Any) -> Any:
-        made = fp4pass.prepare(mixture("qwen3_moe"), "gptq", sequential=True)
-        fp4pass.calibrate(made, [ids(1), ids(2)], progress=False)
-        return fp4pass.convert(made, **options)
-
-    expected = model()
-    for _ in range(2):
-        assert_equal(model(stream=tmp_path), expected)
 
 
 def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:

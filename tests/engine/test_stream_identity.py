@@ -16,21 +16,12 @@ from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.checkpoint import finished
 from fp4pass.core.fingerprint import Unknown, identity_of
-from fp4pass.errors import StateError
 from fp4pass.quantization import search
 
 slow = pytest.mark.slow
 
 WIDTH = 32
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-    ],
-)
 
 
 class Block(nn.Module):
@@ -192,19 +183,6 @@ def test_offloaded_weights_are_read_where_they_lie(tmp_path: Path) -> None:
     assert [a == b for a, b in zip(before, identities(layers), strict=True)] == [True, False, True]
 
 
-@pytest.mark.parametrize("device", [GPU])
-@torch.no_grad()
-def test_weights_on_a_gpu_are_those_of_the_cpu(device: str, tmp_path: Path) -> None:
-    converted(made(), stream=tmp_path)
-    before = identities(tmp_path)
-    converted(made().to(device), stream=tmp_path)
-    assert identities(tmp_path) == before
-    other = made().to(device)
-    changes(other)["weight"]()
-    converted(other, stream=tmp_path)
-    assert identities(tmp_path)[1] != before[1]
-
-
 @pytest.mark.core
 @torch.no_grad()
 def test_what_cannot_be_identified_is_quantized_again(
@@ -242,28 +220,6 @@ def test_one_changed_byte_is_another_layer(tmp_path: Path, monkeypatch: pytest.M
     assert_same_bits(found, expected)
     assert fp4pass.report(found) == fp4pass.report(expected)
     assert searched == {"layers.0", "layers.2"}
-
-
-@pytest.mark.core
-@torch.no_grad()
-def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converted(made(), stream=tmp_path)
-    restore, done = finished.FinishedLayers.restore, []
-
-    def restored(*args: Any) -> None:
-        restore(*args)
-        done.append(args)
-        if len(done) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(finished.FinishedLayers, "restore", restored)
-    model = made()
-    with pytest.raises(KeyboardInterrupt):
-        converted(model, stream=tmp_path)
-    with pytest.raises(StateError, match="interrupted"):
-        fp4pass.convert(model, method="sse", weight_only=True)
 
 
 class Named:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import tempfile
 import weakref
 from collections import Counter
@@ -23,7 +22,7 @@ from fp4pass.checkpoint import finished, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic
 from fp4pass.core import machine as memory_limits
-from fp4pass.engine import layer_calls, layer_device, layer_runner
+from fp4pass.engine import layer_device, layer_runner, layer_stack
 from fp4pass.errors import CalibrationError
 
 pytest.importorskip("transformers")
@@ -248,46 +247,10 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     # Each of a batch of 48 tokens of 256 numbers, where 10 KB are to be had.
     assert len(mapped) == 3 and not list(folder.iterdir())
     assert_same_bits(fp4pass.convert(model, "nvfp4"), expected)
-    with monkeypatch.context() as patch:
-        patch.setattr(layer_calls, "_WRITTEN", 64)
-        assert torch.equal(layer_calls.offload_hidden_state(torch.arange(999)), torch.arange(999))
     folder.rmdir()
     with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
-        layer_calls.offload_hidden_state(torch.ones(100, 100))
+        layer_stack.offload_hidden_state(torch.ones(100, 100))
     memory.write_text("MemTotal: 4000 kB\nMemAvailable: 1100 kB\n")
     state = torch.ones(2, 3)
-    assert layer_calls.offload_hidden_state(state).data_ptr() == state.data_ptr()
-    assert layer_calls.offload_hidden_state(state, copy=True).data_ptr() != state.data_ptr()
-
-
-def _anonymous() -> int:
-    """The memory of this process that is no file's, and not only kept to be used again."""
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-@slow
-def test_memory_does_not_grow_with_the_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
-    config = transformers.Qwen3Config(vocab_size=64, head_dim=64, num_attention_heads=8, **sizes)
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-    model.save_pretrained(tmp_path / "m")
-    del model
-    keep, found = finished.FinishedLayers.keep, []
-
-    def kept(*args: Any) -> None:
-        found.append(_anonymous())
-        keep(*args)
-
-    monkeypatch.setattr(finished.FinishedLayers, "keep", kept)
-    fp4pass.quantize_checkpoint(
-        tmp_path / "m", tmp_path / "q", method="naive", weight_only=True, device="cpu"
-    )
-    assert len(found) == 24
-    # What is packed of twenty layers would be six.
-    assert max(found[4:]) - found[3] < layer / 2
+    assert layer_stack.offload_hidden_state(state).data_ptr() == state.data_ptr()
+    assert layer_stack.offload_hidden_state(state, copy=True).data_ptr() != state.data_ptr()

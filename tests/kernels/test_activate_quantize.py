@@ -7,8 +7,6 @@ import itertools
 import pytest
 import torch
 from blocks import VARIANTS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
 from kernels.stable import assert_agree
 from torch import Tensor
@@ -105,29 +103,6 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, activatio
         # Of a closed gate the codes are equal where the scale is the least there is.
         if factor is None and not fmt.scale.mantissa_bits == 0:
             assert torch.equal(found[0][5], wanted[0][5])
-
-
-@settings(max_examples=5, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 4), max_size=2),
-    blocks=st.integers(1, 9),
-    fmt=st.sampled_from(VARIANTS),
-    dtype=st.sampled_from(DTYPES),
-    activation=st.sampled_from(sorted(ACTIVATIONS)),
-    gated=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_any_shape(
-    shape: list[int],
-    blocks: int,
-    fmt: Format,
-    dtype: torch.dtype,
-    activation: str,
-    gated: bool,
-    seed: int,
-) -> None:
-    x, up = inputs((*shape, blocks * fmt.block), dtype, seed)
-    check(x, up if gated else None, activation, 0.25, fmt)
 
 
 @pytest.mark.slow

@@ -8,33 +8,26 @@ import math
 import oracle
 import pytest
 import torch
-from blocks import ALL, VARIANTS, check_optimal
+from blocks import VARIANTS, check_optimal
 from kernels.cases import (
     DEVICE,
     DTYPES,
     cases,
     divisor,
     divisor_of,
-    dtypes,
     formats,
-    gpu,
     quiet,
     seeded,
 )
 from kernels.near import candidates, errors_at
 from kernels.test_quantize import INPUTS
 from torch import Tensor
-from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import (
-    activate_quantize_triton,
-    norm_quantize_triton,
     quantize_triton,
 )
-from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = quiet
 
@@ -57,15 +50,6 @@ def test_the_reference_has_the_best_of_all_scales(fmt: Format, name: str) -> Non
     )
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     assert torch.equal(found[0].long(), packed)
-
-
-@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
-def test_every_format_is_searched_as_a_weight_is(fmt: Format) -> None:
-    x = torch.randn(6, 2 * math.lcm(96, fmt.block), generator=seeded()) ** 3
-    g = fmt.global_scale_for(x.abs().max().item())
-    found = quantize_ref(x, divisor_of(fmt, g), fmt, "sse")
-    wanted = search_ref(x, None, g, fmt, "sse")
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.quick(1)
@@ -150,106 +134,3 @@ def test_the_kernel_has_the_best_of_its_candidates(
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
     codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
     assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fmt", cases([(VARIANTS[0],), (VARIANTS[2],)], ((fmt,) for fmt in VARIANTS))
-)
-def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
-    x = torch.randn(16, 256, generator=seeded()).bfloat16().to(DEVICE)
-    d = divisor(fmt, fmt.global_scale_for(x.abs().max().item()))
-    errors = []
-    for quantize, scales in (
-        (quantize_ref, "naive"),
-        (quantize_triton, "sse"),
-        (quantize_ref, "sse"),
-    ):
-        packed, scale = quantize(x, d, fmt, scales)
-        dense = dequantize_ref(packed, scale, d, fmt, torch.float32)
-        errors.append((dense - x.float()).square().sum().item())
-    naive, near, best = errors
-    assert best <= near * (1 + 1e-6) and near < naive
-    # Of normal numbers 91 % in blocks of 16, 87 % in blocks of 32.
-    assert naive - near > 0.8 * (naive - best)
-
-
-KERNELS = ["rms", "add_rms", "layer", "add_layer", "silu"]
-FUSED = [(VARIANTS[0], torch.bfloat16, kernel) for kernel in ("rms", "add_layer", "silu")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "kernel"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2], KERNELS))
-)
-def test_fused_kernels_search_what_they_compute(
-    fmt: Format, dtype: torch.dtype, kernel: str
-) -> None:
-    """Inputs whose norms and activations are exact: signs and twos, and SiLU of large numbers."""
-    x = torch.tensor([[1.0, -1.0, -1.0, 1.0], [-2.0, -2.0, 2.0, 2.0]]).repeat(1, 24)
-    x = x.to(DEVICE, dtype)
-    weight = (torch.arange(96) % 61 - 30).to(DEVICE, dtype)
-    # Here clipping the one large element pays, also with powers of two.
-    weight[:32] = 2.5
-    weight[::16] = 28
-    other = torch.randn(2, 96, generator=seeded()).to(DEVICE, dtype)
-    large = 2.0 ** torch.randint(5, 8, (2, 96), generator=seeded(1)).to(DEVICE, dtype)
-    d = divisor(fmt, 0.25)
-    exact = torch.cat((x.sign() * weight, large * other))
-    wanted = quantize_triton(exact, d, fmt, "sse")
-    assert not torch.equal(wanted[1], quantize_ref(exact, d, fmt)[1])
-    rest = (d, fmt, "sse")
-
-    def norm(x: Tensor, residual: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-        return norm_quantize_triton(x, residual, weight, None, kind, 0.0, *rest)[1:]
-
-    packed, scale = {
-        "rms": lambda: norm(x, None, "rms"),
-        "add_rms": lambda: norm(x / 2, x / 2, "rms"),
-        "layer": lambda: norm(x, None, "layer"),
-        "add_layer": lambda: norm(x / 2, x / 2, "layer"),
-        "silu": lambda: activate_quantize_triton(large, other, "silu", *rest),
-    }[kernel]()
-    half = slice(2, 4) if kernel == "silu" else slice(2)
-    assert torch.equal(packed, wanted[0][half]) and torch.equal(scale, wanted[1][half])
-
-
-@pytest.mark.core
-@formats
-def test_references_search_what_they_compute(fmt: Format) -> None:
-    x, other = (torch.randn(16, 96, generator=seeded(seed)) for seed in range(2))
-    weight, d = torch.rand(96, generator=seeded(2)), divisor_of(fmt, 0.25)
-    rest = (d, fmt, "sse")
-    rms = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
-    layer = F.layer_norm(x, (96,), weight, None, 1e-6)
-    zeros = torch.zeros_like(x)
-    cases = [
-        *(
-            (normal, norm_quantize_ref(x, residual, weight, None, kind, 1e-6, *rest)[1:])
-            for normal, kind in ((rms, "rms"), (layer, "layer"))
-            for residual in (None, zeros)
-        ),
-        (F.silu(x) * other, activate_quantize_ref(x, other, "silu", *rest)),
-    ]
-    moved = 0
-    for y, found in cases:
-        for a, b in zip(found, quantize_ref(y, *rest), strict=True):
-            assert torch.equal(a, b)
-        moved += int((found[1] != quantize_ref(y, d, fmt)[1]).sum())
-    assert moved
-
-
-@gpu
-@formats
-@dtypes
-def test_large(fmt: Format, dtype: torch.dtype) -> None:
-    x = spread(512, 4096).to(dtype)
-    g = fmt.global_scale_for(x.abs().max().item())
-    _, scale = quantize_triton(x.to(DEVICE), divisor(fmt, g), fmt, "sse")
-    naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
-    near = candidates(x, naive, g, fmt)
-    least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
-    found = errors_at(x, scale.cpu(), g, fmt)
-    assert (found <= worst_of(least, naive, g, fmt, dtype)).all()
-    # Where bfloat16 chooses wrongly, it hardly matters.
-    assert found.sum() <= least.sum() * (1 + 1e-4)

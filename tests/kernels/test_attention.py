@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fp4pass.kernels.attention.naive import (
     COUNTERS,
+    Cache,
+    NewTokens,
     attention_ref,
     attention_span_ref,
     rotary_attention_ref,
@@ -122,7 +124,7 @@ def test_attention_is_as_near_to_float64_as_its_dtype_lets_it(
     unit = torch.finfo(dtype).eps / 2
     bound = (unit + 2 * slack + case.size * 2.0**-24) * size * (1 + unit) + unit * expected.abs()
     for attend in (attention_triton, attention_ref):
-        found = attend(q, k, v, mask, span, counters, scale)
+        found = attend(q, Cache(k, v, mask, span, counters, scale))
         assert not counters.any()
         assert found.shape == (case.batch, case.queries, case.heads, case.value_width)
         assert found.dtype == dtype and found.is_contiguous()
@@ -138,8 +140,8 @@ def test_keys_that_nothing_reads_are_not_read(monkeypatch: pytest.MonkeyPatch) -
     inside = mask.clone()
     inside[..., :30], inside[..., 60:] = False, False
     counters = span.new_zeros(COUNTERS)
-    found = attention_triton(q, k, v, mask, span, counters, 0.1)
-    assert torch.equal(found, attention_triton(q, k, v, inside, span, counters, 0.1))
+    found = attention_triton(q, Cache(k, v, mask, span, counters, 0.1))
+    assert torch.equal(found, attention_triton(q, Cache(k, v, inside, span, counters, 0.1)))
 
 
 @pytest.mark.gpu
@@ -150,12 +152,12 @@ def test_keys_that_nothing_reads_are_not_read(monkeypatch: pytest.MonkeyPatch) -
 def test_replays_have_the_same_bits_after_poisoned_memory(case: Case) -> None:
     """Programs end in another order every time; the parts are added in one."""
     q, k, v, mask = inputs(case, torch.bfloat16)
-    expected = attention_triton(q, k, v, mask, *attention_span_triton(mask), 0.1)
+    expected = attention_triton(q, Cache(k, v, mask, *attention_span_triton(mask), 0.1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         span, counters = attention_span_triton(mask)
         # The second call finds the zeros that the first one left.
-        found = [attention_triton(q, k, v, mask, span, counters, 0.1) for _ in range(2)]
+        found = [attention_triton(q, Cache(k, v, mask, span, counters, 0.1)) for _ in range(2)]
     for _ in range(20):
         for each in (span, counters, *found):
             each.fill_(77)
@@ -206,8 +208,11 @@ def test_new_tokens_are_written_with_the_bits_of_eager_and_read(
         given["places"] = torch.tensor(9, device=given["keys"].device)
     given["span"], given["counters"] = attention_span_ref(given["mask"])
     caches = [each.clone() for each in (given["keys"], given["values"])]
-    expected = rotary_attention_ref(**given)
-    found = rotary_attention_triton(**{**given, "keys": caches[0], "values": caches[1]})
+    new = NewTokens(*(given[name] for name in NewTokens._fields))
+    cache = Cache(*(given[name] for name in Cache._fields))
+    expected = rotary_attention_ref(given["q"], new, cache)
+    written = cache._replace(keys=caches[0], values=caches[1])
+    found = rotary_attention_triton(given["q"], new, written)
     assert not given["counters"].any()
     assert torch.equal(caches[1], given["values"])
     assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous()

@@ -114,26 +114,6 @@ def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
         assert not proved.any()
 
 
-@pytest.mark.core
-def test_more_nodes_never_prove_less() -> None:
-    fmt = small("nvfp4")
-    runs = [search(fmt, 2.0**-5, budget)[0] for budget in (32, 128, 512)]
-    for before, after in itertools.pairwise(runs):
-        assert (after.loss <= before.loss).all()
-        assert ((after.bound == after.loss) | (before.bound < before.loss)).all()
-
-
-def test_many_at_once_are_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, hessian, which = problem()
-    fmt, unit = small("nvfp4"), torch.full((BLOCKS,), 2.0**-5, dtype=torch.float64)
-    arguments = (hessian, which, unit, energy(x, hessian, which), fmt, 200)
-    whole = closest_vectors(x, *arguments)
-    monkeypatch.setattr("fp4pass.kernels.search.branch_and_bound._CHILDREN", 400)
-    parts = closest_vectors(x, *arguments)
-    for name in ("improved", "byte", "values", "loss", "bound"):
-        assert torch.equal(getattr(whole, name), getattr(parts, name))
-
-
 BETTER = [
     ("nvfp4", "identity", "normal"),
     ("nvfp4", "mild", "adversarial"),

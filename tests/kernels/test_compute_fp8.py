@@ -15,12 +15,11 @@ from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.compute_fp8 import naive as fp8
-from fp4pass.kernels.compute_fp8.operands_triton import expanded, operands, round_rows, sorted_rows
+from fp4pass.kernels.compute_fp8.operands_triton import expanded, operands, sorted_rows
 from fp4pass.kernels.compute_fp8.triton import SIZES, multiplies_dense, tiles_of
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import triton as linear
 from fp4pass.kernels.linear.naive import Around
-from fp4pass.kernels.norm.naive import WIDEST
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
 
@@ -29,7 +28,6 @@ linear_ref, linear_quantized_ref = (
 )
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton = flat("linear_group")
-linear_quantized_group_triton = flat("linear_quantized_group")
 activate_round_triton, norm_round_triton = flat("activate_round"), flat("norm_round")
 
 
@@ -158,24 +156,6 @@ def test_products(key: str) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(96,), (3, 96), (0, 96)])
-@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
-def test_few_rows_are_as_ever(key: str, shape: tuple[int, ...]) -> None:
-    fmt = get_format(key)
-    weight, x = on_device(packed(fmt, 24, 96)), torch.randn(*shape, generator=seeded()).to(DEVICE)
-    codes = ops.quantize(x, weight.global_scale, key)
-    quantized = (*codes, weight.global_scale)
-    pairs = [
-        (ops.linear(x, *weight, None, key, "fp8"), ops.linear(x, *weight, None, key)),
-        (
-            ops.linear_quantized(x, *quantized, *weight, None, key, 0, "fp8"),
-            ops.linear_quantized(x, *quantized, *weight, None, key),
-        ),
-    ]
-    for found, expected in pairs:
-        assert torch.equal(found, expected)
-
-
 # Less than what a warp has at a time, and more, which no step divides.
 CASES = [
     ("nvfp4", torch.bfloat16, 288),
@@ -238,17 +218,6 @@ def test_operands_have_the_bits_of_the_reference(
     assert torch.equal(bits(found.values), in_order.transpose(2, 3).reshape(rows, -1))
 
 
-@pytest.mark.parametrize("columns", [1160, 8200])
-def test_rows_of_several_loads(columns: int) -> None:
-    """Of four warps and of eight."""
-    x = torch.randn(3, columns, generator=seeded(4)).to(torch.bfloat16)
-    x[1, -1] = 9
-    found = round_rows(x.to(DEVICE))
-    values, factor = fp8.quantize_rows_ref(x)
-    assert torch.equal(found.values.view(torch.uint8).cpu(), values.view(torch.uint8))
-    assert torch.equal(found.factors.cpu(), factor)
-
-
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     cases([("silu", torch.bfloat16)], itertools.product(ACTIVATIONS, DTYPES)),
@@ -281,24 +250,6 @@ def test_products_of_what_is_not_finite_are_nan(columns: int) -> None:
         assert (values.float() * factor).sum(1).isnan().tolist() == [False, True, True, False]
 
 
-def test_rows_in_one_place_and_rows_of_no_kernel() -> None:
-    """Those that no program can hold, in float64, and none at all."""
-    row = torch.randn(1, 40, generator=seeded(4)).to(DEVICE, torch.bfloat16)
-    values, factor = activate_round_triton(row.expand(3, -1), row.expand(3, -1), "silu")
-    expected = activate_round_triton(row, row, "silu")
-    assert (values.view(torch.uint8) == expected[0].view(torch.uint8)).all()
-    assert values.shape == (3, 40) and (factor == expected[1]).all()
-    wide = torch.randn(2, WIDEST + 8, dtype=torch.float64, generator=seeded(4)).to(DEVICE)
-    for x in (wide.float(), wide, wide[:, :40], wide[:0]):
-        weight = x.new_ones(x.shape[1])
-        pairs = [(norm_round_triton(x, x, weight, 1e-6), fp8.norm_round_ref(x, x, weight, 1e-6))]
-        if x.dtype == torch.float64:
-            found = activate_round_triton(x, x, "silu")
-            pairs.append((found, fp8.activate_round_ref(x, x, "silu")))
-        for a, b in (both for pair in pairs for both in zip(*pair, strict=True)):
-            assert a.dtype == b.dtype and torch.equal(a.double(), b.double())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_norms(dtype: torch.dtype) -> None:
     x, residual = (torch.randn(2, 3, 1160, generator=seeded(i)).to(DEVICE, dtype) for i in (4, 5))
@@ -314,21 +265,6 @@ def test_rounded_norms(dtype: torch.dtype) -> None:
         off = (values.float() * factor - expected[1].float() * expected[2]).abs()
         assert (off <= 32 * factor).all()
         assert (values.float() != expected[1].float()).float().mean() < 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
-def test_codes_of_wide_rows(key: str) -> None:
-    """Of more words than are loaded at once, and more scales than are looked through at once."""
-    fmt = get_format(key)
-    weight = packed(fmt, 1, 1056 * fmt.block)
-    weight.scale[:, -1] = weight.scale.max()
-    weight.scale[:, :-1].clamp_(max=int(weight.scale.max()) - 9)
-    expected = fp8.expand_ref(weight, fmt)
-    x = torch.ones(1, 1056 * fmt.block, dtype=torch.bfloat16, device=DEVICE)
-    _, found = expanded(x, as_weight(weight), fmt)
-    assert torch.equal(found.values.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
-    assert torch.equal(found.factors.cpu(), expected[1])
 
 
 # A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.
@@ -399,22 +335,6 @@ def test_rounded_rows_multiply_an_expanded_weight(
     assert torch.equal(found, linear_triton(x, *weight, bias, fmt))
     expected = fp8.multiply_ref((values, factor), PackedWeight(*weight, bias), fmt)
     torch.testing.assert_close(found.view(6, 5).float(), expected, rtol=2.0**-8, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = get_format("nvfp4")
-    monkeypatch.setattr("fp4pass.kernels.linear.triton.uses_fp8", lambda compute, m: m > 3)
-    weights = [on_device(packed(fmt, n, 64, seed=n)) for n in (24, 40)]
-    columns = [list(each) for each in zip(*weights, strict=True)]
-    for rows in (3, 9):
-        x = torch.randn(rows, 64, generator=seeded()).to(DEVICE)
-        found = linear_group_triton(x, *columns, [None, None], fmt)
-        codes = on_device(packed(fmt, rows, 64))
-        both = linear_quantized_group_triton(x, *codes, *columns, [None, None], fmt)
-        for y, z, weight in zip(found, both, weights, strict=True):
-            assert torch.equal(y, linear_triton(x, *weight, None, fmt))
-            assert torch.equal(z, linear_quantized_triton(x, *codes, *weight, None, fmt))
 
 
 @pytest.mark.core

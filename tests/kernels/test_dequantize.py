@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import flat, formats, seeded
+from kernels.cases import formats, seeded
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
@@ -65,39 +65,6 @@ def test_a_foreign_divisor(divisor: float) -> None:
     assert torch.equal(dense, oracle.values(codes).float() * step)
     half = dequantize_ref(packed, scale, given, fmt, torch.bfloat16)
     assert torch.equal(half, dense.bfloat16())
-
-
-@formats
-def test_leading_dimensions_and_strides(fmt: Format) -> None:
-    packed = torch.randint(256, (2, 3, 32), dtype=torch.uint8)
-    scale = torch.randint(100, 120, (2, 3, 64 // fmt.block), dtype=torch.uint8)
-    dense = dequantize_ref(packed, scale, None, fmt, torch.float32)
-    assert dense.shape == (2, 3, 64)
-    swapped = dequantize_ref(packed.mT.contiguous().mT, scale, None, fmt, torch.float32)
-    assert torch.equal(dense, swapped)
-    assert torch.equal(dense[1], dequantize_ref(packed[1], scale[1], None, fmt, torch.float32))
-    empty = dequantize_ref(packed[:, :0], scale[:, :0], None, fmt, torch.float32)
-    assert empty.shape == (2, 0, 64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@formats
-def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) -> None:
-    generator = seeded(0)
-    packed = torch.randint(256, (5, 32), dtype=torch.uint8, generator=generator)
-    scale = torch.randint(110, 126, (5, 64 // fmt.block), dtype=torch.uint8, generator=generator)
-    divisor = torch.tensor([4.0]) if fmt.has_global_scale else None
-    bias = torch.randn(5, generator=generator)
-    x = torch.randn(2, 3, 64, generator=generator, dtype=dtype)
-    y = flat("linear", "reference")(x, packed, scale, divisor, bias, fmt)
-    weight = oracle.dequantize(
-        packed, scale, 0.25 if divisor is not None else 1, fmt.name, fmt.block
-    )
-    exact = x.double() @ weight.t() + bias.double()
-    # A sum of 64 products and a bias.
-    bound = 65 * torch.finfo(dtype).eps * (x.double().abs() @ weight.t().abs() + bias.abs())
-    assert y.dtype == dtype and y.shape == (2, 3, 5)
-    assert ((y.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.core

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import VARIANTS
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernels.cases import DEVICE, dtypes, formats, gpu, quiet, seeded
+from kernels.cases import DEVICE, dtypes, formats, quiet
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_triton
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 GLOBAL_SCALES = [None, 3.7, 2.0**-110, 2.0**110]
 
 pytestmark = quiet
@@ -49,21 +45,6 @@ def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None
     compare(packed, scale, 0.00031, fmt.with_multiplier(), dtype)
 
 
-@settings(deadline=None, max_examples=6, database=None)
-@given(data=st.data())
-def test_any_shape(data: st.DataObject) -> None:
-    fmt = data.draw(st.sampled_from(VARIANTS))
-    leading = data.draw(st.lists(st.integers(0, 5), max_size=2))
-    blocks = data.draw(st.integers(1, 40))
-    seed = seeded(data.draw(st.integers(0, 99)))
-    shape = (*leading, blocks * fmt.block // 2)
-    packed = torch.randint(256, shape, dtype=torch.uint8, generator=seed)
-    scale = torch.randint(fmt.scale.nan, (*leading, blocks), dtype=torch.uint8, generator=seed)
-    number = data.draw(st.sampled_from(GLOBAL_SCALES))
-    fmt = fmt.with_multiplier(data.draw(st.booleans()))
-    compare(packed, scale, number, fmt, data.draw(st.sampled_from(DTYPES)))
-
-
 @pytest.mark.core
 @formats
 def test_any_memory_layout(fmt: Format) -> None:
@@ -95,15 +76,3 @@ def test_several_at_once(fmt: str, given: tuple[float | None, ...], dtype: torch
         assert len(found) == len(some)
         for each, got in zip(some, found, strict=True):
             assert_same_bits(got, dequantize_ref(*each, fmt, dtype))
-
-
-@gpu
-@formats
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_large(fmt: Format, dtype: torch.dtype) -> None:
-    packed = torch.randint(256, (4097, 11008 // 2), dtype=torch.uint8, device=DEVICE)
-    shape = (4097, 11008 // fmt.block)
-    scale = torch.randint(fmt.scale.nan + 1, shape, dtype=torch.uint8, device=DEVICE)
-    number = torch.tensor([3.7], device=DEVICE)
-    found = dequantize_triton(packed, scale, number, fmt, dtype)
-    assert_same_bits(found, dequantize_ref(packed, scale, number, fmt, dtype))

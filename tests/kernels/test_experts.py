@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from blocks import VARIANTS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.cases import DTYPES, cases, flat
 from kernels.exact import (
     DEVICE,
@@ -32,7 +29,6 @@ from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.triton import ExpertTiles, config, experts_quantize_triton
 from fp4pass.kernels.linear.decode_triton import InputRows
 from fp4pass.kernels.quantize.naive import quantize_ref
-from fp4pass.kernels.quantize.triton import quantize_triton
 
 experts_linear_triton = flat("experts_linear")
 experts_linear_quantized_triton = flat("experts_linear_quantized")
@@ -164,15 +160,6 @@ def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
     assert torch.equal(y[:, 0], expected.t())
 
 
-@pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
-def test_all_to_one_and_none(tiles: ExpertTiles) -> None:
-    fmt = get_format("nvfp4")
-    for expert in (4, 5):
-        ids = torch.full((9 if tiles.m > 1 else 2, 1), expert, device=DEVICE)
-        y = run(fmt, torch.bfloat16, ids, 20, 64, tiles=tiles)
-        assert bool(y.any()) is (0 <= expert < 5)
-
-
 def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
     """The codes of a loop over experts, and products; pairs of no expert have zeros."""
     fmt, ids = get_format("nvfp4"), torch.tensor([[0, 2], [5, 1]], device=DEVICE)
@@ -182,33 +169,6 @@ def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
     assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
     assert not any(each[1, 0].any() for each in codes)
     given = (x, *codes, stored, ids, *stack(fmt, 5, 17, 32), None, fmt)
-    y, exact = (
-        experts_linear_quantized_triton(*given),
-        experts_linear_quantized_ref(*given),
-    )
-    assert torch.allclose(y.float(), exact.float(), rtol=2**-6, atol=1e-3 * exact.abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("key", ["nvfp4", "nvfp4:32:multiplier"])
-def test_inputs_of_experts_with_scales_of_their_own(
-    key: str, dtype: torch.dtype, each: bool
-) -> None:
-    fmt, ids = get_format(key), routed(3, 2, 5)
-    ids[0] = torch.tensor([5, 2])
-    stored = torch.linspace(0.2, 9.0, 5, device=DEVICE)
-    packed, scale, weights = stack(fmt, 5, 17, 96)
-    x = numbers(*(ids.shape if each else ids.shape[:1]), 96, dtype=dtype)
-    codes = experts_quantize_triton(x, ids, stored, fmt)
-    assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
-    # Where two scales are as good, a search may take either.
-    searched = experts_quantize_triton(x, ids, stored, fmt, "sse")
-    rows = partial(quantize_triton, scale_method="sse")
-    wanted = experts_quantize_ref(x, ids, stored, fmt, quantize=lambda *args: rows(*args[:3]))
-    assert all(map(torch.equal, searched, wanted))
-    given = (x, *codes, stored, ids, packed, scale, weights, None, fmt)
     y, exact = (
         experts_linear_quantized_triton(*given),
         experts_linear_quantized_ref(*given),
@@ -247,17 +207,6 @@ def test_rows_do_not_meet() -> None:
         assert not y[2, 0].any()
 
 
-@pytest.mark.slow
-def test_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets of 32 bits; the parts are the whole."""
-    fmt, ids = get_format("mxfp4"), routed(3, 2, 5)
-    whole = [run(fmt, torch.bfloat16, ids, 20, 64, quantized=quantized) for quantized in (0, 1)]
-    monkeypatch.setattr(module, "_MOST", 2 * 2 * (64 + 1024))
-    parts = [run(fmt, torch.bfloat16, ids, 20, 64, quantized=quantized) for quantized in (0, 1)]
-    for a, b in zip(whole, parts, strict=True):
-        assert torch.allclose(a.float(), b.float(), rtol=2**-7)
-
-
 def test_any_memory_layout() -> None:
     fmt, ids = get_format("nvfp4"), routed(3, 2, 5)
     packed, scale, stored = stack(fmt, 5, 12, 96)
@@ -288,17 +237,6 @@ def test_tiles_fit() -> None:
         words = tiles.words * (tiles.warps if tiles.warps_share and tiles.m > 1 else 1)
         needed = tiles.stages * words * (16 * terms * tiles.m + 5 * tiles.n)
         assert needed <= shared, tiles
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=5, database=None)
-@given(data=st.data())
-def test_any_shape(data: st.DataObject) -> None:
-    fmt = data.draw(st.sampled_from(VARIANTS))
-    tokens, k, experts = (data.draw(st.integers(*r)) for r in ((1, 9), (1, 3), (1, 7)))
-    n, columns = data.draw(st.integers(1, 40)), fmt.block * data.draw(st.integers(1, 8))
-    dtype, each = data.draw(st.sampled_from(DTYPES)), data.draw(st.booleans())
-    run(fmt, dtype, routed(tokens, k, experts), n, columns, experts=experts, each=each)
 
 
 class TestGpu:

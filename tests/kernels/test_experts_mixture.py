@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
-from fp4pass.kernels.experts import triton as module
 from fp4pass.kernels.experts.naive import Gate
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
-from fp4pass.kernels.experts.triton import ExpertTiles, launch, mix
+from fp4pass.kernels.experts.triton import ExpertTiles, mix
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 
 experts_mixture_triton = flat("experts_mixture")
@@ -119,50 +118,12 @@ def test_every_kernel(case: str) -> None:
     run(fmt, ids, gate, hidden=96, tiles=tiles, biased=False, dtype=torch.float32, inner=32)
 
 
-@pytest.mark.slow
-def test_steps_of_two_widths() -> None:
-    """What is between the products is sorted for the second, and filled up with zeros."""
-    fmt, ids = NVFP4, routed(9, 2, 5)
-    both = tuple(PackedWeight(*stack(fmt, 5, n, k)) for n, k in ((352, 64), (64, 176)))
-    x, routing = numbers(9, 64, dtype=torch.bfloat16), torch.ones(9, 2, device=DEVICE)
-    tiles = ExpertTiles(16, 64, 16, 4, 3), ExpertTiles(16, 32, 8, 4, 3)
-    found = []
-    for each in (tiles, tiles[::-1]):
-        out = x.new_empty((9, 64))
-        mix(x, ids, routing, out, *both, SILU, fmt, each)
-        check(out, x, ids, routing, both, SILU, fmt)
-        found.append(out)
-    assert torch.allclose(*found, rtol=0.02, atol=0.02 * found[1].abs().max())
-
-
-@pytest.mark.slow
-def test_columns_that_fill_up_are_zero() -> None:
-    """Of what the second product reads, whatever its weights are there."""
-    ids, stored = routed(9, 2, 5), PackedWeight(*stack(NVFP4, 5, 352, 64))
-    x = numbers(9, 64, dtype=torch.bfloat16)
-    h = x.new_empty((18, 256))
-    routing, rows = route_and_arrange(ids, 5, 16, x, 16, NVFP4)
-    gate = Gate("silu", shift=1.0)
-    launch(rows, None, stored, h, ids, routing, True, 1, NVFP4, ROWS, gate, 16)
-    # Codes of a word are 16 apart; of the second group 6 words are there.
-    assert h.isfinite().all()
-    assert not h[:, 128:].reshape(18, 8, 16)[:, :, 6:].any()
-
-
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_tokens_without_experts(tokens: int) -> None:
     """They are zeros, whatever weights they have; those of no token are no rows."""
     ids = torch.full((tokens, 2), 5, device=DEVICE)
     assert not run(NVFP4, ids, SILU).any()
     assert run(NVFP4, ids[:0], SILU).shape == (0, 64)
-
-
-@pytest.mark.slow
-def test_more_experts_of_a_token_than_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = routed(1, 3, 24)
-    together = run(NVFP4, ids, SILU, experts=24)
-    monkeypatch.setattr(module, "_FAN", 2)
-    assert torch.allclose(run(NVFP4, ids, SILU, experts=24), together, rtol=2**-6, atol=1e-3)
 
 
 def test_sorted_in_the_launch_that_routes() -> None:

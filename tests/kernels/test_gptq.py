@@ -111,30 +111,6 @@ def test_losses_of_blocks_add_up(key: str, codes: str, order: str) -> None:
 
 @pytest.mark.core
 @formats
-def test_the_targets_are_those_of_obs(fmt: Format) -> None:
-    """By W_rest -= (w_b - q_b) U_bb^-1 U_b,rest with U^T U = H^-1, in float64."""
-    hessian = damp(correlated(), 0.01)
-    problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=False)
-    generator = seeded(1)
-    residual = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
-    upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    # If block b is left with an error of residual[:, b], the others move as OBS says.
-    start = torch.zeros_like(residual)
-    moved, taken = start.clone(), torch.zeros_like(residual)
-    for b in range(COLUMNS // fmt.block):
-        here = slice(b * fmt.block, (b + 1) * fmt.block)
-        rest = slice(here.stop, COLUMNS)
-        expected = taken[:, : here.start] @ problem.rounding[here, : here.start].double().t()
-        bound = 8 * EPS * taken.abs().max() * problem.rounding[here].abs().double().sum(1).max()
-        assert (expected - moved[:, here]).abs().max() <= bound + 1e-12
-        error = residual[:, here] @ torch.linalg.inv(upper[here, here])
-        moved[:, rest] -= error @ upper[here, rest]
-        # w - q of the original weight: the error less what it had been moved by.
-        taken[:, here] = residual[:, here] - moved[:, here]
-
-
-@pytest.mark.core
-@formats
 @pytest.mark.parametrize("shrinkage", [0.0, 0.25])
 def test_the_codes_are_those_of_the_definition(fmt: Format, shrinkage: float) -> None:
     """Of scales chosen with the block, rounded to nearest, but where other scales are no worse."""
@@ -155,18 +131,6 @@ def test_shrinkage_is_of_what_lies_between_blocks(block: int) -> None:
     number = torch.arange(len(hessian)) // block
     same = number[:, None] == number
     torch.testing.assert_close(shrunk, torch.where(same, plain, 0.75 * plain), rtol=1e-12, atol=0)
-
-
-def test_blocks_that_share_nothing_compensate_for_nothing() -> None:
-    fmt = get_format("nvfp4")
-    w, hessian = weight("normal").float(), correlated()
-    found = quantized(w, hessian, fmt, codes="rtn", shrinkage=1.0, damping=1e-9)
-    g = fmt.global_scale_for(w.abs().max().item())
-    packed, scale = search_ref(w, diagonal_blocks(hessian), g, fmt, "hessian")
-    expected = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
-    blocks = damp(hessian, 1e-9, 1.0, fmt.block)
-    assert (found == expected).double().mean() > 0.99
-    assert loss(w, found, blocks) == pytest.approx(loss(w, expected, blocks), rel=1e-4)
 
 
 BETTER = [
@@ -200,44 +164,6 @@ def test_sweeps_only_lower_the_loss(key: str) -> None:
         loss(w, quantized(w, hessian, fmt, sweeps=n, scales="static"), damped) for n in (0, 2)
     ]
     assert static[0] > static[1]
-
-
-@pytest.mark.core
-@formats
-def test_one_sweep_is_the_best_of_each_block_as_the_others_are(fmt: Format) -> None:
-    """With all others fixed, the target of a block is where the gradient is zero."""
-    hessian = damp(correlated(), 0.01)
-    problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=True)
-    assert problem.sweeping is not None
-    generator = seeded(2)
-    residual = torch.randn(COLUMNS, ROWS, generator=generator, dtype=torch.float64)
-    here = slice(fmt.block, 2 * fmt.block)
-    residual[here] = 0
-    target = problem.sweeping[here].double() @ residual
-    residual[here] = -target
-    scale = (hessian.abs() @ residual.abs())[here].max()
-    assert (hessian @ residual)[here].abs().max() <= 4 * EPS * scale
-
-
-PERMUTED = [("nvfp4", "joint", 1), ("mxfp4", "babai", 0), ("mxfp4:16", "rtn", 1)]
-
-
-@pytest.mark.parametrize(
-    ("key", "codes", "sweeps"), cases(PERMUTED, itertools.product(KEYS, CODES, [0, 1]))
-)
-def test_blocks_may_come_in_any_order(key: str, codes: str, sweeps: int) -> None:
-    """Permuted blocks of the weight and of the Hessian give the same codes, permuted."""
-    fmt = get_format(key)
-    w, hessian = weight(), correlated()
-    g = fmt.global_scale_for(w.abs().max().item())
-    order = torch.randperm(COLUMNS // fmt.block, generator=seeded(3))
-    columns = (order.unsqueeze(1) * fmt.block + torch.arange(fmt.block)).flatten()
-    options = OPTIONS | {"codes": codes, "sweeps": sweeps}
-    packed, scale = gptq_ref(w, hessian, g, fmt, **options)
-    moved = gptq_ref(w[:, columns], hessian[columns][:, columns], g, fmt, **options)
-    assert torch.equal(moved[1], scale[:, order])
-    bytes_ = packed.view(ROWS, len(order), -1)[:, order].flatten(1)
-    assert torch.equal(moved[0], bytes_)
 
 
 CHANGES: list[tuple[str, Any]] = [
@@ -325,15 +251,6 @@ def test_singular_hessians(key: str, tokens: int) -> None:
         assert torch.equal(q, sse)
 
 
-def test_no_damping_is_below_the_rounding_of_the_hessian() -> None:
-    """Of float32 sums over few tokens, some eigenvalues are rounded to less than zero."""
-    fmt, w = get_format("nvfp4"), weight()
-    x = torch.randn(5, COLUMNS, generator=seeded(4))
-    hessian = x.mT @ x
-    assert torch.linalg.eigvalsh(hessian.double())[0] < 0
-    assert quantized(w, hessian, fmt, damping=1e-12).isfinite().all()
-
-
 CURVATURES = ["identity", "rank-one", "singular", "steep", "indefinite"]
 COSTS = [
     *(("nvfp4", "joint", name) for name in CURVATURES),
@@ -393,29 +310,6 @@ def test_descent_ends_where_no_other_code_is_better(
             assert (losses(other, hessian) >= before - 4 * fmt.block * EPS * size).all()
 
 
-MOST = [("mild", 1.001), ("steep", 1.08)]
-
-
-@pytest.mark.parametrize(
-    ("key", "limit"), cases([("nvfp4", limit) for limit in MOST], itertools.product(KEYS, MOST))
-)
-def test_other_scales_bring_little(key: str, limit: tuple[str, float]) -> None:
-    """Sequential rounding at every scale of the format, against the candidates alone."""
-    fmt, (curvature, most) = get_format(key), limit
-    hessian, _ = regular(block_hessians(HESSIANS[curvature](), COLUMNS, fmt.block))
-    metric, w = make_metric(hessian), weight()
-    x, unit = normalize(as_blocks(w, fmt.block), fmt.global_scale_for(w.abs().max().item()), fmt, 1)
-    unit = unit[:, 0]
-    _, _, found = choose_blocks(x, metric, unit, fmt, "babai")
-    best = torch.full_like(found, torch.inf)
-    for byte in range(1, fmt.scale.last + 1):
-        given = torch.full_like(found, byte, dtype=torch.int64)
-        _, _, cost = choose_blocks(x, metric, unit, fmt, "babai", given)
-        best = torch.minimum(best, cost)
-    # A product of other shapes may round otherwise.
-    assert (best <= found * (1 + 1e-4)).all() and found.sum() <= most * best.sum()
-
-
 WORSE = [
     ("nvfp4", "mild", "normal"),
     ("nvfp4", "singular", "adversarial"),
@@ -449,18 +343,6 @@ def test_joint_is_never_worse(key: str, curvature: str, name: str) -> None:
     assert (cost[1][0] <= cost[0][0] + 1e-14 * cost[0][1]).all()
     if curvature in ("mild", "steep") and name == "normal":
         assert cost[1][0].sum() < 0.9 * cost[0][0].sum()
-
-
-@pytest.mark.parametrize("fmt", [get_format("nvfp4"), get_format("mxfp4")], ids=lambda f: f.key)
-def test_joint_reads_and_tiles(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    w, hessian = weight(), HESSIANS["mild"]()
-    before = search_ref(w, hessian, 2.0**-12, fmt, "hessian")
-    kept = [each.clone() for each in before]
-    whole = joint_ref(w, *before, hessian, 2.0**-12, fmt)
-    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
-    monkeypatch.setattr("fp4pass.kernels.search.joint_reference._PASS", 2000)
-    tiled = joint_ref(w.t().contiguous().t(), *before, hessian, 2.0**-12, fmt)
-    assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True))
 
 
 def test_a_tiny_weight_against_all_codes() -> None:

@@ -12,29 +12,24 @@ from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
 from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
-import fp4pass
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.blocks import as_blocks, block_hessians, losses, normalize, regular
 from fp4pass.kernels.search.gptq_reference import damp, gptq_ref
 from fp4pass.kernels.search.joint_reference import (
     CODES,
     Metric,
-    Solution,
     candidate_scales,
     choose_blocks,
     joint_ref,
     make_metric,
-    settle,
 )
 from fp4pass.kernels.search.joint_triton import (
     choose_blocks_triton,
     gptq_triton,
     joint_triton,
-    settle_triton,
 )
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
-from fp4pass.methods import Gptq, Stats, resolve_method
+from fp4pass.kernels.statistics.naive import ieee_products
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -167,62 +162,6 @@ def test_the_scale_is_the_best_of_the_candidates(codes: str) -> None:
     assert torch.equal(byte, candidates.gather(1, at.unsqueeze(1))[:, 0])
 
 
-@pytest.mark.parametrize("key", [pytest.param("nvfp4", marks=pytest.mark.slow), "mxfp4:16"])
-def test_the_candidates_are_those_of_the_reference(key: str) -> None:
-    """Only an element that is not the largest counts, so that any scale may be the best."""
-    fmt = get_format(key)
-    n, generator = fmt.block, seeded(0)
-    x = torch.rand(1, n, 64, generator=generator) * 0.5
-    x[:, 0] = 2 ** torch.rand(64, generator=generator)
-    unit = torch.full((1, 64), 2.0**-6)
-    hessian = torch.diag_embed(torch.full((1, n), 1e-9, dtype=torch.float64))
-    hessian[0, 1, 1] = 1.0
-    metric = make_metric(hessian)
-    expected = choose_blocks(x, metric, unit, fmt, "rtn")[1]
-    found = choose_blocks_triton(put(x), put(metric), put(unit), fmt, "rtn")[1].cpu()
-    candidates = candidate_scales(x, unit, fmt)
-    assert (expected == candidates[:, 0]).any()
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_settling(static: bool) -> None:
-    """In place; a revision keeps what costs no more, which is most of what was settled."""
-    fmt = get_format("mxfp4:16")
-    x, unit, hessian = problem(fmt, 2, 150)
-    # Rows in three parts, of which the second block is settled.
-    n, rows = x.shape[1:]
-    metric, given = make_metric(hessian), torch.full((2 * rows,), 126)
-    both = []
-    for run, on in ((settle, lambda t: t.clone()), (settle_triton, put)):
-        empty = torch.full((2 * n * rows,), torch.nan)
-        place = on(torch.zeros(2 * rows, dtype=torch.int64))
-        x_parts = [x.flatten(0, 1)[:, i : i + 64] for i in (0, 64, 128)]
-        flat = Solution(
-            64, on(unit[1]), on(torch.cat([part.flatten() for part in x_parts])), on(empty),
-            on(empty.clone()), place, on(given) if static else None,
-        )  # fmt: skip
-        m = put(metric) if run is settle_triton else metric
-        wanted = torch.cat([part[n:].flatten() for part in x_parts])
-        run(on(wanted * 1.01), flat, 1, m, fmt, "joint", False)
-        q = torch.cat(flat.parts_of(flat.q), 1)
-        first = q[n:].clone()
-        assert q[:n].isnan().all() and first.isfinite().all()
-        # Towards what it is, and for every second block away from it.
-        target = torch.where(torch.arange(rows, device=first.device) % 2 == 0, first, -first)
-        target = torch.cat([target[:, i : i + 64].flatten() for i in (0, 64, 128)])
-        run(target, flat, 1, m, fmt, "joint", True)
-        q, residual = (torch.cat(flat.parts_of(each), 1)[n:] for each in (flat.q, flat.residual))
-        assert torch.equal(q[:, ::2], first[:, ::2])
-        assert torch.equal(residual, x[1].to(q.device) - q)
-        byte = torch.cat(flat.parts_of(flat.byte), 1)
-        assert not byte[0].any() and byte[1].all()
-        both.append([each.cpu() for each in (first, q, byte[1])])
-    for expected, found in zip(*both, strict=True):
-        assert (expected != found).double().mean() <= 0.01
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_warps_that_share_the_scales_of_a_block_choose_the_same(
@@ -276,21 +215,6 @@ def test_gptq_of_a_layer(fmt: Format, codes: str, scales: str) -> None:
     generator = seeded(0)
     w = torch.randn(512, 2048, generator=generator) * 0.02
     check_gptq(w, correlated(2048, 4096), fmt, (codes, scales, "loss", 1))
-
-
-@gpu
-def test_methods_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reached(*args: Any) -> None:
-        raise AssertionError("the reference runs")
-
-    monkeypatch.setattr("fp4pass.kernels.search.joint_reference.candidate_scales", reached)
-    w, hessian = put(torch.randn(64, 128)), put(correlated(128, 400))
-    stats = Stats(diagonal_blocks(hessian), 400, 1.0, hessian)
-    for choice in (Gptq(), fp4pass.methods.Hessian(codes="joint")):
-        method, options = resolve_method(choice)
-        fmt = get_format("nvfp4")
-        found = method.function(w, stats, fmt, fmt.global_scale_for(w.abs().max().item()), options)
-        assert (fp4pass.dequantize(found) - w).norm() < 0.2 * w.norm()
 
 
 def correlated(columns: int, tokens: int) -> Tensor:

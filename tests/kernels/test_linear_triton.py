@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from blocks import VARIANTS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.cases import DTYPES, cases, flat, formats_and_dtypes
 from kernels.exact import (
     DEVICE,
@@ -131,11 +127,6 @@ def test_few_rows_do_not_meet() -> None:
     assert y[[0, 2]].isfinite().all() and not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("m", [33, 64, 100])
-def test_more_rows(m: int) -> None:
-    run(get_format("nvfp4"), torch.bfloat16, m, 70, 272, divisor=2.0, bias=numbers(70))
-
-
 @pytest.mark.quick(2)
 @formats_and_dtypes
 def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
@@ -190,13 +181,6 @@ def test_weights_are_exact(fmt: Format) -> None:
     x_packed, x_scale = quantize_ref(6 * eye, None, fmt)
     y = linear_quantized_triton(eye, x_packed, x_scale, None, packed, scale, None, None, fmt)
     assert torch.equal(y, 6 * expected)
-
-
-@pytest.mark.parametrize("exponent", [-100, 100])
-def test_far_global_scales(exponent: int) -> None:
-    fmt = get_format("nvfp4")
-    run(fmt, torch.float32, 3, 9, 48, divisor=2.0**exponent)
-    run(fmt, torch.bfloat16, 1, 9, 48, divisor=2.0**exponent)
 
 
 @pytest.mark.quick(2)
@@ -266,15 +250,6 @@ def test_every_tiling(one: bool, tiles: Tiles) -> None:
     run(get_format("nvfp4"), torch.bfloat16, m, n, k, divisor=2.0, tiles=tiles)
     if DEVICE == "cuda":
         run(get_format("mxfp4"), torch.bfloat16, m, 130, 4096, bias=numbers(130), tiles=tiles)
-
-
-@settings(deadline=None, max_examples=5, database=None)
-@given(data=st.data())
-def test_any_shape(data: st.DataObject) -> None:
-    fmt = data.draw(st.sampled_from(VARIANTS))
-    m, n = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
-    k = fmt.block * data.draw(st.integers(1, 12))
-    run(fmt, data.draw(st.sampled_from(DTYPES)), m, n, k, data.draw(st.sampled_from([None, 0.3])))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -378,38 +353,6 @@ def test_groups_have_the_bits_of_their_members(
         assert torch.equal(y, one(*activations, *stored, fmt))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("sizes", [(33, 17), (33, 40)], ids=str)
-def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some or all of its members are summed in another order than small ones."""
-    monkeypatch.setattr(tiling, "_MANY", 20)
-    fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
-    packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
-    stored = [PackedWeight(*each, None) for each in zip(packed, scale, strict=True)]
-    assert (module.group_tiles(x, x.dtype, stored, fmt) is None) is (min(sizes) <= 20)
-    found = module.linear_group_triton(x, stored, fmt)
-    for y, *one in zip(found, packed, scale, strict=True):
-        assert torch.equal(y, linear_triton(x, *one, None, None, fmt))
-
-
-WITHOUT_GLUON = """
-import sys
-for name in sys.argv[1:]:
-    sys.modules[name] = None
-from fp4pass.kernels.compute_fp8 import triton
-from fp4pass.kernels.linear import gluon_triton, triton
-print(gluon_triton.one_row_kernel is None, gluon_triton.wide_kernel is None)
-"""
-
-
-@pytest.mark.slow
-def test_other_versions_of_gluon_leave_the_kernels_of_triton() -> None:
-    gluon = "triton.experimental.gluon.language.nvidia"
-    command = [sys.executable, "-c", WITHOUT_GLUON, f"{gluon}.hopper", f"{gluon}.ampere"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
-
-
 class TestGpu:
     pytestmark = GPU
 
@@ -421,25 +364,6 @@ class TestGpu:
         fmt = get_format("nvfp4")
         for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 512, 1024):
             run(fmt, torch.bfloat16, m, n, k, divisor=512.0, bias=numbers(n))
-
-    @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_format(self, fmt: Format, dtype: torch.dtype) -> None:
-        for m in (1, 7, 60, 130, 256, 600):
-            run(fmt, dtype, m, 4096, 2560, divisor=512.0)
-
-    @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-    def test_many_quantized_rows(self, fmt: Format, dtype: torch.dtype) -> None:
-        """Through a dense weight, in parts; the global scales are no powers of two."""
-        x_divisor, divisor = torch.tensor([0.37], device=DEVICE), torch.tensor([3.7], device=DEVICE)
-        packed, scale = weight(fmt, 130, 512)
-        x_packed, x_scale = quantize_ref(numbers(9000, 512), x_divisor, fmt)
-        bias = numbers(130)
-        activations = (empty(dtype), x_packed, x_scale, x_divisor)
-        y = linear_quantized_triton(*activations, packed, scale, divisor, bias, fmt)
-        x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
-        check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
 
     @pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
     def test_a_row_of_any_size(self, key: str) -> None:
@@ -493,23 +417,3 @@ class TestGpu:
             return x
 
         assert_each_kernel_waits(chain, eager=True)
-
-    def test_graphs_and_streams(self) -> None:
-        fmt = get_format("nvfp4")
-        packed, scale = weight(fmt, 4096, 4096)
-        x = numbers(4, 4096, dtype=torch.bfloat16)
-        expected = linear_triton(x, packed, scale, None, None, fmt)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = linear_triton(x, packed, scale, None, None, fmt)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(y, expected)
-        streams = [torch.cuda.Stream() for _ in range(4)]
-        torch.cuda.synchronize()
-        found = []
-        for stream in streams * 5:
-            with torch.cuda.stream(stream):
-                found.append(linear_triton(x, packed, scale, None, None, fmt))
-        torch.cuda.synchronize()
-        assert all(torch.equal(each, expected) for each in found)

@@ -8,8 +8,6 @@ import math
 import pytest
 import torch
 from blocks import VARIANTS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.cases import (
     DEVICE,
     DTYPES,
@@ -18,7 +16,6 @@ from kernels.cases import (
     dtypes,
     formats,
     formats_and_dtypes,
-    gpu,
     quiet,
     seeded,
 )
@@ -175,33 +172,6 @@ def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
         check(rows.to(DEVICE), divisor_of(fmt, 1.0), fmt)
 
 
-@pytest.mark.slow
-@settings(max_examples=5, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 5), max_size=2),
-    blocks=st.integers(1, 9),
-    fmt=st.sampled_from(VARIANTS),
-    dtype=st.sampled_from([*DTYPES, torch.float64]),
-    offset=st.integers(0, 3),
-    transposed=st.booleans(),
-)
-def test_any_shape(
-    shape: list[int],
-    blocks: int,
-    fmt: Format,
-    dtype: torch.dtype,
-    offset: int,
-    transposed: bool,
-) -> None:
-    full = (*shape, blocks * fmt.block)
-    x = spread((math.prod(full) + offset,)).to(dtype)[offset:]
-    x = x.view(full[::-1]).permute(*range(len(full))[::-1]) if transposed else x.view(full)
-    check(x.to(DEVICE), divisor_of(fmt, 0.25), fmt)
-    assert torch.equal(
-        dynamic_global_scale_triton(x.to(DEVICE), fmt), dynamic_global_scale_ref(x, fmt).to(DEVICE)
-    )
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(5, 16), (2, 4096)])
 def test_more_than_one_tile_and_program(
@@ -227,44 +197,3 @@ def test_a_stored_multiplier(multiplier: float) -> None:
     amax = x.view(9, 4, 16).abs().amax(-1)
     wanted = (amax / (6 * g)).clamp(2.0**-9, 448).cpu().to(torch.float8_e4m3fn)
     assert torch.equal(quantize_ref(x, g, fmt)[1].cpu().view(torch.float8_e4m3fn), wanted)
-
-
-def test_no_global_scale_is_one() -> None:
-    fmt = get_format("nvfp4")
-    for dtype in DTYPES:
-        check(spread((3, 48)).to(DEVICE, dtype), None, fmt)
-
-
-@gpu
-@formats
-@dtypes
-def test_large(fmt: Format, dtype: torch.dtype) -> None:
-    x = spread((1000, 11008)).to(DEVICE, dtype)
-    for g in (1.0, 2.0**-6, 0.3):
-        check(x, divisor_of(fmt, g), fmt)
-    assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
-
-
-@gpu
-def test_in_a_graph_and_on_two_streams() -> None:
-    fmt = get_format("nvfp4")
-    inputs = [(spread((64, 4096), seed) * 4.0**seed).to(DEVICE).bfloat16() for seed in range(4)]
-    wanted = [dynamic_global_scale_ref(x, fmt) for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    static = inputs[0].clone()
-    dynamic_global_scale_triton(static, fmt)
-    with torch.cuda.graph(graph):
-        divisor = dynamic_global_scale_triton(static, fmt)
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(20):
-        for x, stream in zip(inputs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(dynamic_global_scale_triton(x, fmt))
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, wanted[i % 4]) for i, a in enumerate(found))
-    for x, each in zip(inputs, wanted, strict=True):
-        static.copy_(x)
-        graph.replay()
-        assert torch.equal(divisor, each)

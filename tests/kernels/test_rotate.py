@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL
-from kernels.cases import DEVICE, divisor, divisor_of, dtypes, formats, gpu, quiet, seeded
+from kernels.cases import DEVICE, divisor, divisor_of, dtypes, formats, quiet, seeded
 from kernels.near import candidates, errors_at
 from kernels.stable import assert_agree
 from torch import Tensor
@@ -17,7 +17,6 @@ from fp4pass.core.formats import Format
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.rotate.naive import (
     ROTATIONS,
-    hadamard,
     rotate_blocks,
     rotate_hessian,
     rotate_quantize_ref,
@@ -47,16 +46,6 @@ def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     x *= 2.0 ** torch.randint(-6, 6, (rows, 1), generator=seeded(1))
     x[0] = 0
     return x.to(dtype)
-
-
-@pytest.mark.core
-@sizes
-def test_the_matrix_is_symmetric_and_orthogonal(rotation: int) -> None:
-    d = matrix(rotation, rotation)
-    ours = hadamard(rotation, torch.float64, torch.device("cpu"))
-    assert torch.equal(ours, d.mul(math.sqrt(rotation)).round())
-    assert torch.equal(ours, ours.t())
-    assert torch.equal(ours @ ours, rotation * torch.eye(rotation, dtype=torch.float64))
 
 
 @pytest.mark.core
@@ -184,14 +173,3 @@ def test_what_is_not_finite_poisons_what_it_is_rotated_with(
         assert torch.equal(poisoned == fmt.scale.nan, where)
         assert torch.equal(poisoned[~where], clean[~where])
         assert not packed[4:][where.repeat_interleave(fmt.block // 2, 1)].any()
-
-
-@gpu
-@sizes
-@dtypes
-def test_large(rotation: int, dtype: torch.dtype) -> None:
-    """More rows than programs take at once."""
-    x = torch.randn(4096, 4096, generator=seeded()).to(DEVICE, dtype)
-    exact = rotate_wide(x.double(), rotation)
-    found = rotate_triton(x, rotation)
-    assert ((found - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 * 1.01 + 2e-5).all()

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from blocks import VARIANTS, WEIGHTS, spectrum
+from blocks import WEIGHTS, spectrum
 from kernels.cases import DEVICE, cases, seeded
 from torch import Tensor
 
@@ -24,12 +24,9 @@ from fp4pass.kernels.search import joint_reference, joint_triton
 from fp4pass.kernels.search.hessian_triton import _residual_ptx as residual_ptx
 from fp4pass.kernels.search.hessian_triton import packs_pairs
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.tiles import top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import naive as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
-from fp4pass.parity import codebook_reference as codebook_ref
-from fp4pass.parity import codebook_triton
 
 # 4-bit elements of no registered format. The search derives all it needs from them, also where
 # other kernels ask for more (`supports`).
@@ -44,8 +41,6 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (joint_reference.choose_blocks, joint_triton.choose_blocks_triton),
     (joint_reference.settle, joint_triton.settle_triton),
     (statistics_ref.observe_ref, statistics_triton.observe_triton),
-    (codebook_ref.quantize_codebook_ref, codebook_triton.quantize_codebook_triton),
-    (codebook_ref.dequantize_codebook_ref, codebook_triton.dequantize_codebook_triton),
 ]
 
 
@@ -53,18 +48,6 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 def test_references_and_kernels_have_one_signature(pair: tuple[Any, Any]) -> None:
     reference, kernel = (list(inspect.signature(each).parameters) for each in pair)
     assert reference == kernel
-
-
-@pytest.mark.parametrize("fmt", [*VARIANTS, *MADE_UP], ids=lambda f: f.key)
-def test_constants(fmt: Format) -> None:
-    element = fmt.element
-    assert element.magnitudes[top_code(element)] == element.max
-    # The largest power of two below which all round to zero.
-    assert 2.0 ** (zero_exponent(element) + 1) <= element.dead_zone
-    assert 2.0 ** (zero_exponent(element) + 2) > element.dead_zone
-    # No scale of an octave needs a clamp: below halving_reach rounding alone stays within max.
-    step = 2 * (element.halving_reach - element.max)
-    assert step == element.max - element.magnitudes[-2]
 
 
 @pytest.mark.quick(1)

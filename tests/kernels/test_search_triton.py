@@ -9,8 +9,6 @@ import oracle
 import pytest
 import torch
 from blocks import HESSIANS, ROWS, WEIGHTS, spectrum
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
@@ -157,16 +155,6 @@ def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: f
         check(weight, spectrum(0.9)[:1], g, fmt, objective)
 
 
-@pytest.mark.parametrize(("key",), cases([("nvfp4",)], itertools.product(KEYS)))
-def test_a_hessian_that_is_zero_means_sse(key: str) -> None:
-    fmt = get_format(key)
-    weight = WEIGHTS["bfloat16"](seeded(0))[:4, : fmt.block].to(DEVICE)
-    g = fmt.global_scale_for(weight.abs().max().item())
-    zero = search_triton(weight, torch.zeros(1, 32, 32, device=DEVICE), g, fmt, "hessian")
-    sse = search_triton(weight, None, g, fmt, "sse")
-    assert all(torch.equal(a, b) for a, b in zip(zero, sse, strict=True))
-
-
 POWERS = (-150, -60, 60, 118)
 
 
@@ -200,40 +188,6 @@ def test_shapes(key: str, objective: str, shape: tuple[int, int]) -> None:
     weight = torch.randn(columns, rows, generator=seeded(rows)).t()
     for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
         check(weight.to(dtype), spectrum(0.9)[: math.ceil(columns / 32)], 2.0**-9, fmt, objective)
-
-
-@pytest.mark.parametrize("key", ["mxfp4:16"])
-def test_a_view_that_is_not_aligned(key: str) -> None:
-    fmt = get_format(key)
-    storage = torch.randn(1 + 4 * 64, generator=seeded(0)).bfloat16()
-    for objective in OBJECTIVES:
-        weight = storage.to(DEVICE)[1:].view(4, 64)
-        hessian = spectrum(0.9)[:2].to(DEVICE)
-        found = search_triton(weight, hessian, 2.0**-9, fmt, objective)
-        copy = search_triton(weight.clone(), hessian, 2.0**-9, fmt, objective)
-        assert all(torch.equal(a, b) for a, b in zip(found, copy, strict=True))
-
-
-@gpu
-@formats
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@settings(max_examples=25, deadline=None)
-@given(
-    rows=st.integers(1, 300),
-    count=st.integers(1, 40),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    seed=st.integers(0, 1000),
-)
-def test_random_shapes(
-    fmt: Format, objective: str, rows: int, count: int, dtype: torch.dtype, seed: int
-) -> None:
-    generator = seeded(seed)
-    columns = count * fmt.block
-    weight = torch.randn(rows, columns, generator=generator)
-    weight = (weight / (torch.rand(rows, columns, generator=generator) + 0.05)).to(dtype)
-    root = torch.randn(math.ceil(columns / 32), 32, 1 + seed % 60, generator=generator)
-    g = fmt.global_scale_for(weight.abs().max().item())
-    check(weight, root @ root.mT, g, fmt, objective)
 
 
 @gpu

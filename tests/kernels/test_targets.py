@@ -32,11 +32,7 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.attention.triton import (
-    attention_span_triton,
-    attention_triton,
-    rotary_attention_triton,
-)
+from fp4pass.kernels.attention.triton import attention_span_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.compute_fp8.operands_triton import (
     activate_round_triton,
@@ -77,6 +73,7 @@ linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized"
 linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")
 experts_linear_quantized_triton = flat("experts_linear_quantized")
 experts_mixture_triton = flat("experts_mixture")
+attention_triton, rotary_attention_triton = flat("attention"), flat("rotary_attention")
 
 ROOT = Path(__file__).parents[2]
 

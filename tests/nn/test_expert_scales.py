@@ -12,8 +12,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.errors import ShapeError
-from fp4pass.nn.expert_scales import cut_rows
-from fp4pass.nn.experts import QuantizedExpertStack
+from fp4pass.nn.experts import QuantizedExpertStack, cut_rows
 from fp4pass.nn.linear import StoredWeight, quantized_linear
 
 pytest.importorskip("transformers")

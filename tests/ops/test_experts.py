@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import ALL, VARIANTS
+from blocks import ALL
 from kernels.cases import cases
 from torch import Tensor
 
@@ -28,8 +28,6 @@ ROUTINGS = {
     "all": torch.full((7, 2), 3),
     "outside": torch.tensor([[5, 0], [-1, 5], [3, 700]]),
 }
-
-routings = pytest.mark.parametrize("routing", ROUTINGS)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -110,33 +108,6 @@ def test_the_loop_of_transformers(
         assert y.dtype == dtype and torch.equal(y, expected)
 
 
-def test_a_mixture_of_transformers() -> None:
-    """Both products of Qwen3-MoE's experts, and the sum over a token's, as they run eagerly."""
-    pytest.importorskip("transformers")
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    fmt = get_format("nvfp4")
-    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=5)
-    config._experts_implementation = "eager"
-    experts = Qwen3MoeExperts(config)
-    first, second = stack(fmt, n=64, k=64), stack(fmt, n=64, k=32)
-    experts.gate_up_proj = torch.nn.Parameter(dense(fmt, first, torch.float32))
-    experts.down_proj = torch.nn.Parameter(dense(fmt, second, torch.float32))
-    ids = ROUTINGS["never"]
-    x = rows_of(ids, 64, torch.float32, False)
-    weights = torch.rand(ids.shape, generator=seeded(3))
-    gate, up = ops.experts_linear(x, ids, *first, None, fmt.key).chunk(2, -1)
-    y = ops.experts_linear(F.silu(gate) * up, ids, *second, None, fmt.key)
-    expected = experts(x, ids, weights)
-    found = torch.zeros_like(x)
-    # In the order of the experts, as the loop adds them.
-    for expert in range(5):
-        for token, place in (ids == expert).nonzero().tolist():
-            found[token] += y[token, place] * weights[token, place]
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_gradients(each: bool, quantized: bool) -> None:
@@ -165,25 +136,6 @@ def test_gradients(each: bool, quantized: bool) -> None:
             assert torch.allclose(a, torch.zeros_like(a) if b is None else b, rtol=1e-12)
 
 
-# torch imports its decompositions for tangents, which are scripted.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
-def test_derivatives_agree() -> None:
-    """Numerically, forward and backward."""
-    fmt = get_format("mxfp4")
-    weights, ids = stack(fmt, experts=3, n=3, k=32), torch.tensor([[0, 1], [3, 1]])
-
-    def call(x: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.experts_linear(x, ids, *weights, bias, fmt.key)
-
-    bias = torch.randn(3, 3, dtype=torch.float64, generator=seeded(), requires_grad=True)
-    for each in (False, True):
-        x = rows_of(ids, 32, torch.float64, each).requires_grad_()
-        assert torch.autograd.gradcheck(call, (x, bias), check_forward_ad=True)
-    assert torch.autograd.gradcheck(lambda x: call(x, None), (x,), check_forward_ad=True)
-    assert torch.autograd.gradcheck(lambda b: call(x.detach(), b), (bias,), check_forward_ad=True)
-
-
 @pytest.mark.core
 def test_biases_keep_their_dtype() -> None:
     ids, fmt = ROUTINGS["never"], get_format("mxfp4")
@@ -192,45 +144,6 @@ def test_biases_keep_their_dtype() -> None:
     (grad,) = torch.autograd.grad(y.sum(), bias)
     assert grad.dtype == torch.float32
     assert torch.equal(grad, torch.bincount(ids.flatten(), minlength=5)[:, None].expand(5, 6))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fmt", cases([(get_format("nvfp4"),)], [(fmt,) for fmt in VARIANTS]))
-def test_compiled_whole(fmt: Format) -> None:
-    """Without a break, for any number of tokens, with gradients."""
-    first, second = stack(fmt, n=64, k=64), stack(fmt, n=64, k=32)
-    divisor, key = torch.tensor([3.0]) if fmt.has_global_scale else None, fmt.key
-
-    def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        gate, up = ops.experts_linear(x, ids, *first, None, key).chunk(2, -1)
-        h = F.silu(gate) * up
-        codes = ops.quantize(h, divisor, key)
-        y = ops.experts_linear_quantized(h, *codes, divisor, ids, *second, None, key)
-        return (y * weights.unsqueeze(-1)).sum(1)
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for routing in ("never", "all", "outside"):
-        ids = ROUTINGS[routing]
-        x = rows_of(ids, 64, torch.float32, False).requires_grad_()
-        weights = torch.rand(ids.shape, generator=seeded(3))
-        y, expected = compiled(x, ids, weights), layer(x, ids, weights)
-        assert torch.equal(y, expected)
-        grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
-        assert torch.allclose(*grads)
-
-
-@routings
-def test_every_routing_is_traced(routing: str) -> None:
-    ids, fmt = ROUTINGS[routing], get_format("nvfp4")
-    for each in (False, True):
-        x = rows_of(ids, 64, torch.float32, each)
-        codes = (*ops.quantize(x, None, fmt.key), None)
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        for op, args in (
-            (ops.experts_linear, (x, ids)),
-            (ops.experts_linear_quantized, (x, *codes, ids)),
-        ):
-            torch.library.opcheck(op, (*args, *stack(fmt), None, fmt.key), test_utils=checks)
 
 
 @pytest.mark.core

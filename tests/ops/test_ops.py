@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from blocks import VARIANTS
@@ -185,23 +184,6 @@ def test_gradients_only_where_they_are_wanted(fmt: Format) -> None:
 
 
 @formats
-def test_the_product_of_quantized_activations(fmt: Format) -> None:
-    """In float64: dequantize both exactly and multiply."""
-    packed, scale = packed_weight(fmt)
-    x = torch.randn(6, 64, generator=seeded(), dtype=torch.float64)
-    divisor = divisor_of(fmt)
-    x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
-    y = ops.linear_quantized(x, x_packed, x_scale, divisor, packed, scale, divisor, None, fmt.key)
-    g = 1.0 if divisor is None else 1.0 / divisor.item()
-    exact = oracle.dequantize(x_packed, x_scale, g, fmt.name, fmt.block) @ (
-        oracle.dequantize(packed, scale, g, fmt.name, fmt.block).t()
-    )
-    assert y.dtype == torch.float64
-    # 64 products of at most 10 significant bits: only the sum rounds.
-    assert torch.allclose(y, exact, rtol=0, atol=64 * 2.0**-52 * float(exact.abs().max()))
-
-
-@formats
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 )
@@ -293,14 +275,6 @@ def test_observe_leaves_hidden_tokens_out_whatever_they_hold(name: str) -> None:
             getattr(ops, name)(x, *states[1], bad)
 
 
-def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = torch.randn(50, 64, generator=seeded())
-    monkeypatch.setattr("fp4pass.kernels.statistics.naive._CHUNK", 64 * 7)
-    hessian, count, _ = observed([batch], 64)
-    assert count.item() == 50
-    assert relative_error(hessian, exact_hessian([batch], 64)) < 1e-6
-
-
 @pytest.mark.parametrize("columns", [31, 65, 200])
 def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     state = (torch.zeros(2, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
@@ -309,18 +283,6 @@ def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     with pytest.raises(ShapeError, match=r"got \(64, 64\)"):
         ops.observe_full(torch.ones(3, columns), torch.zeros(64, 64), *state[1:])
     assert not any(tensor.any() for tensor in state)
-
-
-def test_the_dynamic_global_scale_is_1_where_a_format_has_no_global_scale() -> None:
-    for fmt, divisor in (("mxfp4", 1.0), ("nvfp4", 2.0**-6)):
-        assert ops.dynamic_global_scale(torch.full((2, 32), 1.5e5), fmt).tolist() == [divisor]
-
-
-def test_an_empty_hessian_means_amax_and_count_only() -> None:
-    state = (torch.zeros(0, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    ops.observe(torch.tensor([[1.0, -7.0]]), *state)
-    ops.observe(torch.tensor([[3.0, 2.0]]), *state)
-    assert state[0].shape == (0, 32, 32) and state[1].item() == 2 and state[2].item() == 7.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

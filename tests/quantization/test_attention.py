@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CheckpointError, Fp4PassError, OptionError, RuleError
-from fp4pass.nn.linear import QuantizedLinear
 from fp4pass.quantization.observers.attention import CalledAttention, calling_projections
 
 RULES = [("*self_attn.?_proj", {}), ("*_proj", {})]
@@ -206,10 +205,3 @@ def test_transformers_are_told(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     loaded = fp4pass.load(tmp_path / "q")
     assert torch.equal(loaded(x).pooler_output, model(x).pooler_output)
-
-
-def test_the_input_is_quantized_once() -> None:
-    model = fp4pass.convert(attention(batch_first=True), "nvfp4", method="sse", rules=ALL)
-    assert isinstance(model.q_proj, QuantizedLinear)
-    x = torch.randn(2, 5, 64)
-    assert torch.equal(model(x, x, x)[0], model(x, x.clone(), x.clone())[0])

@@ -55,14 +55,6 @@ class Mixture(nn.Module):
             self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_router_by_its_outputs(stacked: bool) -> None:
-    found = reasons(Mixture(stacked))
-    assert found["wg"] == "a router; add a rule to quantize it" and not found["up"]
-    assert "stacked experts" in found["experts.weight"] if stacked else not found["experts.5"]
-    assert not reasons(Mixture(stacked), rules=[("wg", {})])["wg"]
-
-
 class Deep(nn.Module):
     """A router of several layers beside experts, and a gated MLP that is none."""
 

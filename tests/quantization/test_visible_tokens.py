@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -261,19 +261,6 @@ def test_experts_of_another_order_of_tokens_are_said() -> None:
         fp4pass.calibrate(model, [padded()], progress=False)
 
 
-def bart() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 96}
-    config = transformers.BartConfig(
-        vocab_size=96,
-        d_model=64,
-        max_position_embeddings=64,
-        **{f"{part}_{key}": size for part in ("encoder", "decoder") for key, size in sizes.items()},
-    )
-    return transformers.BartForConditionalGeneration(config).eval()
-
-
 def pair(side: str = "right") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Texts and answers bare, and both padded to one length."""
     x, y = texts(), texts()[:, :4].flip(0)
@@ -285,13 +272,10 @@ def pair(side: str = "right") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return bare, {**long, **answers}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("t5", marks=pytest.mark.core), pytest.param("bart", marks=pytest.mark.slow)],
-)
+@pytest.mark.core
 @pytest.mark.parametrize("masked", [True, False], ids=["both", "encoder"])
-def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) -> None:
-    model = build("t5") if kind == "t5" else bart()
+def test_encoder_and_decoder_have_masks_of_their_own(masked: bool) -> None:
+    model = build("t5")
     bare, long = pair()
     if not masked:
         # All of the decoder's tokens count, though they are as many as the encoder's.
@@ -369,32 +353,10 @@ def test_the_graph_of_an_encoder_and_a_decoder_tells_them_apart() -> None:
     assert_same_statistics(one, other, 1e-4)
 
 
-def whole(model: nn.Module) -> Any:
-    return torch.compile(model, backend="aot_eager", fullgraph=True)
-
-
-def by_layer(model: nn.Module) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    return model
-
-
-def in_a_function(model: nn.Module) -> Any:
-    return torch.compile(lambda **batch: model(**batch), backend="aot_eager", fullgraph=True)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        whole,
-        pytest.param(by_layer, marks=pytest.mark.slow),
-        pytest.param(in_a_function, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_models_leave_padding_out(make: Callable[[nn.Module], Any]) -> None:
+def test_compiled_models_leave_padding_out() -> None:
     one, other = (fp4pass.prepare(Straight().eval()) for _ in range(2))
-    code = make(other)
+    code = torch.compile(other, backend="aot_eager", fullgraph=True)
     x, long, mask = rows()
     with torch.no_grad():
         for length in (LENGTH, LENGTH - 2):

@@ -320,7 +320,23 @@ class HadamardCompressedTensors(CompressedTensors):
         dense = [name for name in dense if not _EMBEDDING.search(name)]
         dense += [name for name in declared.get("ignore") or () if not name.startswith("re:")]
         for name, group, apply in _online(declared):
-            _require_applied(f"transform_config: {name!r}", group, apply, dense)
+            kind = (
+                f"randomized {group.get('type')}" if group.get("randomize") else group.get("type")
+            )
+            rotated = next((each for each in dense if _applies(apply, each)), None)
+            for what, known, found in (
+                ("location", ["input"], apply.get("location")),
+                ("type", ["hadamard"], kind),
+                ("head_dim", ROTATIONS[1:], group.get("head_dim")),
+                ("targets", ["packed layers", None], rotated),
+            ):
+                if found not in known:
+                    words = ", ".join(str(each) for each in known if each is not None)
+                    raise CheckpointError(
+                        f"transform_config: {name!r}: {what}: expected {words}, got {found}. "
+                        "fp4pass does not apply this transform; load the folder with the library "
+                        "that wrote it."
+                    )
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme of a layer, and the rotation of its input."""
@@ -345,23 +361,3 @@ def _online(
 def _applies(apply: Mapping[str, Any], name: str) -> bool:
     """Return whether a transform is applied to a layer."""
     return matches(name, apply.get("targets", ())) and not matches(name, apply.get("ignore", ()))
-
-
-def _require_applied(
-    where: str, group: Mapping[str, Any], apply: Mapping[str, Any], dense: Sequence[str]
-) -> None:
-    """Raise CheckpointError for a transform that fp4pass does not apply."""
-    kind = f"randomized {group.get('type')}" if group.get("randomize") else group.get("type")
-    sizes = ", ".join(map(str, ROTATIONS[1:]))
-    for what, known, found in (
-        ("location", "input", apply.get("location")),
-        ("type", "hadamard", kind),
-        ("head_dim", sizes, group.get("head_dim")),
-        ("targets", "packed layers", next((each for each in dense if _applies(apply, each)), None)),
-    ):
-        fits = found is None if what == "targets" else str(found) in known.split(", ")
-        if not fits:
-            raise CheckpointError(
-                f"{where}: {what}: expected {known}, got {found}. fp4pass does not apply this "
-                "transform; load the folder with the library that wrote it."
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ..._version import __version__
 from ...core.formats import WHOLE
@@ -14,38 +14,14 @@ from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme, fused_names
 from .names import as_globs, from_globs
 
-
-class Algorithm(NamedTuple):
-    """The meaning of one of its names for a way to quantize.
-
-    Attributes:
-        fmt: the key of the format.
-        weight_only: inputs stay in floating point.
-        static_inputs: inputs in FP8 have one stored scale.
-        block: what it calls group_size, None where it says none.
-        dynamic: inputs in FP8 get their scales at each call.
-    """
-
-    fmt: str
-    weight_only: bool = False
-    static_inputs: bool = False
-    block: int | None = None
-    dynamic: bool = False
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme that it is."""
-        return Scheme(self.fmt, self.weight_only, self.block, static_inputs=self.static_inputs)
-
-
-# By its names.
-ALGORITHMS: dict[str, Algorithm] = {
-    "NVFP4": Algorithm("nvfp4", block=16),
-    "W4A16_NVFP4": Algorithm("nvfp4", weight_only=True, block=16),
-    "FP8": Algorithm("fp8_tensor", static_inputs=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Algorithm("fp8", dynamic=True),
-    "FP8_PB_WO": Algorithm("fp8_block", weight_only=True),
-    "MXFP8": Algorithm("mxfp8", block=32, dynamic=True),
+# What its names for ways to quantize stand for.
+ALGORITHMS: dict[str, Scheme] = {
+    "NVFP4": Scheme("nvfp4", weight_only=False, block=16),
+    "W4A16_NVFP4": Scheme("nvfp4", weight_only=True, block=16),
+    "FP8": Scheme("fp8_tensor", weight_only=False, static_inputs=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", weight_only=False),
+    "FP8_PB_WO": Scheme("fp8_block", weight_only=True),
+    "MXFP8": Scheme("mxfp8", weight_only=False, block=32),
 }
 
 _MIXED = "MIXED_PRECISION"
@@ -87,11 +63,12 @@ class ModelOpt(Layout):
         groups = {}
         for i, algorithm in enumerate(sorted(set(algorithms.values()))):
             names = [name for name, each in algorithms.items() if each == algorithm]
-            facts, bits = ALGORITHMS[algorithm], layers[names[0]].fmt.element.bits
-            args = {"dynamic": False, "num_bits": bits, "type": "float", **_size(facts)}
+            found, fmt = ALGORITHMS[algorithm], layers[names[0]].fmt
+            args = {"dynamic": False, "num_bits": fmt.element.bits, "type": "float", **_size(found)}
             group: dict[str, Any] = {"weights": args}
-            if not facts.weight_only:
-                group["input_activations"] = {**args, "dynamic": facts.dynamic}
+            if not found.weight_only:
+                is_dynamic = not (found.static_inputs or fmt.has_global_scale)
+                group["input_activations"] = {**args, "dynamic": is_dynamic}
             whole = len(names) == len(algorithms)
             groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
         return {
@@ -106,10 +83,11 @@ class ModelOpt(Layout):
         self, layers: Mapping[str, PackedLayer], ignore: Sequence[str], cache: str | None = None
     ) -> dict[str, dict[str, Any]]:
         """Return hf_quant_config.json."""
+        sizes = [_size(ALGORITHMS[_name_of(layer)]) for layer in layers.values()]
         quantization = {
             **_declared(layers),
             "kv_cache_quant_algo": self.cache.algorithms.get(cache or ""),
-            **_sizes(layers),
+            **(sizes[0] if all(each == sizes[0] for each in sizes) else {}),
             "exclude_modules": as_globs(ignore),
         }
         return {_SIDE_FILE: {"producer": _PRODUCER, "quantization": quantization}}
@@ -137,7 +115,7 @@ class ModelOpt(Layout):
                 f"{found.get('quant_algo')!r}. Load the folder with the library that wrote it."
             )
         # Of FP8 it says none, and that of a group is of another layer.
-        return algorithm.scheme._replace(block=algorithm.block and block)
+        return algorithm._replace(block=algorithm.block and block)
 
     def scale_shapes(self, layer: PackedLayer) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a layer may have on disk, the written one first."""
@@ -153,16 +131,20 @@ class ModelOpt(Layout):
         if found or _name_of(layer):
             return found
         known = [each for each in ALGORITHMS.values() if each.fmt == layer.fmt.key]
-        wanted = " or ".join(_words(e.fmt, e.weight_only, e.static_inputs) for e in known)
-        own = _words(layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
-        return f"{own}, only for {wanted}"
+        return f"{_words(_scheme_of(layer))}, only for {' or '.join(map(_words, known))}"
 
 
-def _words(fmt: str, weight_only: bool, static_inputs: bool) -> str:
+def _scheme_of(layer: PackedLayer) -> Scheme:
+    only = bool(layer.config.weight_only)
+    return Scheme(layer.fmt.key, only, static_inputs=layer.static_inputs)
+
+
+def _words(scheme: Scheme) -> str:
     """Return a way to quantize in words."""
-    if weight_only:
-        return f"{fmt} of weights only"
-    return f"{fmt} with {'one stored scale' if static_inputs else 'dynamic scales'} of inputs"
+    if scheme.weight_only:
+        return f"{scheme.fmt} of weights only"
+    inputs = "one stored scale" if scheme.static_inputs else "dynamic scales"
+    return f"{scheme.fmt} with {inputs} of inputs"
 
 
 def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,18 +161,12 @@ def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _name_of(layer: PackedLayer) -> str:
     """Return its name for how a layer is quantized, "" if it has none."""
-    own = (layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
-    return next((name for name, each in ALGORITHMS.items() if each[:3] == own), "")
+    own = _scheme_of(layer)
+    return next((n for n, each in ALGORITHMS.items() if each._replace(block=None) == own), "")
 
 
-def _size(algorithm: Algorithm) -> dict[str, int]:
+def _size(algorithm: Scheme) -> dict[str, int]:
     return {} if algorithm.block is None else {"group_size": algorithm.block}
-
-
-def _sizes(layers: Mapping[str, PackedLayer]) -> dict[str, int]:
-    """Return the group_size of all layers, {} where there is none or several."""
-    found = [_size(ALGORITHMS[_name_of(layer)]) for layer in layers.values()]
-    return found[0] if all(each == found[0] for each in found) else {}
 
 
 def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:

@@ -47,8 +47,9 @@ def read_layers(
         except UnreadError as error:
             unread[layer] = error
             continue
+        fmt = get_format(found.fmt)
         # Others are not read, and `require_all_read` says so.
-        if _has_codes(layout, layer, found, name, kind):
+        if name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(layout, fmt):
             layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
     if unread:
         group, (first, *_) = layout.group(next(iter(unread)), declared), unread.values()
@@ -68,12 +69,6 @@ def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
     is_native = kind in _NATIVE.values() and last == layout.native_parts.get(PACKED, usual)
     is_bytes = kind == layout.dtypes.get(PACKED, "U8") and last == usual
     return layer if (is_native and holds_native) or is_bytes else None
-
-
-def _has_codes(layout: Layout, layer: str, found: Scheme, name: str, kind: str) -> bool:
-    """Return whether a tensor has the codes of a scheme, by its name and dtype."""
-    fmt = get_format(found.fmt)
-    return name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(layout, fmt)
 
 
 def _read_layer(
@@ -98,27 +93,23 @@ def _read_layer(
     block: int | str = "default"
     if not fmt.has_float_scale:
         blocks = shape[2] if layout.stacks else shapes[scale][0][-1]
-        _require_blocks(scale, found, columns, blocks)
+        if found.block is not None and found.block * blocks != columns:
+            raise CheckpointError(
+                f"{scale}: expected {columns // found.block} columns, for {columns} columns of "
+                f"weights in blocks of {found.block}, as the config says, got {blocks}. The config "
+                "is not that of these weights."
+            )
         block = columns // max(blocks, 1)
     try:
         fmt = get_format(found.fmt, block)
         config = LinearConfig(fmt.name, None, found.weight_only, fmt.block, rotation=found.rotation)
     except OptionError as error:
         raise CheckpointError(f"{layer}: {error}") from error
-    is_turned, is_static = layout.stacks, found.static_inputs
+    is_static = found.static_inputs
+    whole = (*rows, columns)
     return PackedLayer(
-        config, dtype, is_turned, (*rows, columns), static_inputs=is_static, tile=found.tile
+        config, dtype, layout.stacks, whole, static_inputs=is_static, tile=found.tile
     )
-
-
-def _require_blocks(name: str, found: Scheme, columns: int, blocks: int) -> None:
-    """Raise CheckpointError for scales [..., blocks] that are not those of declared blocks."""
-    if found.block is not None and found.block * blocks != columns:
-        raise CheckpointError(
-            f"{name}: expected {columns // found.block} columns, for {columns} columns of weights "
-            f"in blocks of {found.block}, as the config says, got {blocks}. The config is not that "
-            "of these weights."
-        )
 
 
 def _codes_dtype(layout: Layout, fmt: Format) -> str:

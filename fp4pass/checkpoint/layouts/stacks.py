@@ -62,16 +62,10 @@ def split_layer(
 def joined_record(
     name: str, pieces: Sequence[Piece], layers: Mapping[str, PackedLayer], whole: PackedLayer
 ) -> PackedLayer:
-    """Return how the stack is packed that linear layers are pieces of.
+    """Return how a stack is packed whose pieces are linear layers.
 
-    Args:
-        name: of the stack.
-        pieces: its layers.
-        layers: how each of them is packed.
-        whole: how the stack lies in the model; its config is that of the layers.
-
-    Raises:
-        UnreadError: the layers are quantized in several ways, or share tiles.
+    whole: how it lies in the model, but for its config. Raises UnreadError for layers that are
+    quantized in several ways, or share tiles.
     """
     records = [layers[piece.name] for piece in pieces]
     if not has_whole_tiles(pieces, records[0].fmt):
@@ -80,7 +74,8 @@ def joined_record(
             f"stack can hold, got {pieces[0].stop - pieces[0].start} rows. Make it dense by "
             "fp4pass transcode --to bf16, or give it to fp4pass quantize."
         )
-    multiplies = _multiplies(records)
+    # Which way a number goes may differ by expert, as some are powers of two by chance.
+    multiplies = any(each.config.multiplies for each in records)
     configs = {
         (dataclasses.replace(each.config, multiplies=multiplies), each.static_inputs)
         for each in records
@@ -94,13 +89,14 @@ def joined_record(
     config, is_static = configs.pop()
     if config.format.rows == WHOLE:
         # Gate and up have a scale each, and all rows of a layer the same.
-        config = dataclasses.replace(config, fmt=_by_rows(config.format).name, block=None)
+        by_rows = (each for each in FORMATS.values() if each.rows == 1)
+        fmt = next(
+            each.name
+            for each in by_rows
+            if dataclasses.replace(config.format, name=each.name, rows=1) == each
+        )
+        config = dataclasses.replace(config, fmt=fmt, block=None)
     return dataclasses.replace(whole, config=config, static_inputs=is_static)
-
-
-def _multiplies(records: Sequence[PackedLayer]) -> bool:
-    # Which way a number goes may differ by expert, as some are powers of two by chance.
-    return any(each.config.multiplies for each in records)
 
 
 def join_layers(
@@ -110,19 +106,7 @@ def join_layers(
     whole: PackedLayer,
     state: Mapping[str, Tensor],
 ) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return the stack that linear layers are pieces of, and its buffers.
-
-    Args:
-        name: as for `joined_record`.
-        pieces: as for `joined_record`.
-        layers: as for `joined_record`.
-        whole: as for `joined_record`.
-        state: their buffers, as a state dict has them.
-
-    Raises:
-        UnreadError: as for `joined_record`.
-        CheckpointError: what reads one input has several scales of it.
-    """
+    """Return what `joined_record` does, and the buffers of the stack, by those of its pieces."""
     whole = joined_record(name, pieces, layers, whole)
     joined = {}
     for part in BUFFERS:
@@ -158,7 +142,7 @@ def join_part(
             stack[piece.expert, where] = own  # type: ignore[assignment]
         return stack
     records = [layers[piece.name] for piece in pieces]
-    multiplies = _multiplies(records)
+    multiplies = any(each.config.multiplies for each in records)
     table = torch.full((experts, parts), math.nan, dtype=torch.float32)
     for piece, record, own in zip(pieces, records, found, strict=True):
         if own is not None:
@@ -171,12 +155,6 @@ def join_part(
     if not whole.fmt.has_global_scale:
         return None
     return table[:, 0].clone() if (table == table[:, :1]).all() else table
-
-
-def _by_rows(fmt: Format) -> Format:
-    """Return the format with a scale for each row that has all else of another one."""
-    alike = (each for each in FORMATS.values() if each.rows == 1)
-    return next(e for e in alike if dataclasses.replace(fmt, name=e.name, rows=1) == e)
 
 
 def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -29,24 +31,63 @@ def attention_span_ref(mask: Tensor) -> tuple[Tensor, Tensor]:
     return span, span.new_zeros(COUNTERS)
 
 
-def attention_ref(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, span: Tensor, counters: Tensor, scale: float
-) -> Tensor:
-    """Return softmax(q k^T scale + mask) v, where several heads of q read one of k and v.
+class Cache(NamedTuple):
+    """Keys and values, and which of them queries read.
 
-    Args:
-        q: [B, heads, T, D].
-        k: [B, groups, S, D]; heads is a multiple of groups.
-        v: [B, groups, S, E].
+    Attributes:
+        keys: [B, groups, S, D].
+        values: [B, groups, S, E].
         mask: [B, heads, T, S], bool or added to the products; any size but S may be 1.
         span: [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read.
         counters: the zeros of `attention_span`. A kernel may change them and leaves zeros, so calls
             with the same counters are made on one stream.
         scale: factor of the products.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    span: Tensor
+    counters: Tensor
+    scale: float
+
+
+class NewTokens(NamedTuple):
+    """New keys and values for a cache, and what turns them and the queries.
+
+    Attributes:
+        k: [B, T, groups, D].
+        v: [B, T, groups, E].
+        q_weight: [D] of the norm, or None without one.
+        k_weight: the same for keys.
+        eps: added by the norms to the mean of squares.
+        cos: [B, T, D] or [1, T, D].
+        sin: the same.
+        places: [T] int64, the positions of the tokens in the cache; or [], that of the first, which
+            the others follow.
+    """
+
+    k: Tensor
+    v: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    places: Tensor
+
+
+def attention_ref(q: Tensor, cache: Cache) -> Tensor:
+    """Return softmax(q k^T scale + mask) v, where several heads of q read one of k and v.
+
+    Args:
+        q: [B, heads, T, D].
+        cache: the keys and values; heads is a multiple of its groups.
 
     Returns:
         [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
     """
+    k, v, mask, span, _, scale = cache
     count = q.shape[1] // k.shape[1]
     keys = torch.arange(k.shape[2], device=k.device)
     outside = ((keys < span[:, :1]) | (keys >= span[:, 1:]))[:, None, :, None]
@@ -60,23 +101,7 @@ def attention_ref(
     return (weights @ v).transpose(1, 2).to(q.dtype).contiguous()
 
 
-def rotary_attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    places: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    span: Tensor,
-    counters: Tensor,
-    scale: float,
-) -> Tensor:
+def rotary_attention_ref(q: Tensor, new: NewTokens, cache: Cache) -> Tensor:
     """Write new keys and values into a cache, and return attention that reads it.
 
     Keys and queries go through an RMSNorm of each head, where there is one, and the rotary
@@ -84,32 +109,20 @@ def rotary_attention_ref(
 
     Args:
         q: [B, T, heads, D].
-        k: [B, T, groups, D].
-        v: [B, T, groups, E].
-        q_weight: [D] of the norm, or None without one.
-        k_weight: the same for keys.
-        eps: added by the norms to the mean of squares.
-        cos: [B, T, D] or [1, T, D].
-        sin: the same.
-        places: [T] int64, the positions of the tokens in the cache; or [], that of the first, which
-            the others follow.
-        keys: [B, groups, S, D]; rows `places` are written.
-        values: [B, groups, S, E], the same.
-        mask: as of `attention`.
-        span: the same.
-        counters: the same.
-        scale: the same.
+        new: the new tokens.
+        cache: as of `attention`; rows `places` of keys and values are written.
 
     Returns:
         [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
     """
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
+    places, cos, sin, eps = new.places, new.cos, new.sin, new.eps
     if places.ndim == 0:
         places = places + torch.arange(q.shape[1], device=places.device)
-    keys.index_copy_(2, places, _rotated(_normed(k, k_weight, eps), cos, sin))
-    values.index_copy_(2, places, v.transpose(1, 2))
-    q = _rotated(_normed(q, q_weight, eps), cos, sin)
-    return attention_ref(q, keys, values, mask, span, counters, scale)
+    keys = _rotated(_normed(new.k, new.k_weight, eps), cos, sin)
+    cache.keys.index_copy_(2, places, keys)
+    cache.values.index_copy_(2, places, new.v.transpose(1, 2))
+    return attention_ref(_rotated(_normed(q, new.q_weight, eps), cos, sin), cache)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -61,12 +61,8 @@ def dequantize_all_triton(
         _dequantize[(programs,)](
             *(words, tuple(each.contiguous() for each in scale)),
             *(None if global_scale[0] is None else global_scale, tuple(out), counts, tuple(starts)),
-            FMT=fmt,
-            WORDS=_WORDS,
-            num_warps=2,
-            **LAUNCH,
-            **overlapping(out[0].device, False),
-        )
+            FMT=fmt, WORDS=_WORDS, num_warps=2, **LAUNCH, **overlapping(out[0].device, False),
+        )  # fmt: skip
     return out
 
 
@@ -84,17 +80,9 @@ def signed_value(word, i, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _dequantize(
-    words,
-    scales,
-    global_scales,
-    outs,
-    counts,
-    starts,
-    FMT: tl.constexpr,
-    WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    words, scales, global_scales, outs, counts, starts, FMT: tl.constexpr, WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element

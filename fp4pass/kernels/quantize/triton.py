@@ -61,33 +61,18 @@ def quantize_triton(
         tiles = max(1, _LANE_BYTES * blocks // (8 * words.numel()))
         _quantize_kernel[(cdiv(blocks, _LANES * tiles),)](
             *(words, global_scale, packed.view(torch.int64), scale, blocks),
-            DTYPE=DTYPES.get(x.dtype, tl.float32),
-            FMT=fmt,
-            SEARCHES=scale_method == "sse",
-            LANES=_LANES,
-            TILES=tiles,
-            num_warps=_WARPS,
-            **LAUNCH,
-            **overlapping(x.device, False),
-        )
+            DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, TILES=tiles, num_warps=_WARPS, **LAUNCH, **overlapping(x.device, False),
+        )  # fmt: skip
     return packed, scale
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _quantize_kernel(
-    words,
-    stored,
-    packed,
-    scale,
-    blocks,
-    DTYPE: tl.constexpr,
-    FMT: tl.constexpr,
-    SEARCHES: tl.constexpr,
-    LANES: tl.constexpr,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    words, stored, packed, scale, blocks, DTYPE: tl.constexpr, FMT: tl.constexpr,
+    SEARCHES: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
-):
+):  # fmt: skip
     wait(OVERLAP, RELEASES)
     global_scale = load_global_scale(stored, FMT)
     # Backwards: the end of x is still in the cache after the pass for its amax.
@@ -114,27 +99,17 @@ def dynamic_global_scale_triton(x: Tensor, fmt: Format) -> Tensor:
     programs = min(max(programs, 1), _AMAX_PROGRAMS)
     _dynamic_global_scale_kernel[(programs,)](
         *(words, x.new_zeros(2, dtype=torch.int32), stored, words.numel()),
-        DTYPE=DTYPES.get(x.dtype, tl.float32),
-        FMT=fmt,
-        LANES=_AMAX_LANES,
-        WORDS=_AMAX_WORDS,
-        num_warps=8,
-        **LAUNCH,
-    )
+        DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, LANES=_AMAX_LANES, WORDS=_AMAX_WORDS,
+        num_warps=8, **LAUNCH,
+    )  # fmt: skip
     return stored
 
 
 @triton.jit(do_not_specialize=["count"])
 def _dynamic_global_scale_kernel(
-    words,
-    state,
-    stored,
-    count,
-    DTYPE: tl.constexpr,
-    FMT: tl.constexpr,
-    LANES: tl.constexpr,
+    words, state, stored, count, DTYPE: tl.constexpr, FMT: tl.constexpr, LANES: tl.constexpr,
     WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """state: int32 [2], zeroed: the bits of the amax so far, and how many programs are done."""
     programs = tl.num_programs(0)
     lane = tl.arange(0, LANES)
@@ -210,15 +185,10 @@ def activate_quantize_triton(
         _activate_quantize_kernel[(cdiv(blocks, _LANES),)](
             *(words, up_words, gap if strided else None, up_gap if strided else None),
             *(global_scale, packed.view(torch.int64), scale, blocks),
-            BLOCKS=scale.shape[-1] if strided else None,
-            ACTIVATION=activation,
-            DTYPE=DTYPES.get(x.dtype, tl.float32),
-            FMT=fmt,
-            SEARCHES=scale_method == "sse",
-            LANES=_LANES,
-            num_warps=_WARPS,
-            **LAUNCH,
-        )
+            BLOCKS=scale.shape[-1] if strided else None, ACTIVATION=activation,
+            DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, num_warps=_WARPS, **LAUNCH,
+        )  # fmt: skip
     return packed, scale
 
 
@@ -235,21 +205,10 @@ def _words_and_gap(x: Tensor) -> tuple[Tensor, int]:
 
 @triton.jit(do_not_specialize=["blocks"])
 def _activate_quantize_kernel(
-    words,
-    up,
-    gap,
-    up_gap,
-    stored,
-    packed,
-    scale,
-    blocks,
-    BLOCKS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FMT: tl.constexpr,
-    SEARCHES: tl.constexpr,
+    words, up, gap, up_gap, stored, packed, scale, blocks, BLOCKS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize activations of LANES blocks; with BLOCKS, those of a row, rows are gaps apart."""
     COUNT: tl.constexpr = word_count(FMT.block, DTYPE)
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -360,16 +319,10 @@ def norm_quantize_triton(
         _norm_quantize_kernel[(min(rows, _NORM_WARPS // warps),)](
             *(None if each is None else as_words(each) for each in (x, residual, weight, bias)),
             *(global_scale, None if residual is None else as_words(total)),
-            *(packed.view(torch.int64), scale, rows, eps),
-            BLOCKS=blocks,
-            CENTER=kind == "layer",
-            DTYPE=DTYPES.get(x.dtype, tl.float32),
-            FMT=fmt,
-            SEARCHES=scale_method == "sse",
-            LANES=lanes,
-            num_warps=warps,
-            **LAUNCH,
-        )
+            *(packed.view(torch.int64), scale, rows, eps), BLOCKS=blocks, CENTER=kind == "layer",
+            DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=lanes, num_warps=warps, **LAUNCH,
+        )  # fmt: skip
     return total, packed, scale
 
 
@@ -388,23 +341,10 @@ def _lanes_and_warps(blocks: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quantize_kernel(
-    words,
-    residual,
-    weight,
-    bias,
-    stored,
-    total,
-    packed,
-    scale,
-    rows,
-    eps,
-    BLOCKS: tl.constexpr,
-    CENTER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FMT: tl.constexpr,
-    SEARCHES: tl.constexpr,
+    words, residual, weight, bias, stored, total, packed, scale, rows, eps, BLOCKS: tl.constexpr,
+    CENTER: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
-):
+):  # fmt: skip
     """residual, weight, bias, stored: None where there is none; total: None without residual."""
     COUNT: tl.constexpr = word_count(FMT.block, DTYPE)
     HELD: tl.constexpr = BLOCKS <= LANES

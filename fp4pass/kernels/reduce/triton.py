@@ -49,15 +49,11 @@ def _launch(
     all_reduce_kernel[(max(1, cdiv(words, WORDS)),)](
         x.view(-1).view(torch.int32),
         None if residual is None else residual.view(-1).view(torch.int32),
-        out.view(-1).view(torch.int32),
-        squares,
+        out.view(-1).view(torch.int32), squares,
         *(memory.addresses, memory.calls, words, memory.rank),
         *(memory.size, memory.words.numel() // memory.size // 2, DTYPES[x.dtype], maximum, WORDS),
-        SQUARES * x.element_size() // 4,
-        num_warps=4,
-        **LAUNCH,
-        **overlapping(x.device, True),
-    )
+        SQUARES * x.element_size() // 4, num_warps=4, **LAUNCH, **overlapping(x.device, True),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -145,23 +141,10 @@ def _together(a, b, MAXIMUM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["words", "rank"])
 def all_reduce_kernel(
-    x_ptr,
-    residual_ptr,
-    out_ptr,
-    squares_ptr,
-    addresses_ptr,
-    calls_ptr,
-    words,
-    rank,
-    SIZE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    WORDS: tl.constexpr,
-    SQUARED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
+    x_ptr, residual_ptr, out_ptr, squares_ptr, addresses_ptr, calls_ptr, words, rank,
+    SIZE: tl.constexpr, CAPACITY: tl.constexpr, DTYPE: tl.constexpr, MAXIMUM: tl.constexpr,
+    WORDS: tl.constexpr, SQUARED: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
     """Send WORDS words to all others, and reduce what all have sent, in the order of ranks.
 
     With a residual, that is added, and the squares of every SQUARED words.

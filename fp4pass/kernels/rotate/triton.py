@@ -57,14 +57,9 @@ def rotate_quantize_triton(
     if rows := x.numel() // rotation:
         _rotate_quantize_kernel[(_programs(rows),)](
             (x.float() if x.dtype == torch.float64 else x).contiguous(),
-            *(global_scale, packed, scale, rows),
-            ROTATION=rotation,
-            FMT=fmt,
-            SEARCHES=scale_method == "sse",
-            ROWS=_ROWS,
-            num_warps=_WARPS,
-            **LAUNCH,
-        )
+            *(global_scale, packed, scale, rows), ROTATION=rotation, FMT=fmt,
+            SEARCHES=scale_method == "sse", ROWS=_ROWS, num_warps=_WARPS, **LAUNCH,
+        )  # fmt: skip
     return packed, scale
 
 
@@ -84,16 +79,9 @@ def _rotate_kernel(x, out, rows, ROTATION: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate_quantize_kernel(
-    x,
-    stored,
-    packed,
-    scale,
-    rows,
-    ROTATION: tl.constexpr,
-    FMT: tl.constexpr,
-    SEARCHES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, stored, packed, scale, rows, ROTATION: tl.constexpr, FMT: tl.constexpr,
+    SEARCHES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Rotate and quantize; a row is one rotated block of columns."""
     BLOCKS: tl.constexpr = ROTATION // FMT.block
     global_scale = load_global_scale(stored, FMT)

@@ -241,16 +241,8 @@ def _search_beyond(x, unit, start, first, last, found, factor, HOW: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _search_kernel(
-    weight,
-    metric,
-    out,
-    doubts,
-    rows,
-    blocks,
-    global_scale,
-    ROWS: tl.constexpr,
-    HOW: tl.constexpr,
-):
+    weight, metric, out, doubts, rows, blocks, global_scale, ROWS: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
     """Store scales and codes of ROWS blocks of a block column, and list those in doubt."""
     # metric: factor and bounds of factorize_kernel; out: codes and scales; doubts: the list, int64
     # [J, rows], of row << 16 | first byte << 8 | last byte, and how many [J].
@@ -403,16 +395,9 @@ def factorize_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def decide_kernel(
-    weight,
-    metric,
-    out,
-    doubts,
-    rows,
-    blocks,
-    global_scale,
-    SCALES: tl.constexpr,
+    weight, metric, out, doubts, rows, blocks, global_scale, SCALES: tl.constexpr,
     FMT: tl.constexpr,
-):
+):  # fmt: skip
     """Decide the listed blocks of a block column in float64, with H itself: a scale a lane."""
     # metric: of factorize_kernel; doubts: of the search. Overwrites `out`, codes and scales.
     packed_ptr, scale_ptr = out

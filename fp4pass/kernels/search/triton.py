@@ -91,10 +91,8 @@ def _launch(
     _search_blocks[(cdiv(blocks, _LANES), count)](
         *(as_words(weight), packed.view(torch.int64), scale, blocks, global_scale),
         *(_LANES, fmt, DTYPES.get(weight.dtype, tl.float32), objective == "sse", divides),
-        EACH=isinstance(global_scale, Tensor),
-        num_warps=1,
-        **LAUNCH,
-    )
+        EACH=isinstance(global_scale, Tensor), num_warps=1, **LAUNCH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -132,18 +130,9 @@ def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _search_blocks(
-    words_ptr,
-    packed_ptr,
-    scale_ptr,
-    blocks,
-    global_scale,
-    LANES: tl.constexpr,
-    FMT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    OPTIMAL: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    EACH: tl.constexpr,
-):
+    words_ptr, packed_ptr, scale_ptr, blocks, global_scale, LANES: tl.constexpr, FMT: tl.constexpr,
+    DTYPE: tl.constexpr, OPTIMAL: tl.constexpr, DIVIDES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     """Store naive or SSE-optimal scales and their codes of a weight, one block a lane."""
     # blocks: of each weight. EACH: global_scale points to theirs.
     SCALE: tl.constexpr = FMT.scale

@@ -61,38 +61,17 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
         *(x, hessian if alone else hessian.new_empty((shares, *hessian.shape)), hessian),
         None if alone else count.new_zeros(groups, dtype=torch.int32),
         *(count, amax.view(torch.int32), tokens, columns, *x.stride(), steps, shares),
-        HESSIANS=len(hessian) > 0,
-        BLOCK=HESSIAN_BLOCK,
-        COLUMNS=_COLUMNS,
-        TOKENS=step,
-        STAGES=stages,
-        FOLDED=_FOLDED,
-        num_warps=4,
-        **LAUNCH,
-    )
+        HESSIANS=len(hessian) > 0, BLOCK=HESSIAN_BLOCK, COLUMNS=_COLUMNS, TOKENS=step,
+        STAGES=stages, FOLDED=_FOLDED, num_warps=4, **LAUNCH,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "shares"])
 def _observe_kernel(
-    x,
-    sums,
-    hessian,
-    finished,
-    count,
-    amax,
-    tokens,
-    columns,
-    token_stride,
-    column_stride,
-    steps,
-    shares,
-    HESSIANS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FOLDED: tl.constexpr,
-):
+    x, sums, hessian, finished, count, amax, tokens, columns, token_stride, column_stride, steps,
+    shares, HESSIANS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
     """Add a share of the tokens for COLUMNS columns."""
     # sums: [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], None for one share.
     group, share = tl.program_id(0), tl.program_id(1)
