@@ -33,7 +33,6 @@ from ..record.state import (
     SMOOTH,
     PreparedState,
     config_of,
-    forget_smoothing,
     get_state,
     is_interrupted,
     remember_smoothing,
@@ -171,7 +170,7 @@ def smoothed_unless_it_fails(
     except BaseException:
         if not is_interrupted(root):
             unfold_scales(found.items())
-            forget_smoothing(root)
+            remember_smoothing(root, None)
         raise
 
 
