@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import ALL, VARIANTS
-from kernels.cases import cases
+from kernel_cases import cases
 from torch import Tensor, nn
 
 import fp4pass
