@@ -12,7 +12,7 @@ from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .reader import CheckpointReader, dense_problem, open_checkpoint, read_experts
+from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint, read_experts
 from .readers import SERVED
 from .saving import save
 from .source_files import (

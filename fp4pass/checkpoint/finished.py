@@ -105,7 +105,7 @@ class FinishedSearches(FinishedWork):
     """
 
     option, holds = "resume", "searches"
-    # How many were there.
+    # The number that was there.
     found = 0
 
     def get_or_search(

@@ -6,6 +6,7 @@ A folder in FP8 is read as the float model that it stands for: weight * scale, i
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import socket
 import urllib.parse
@@ -39,6 +40,8 @@ from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_part,
 from .model_layers import stacks_in, whole_record
 from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem
 from .source_files import opened, require_float, unread_names
+
+_log = logging.getLogger(__name__)
 
 # As the hub has names: an owner, which a few old ones lack, and the name.
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w(?:[\w.-]*\w)?", re.ASCII)
@@ -133,6 +136,7 @@ def load_float(
         # The error that loading it raises does not say which file is cut off either.
         require_float(Path(source))
     else:
+        _log.info("%s", held.sentence)
         reads = other_tensors(lambda tensors: held.dense(tensors, merge_later))
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), reads, merging as later:
@@ -252,7 +256,7 @@ def open_float_source(source: str) -> FloatSource | None:
     if not folder.is_dir() or not is_packed(folder, known=True):
         return None
     reader = open_checkpoint(folder, any_blocks=True)
-    # transformers knows no single layers where the float model has a stack.
+    # transformers has no single layers where the float model has a stack.
     is_read = reader.layout.engines and not reader.said("whole")
     layers = reader.layers.values()
     if not is_read or not all(layer.fmt.element.native for layer in layers):

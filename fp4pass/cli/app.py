@@ -19,14 +19,11 @@ from ..errors import Fp4PassError, expected, named_as
 from ..record.config import OPTIONS
 from .doctor import doctor
 from .evaluate import evaluate
-from .inspect import inspect
+from .folders import inspect, serve, transcode, verify
 from .merge import merge
 from .quantize import quantize
 from .report import report
 from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
-from .serve import serve
-from .transcode import transcode
-from .verify import verify
 
 # The headings of --help under which parameters stand; others stand under Options.
 _HEADINGS = {

@@ -30,44 +30,22 @@ COMPILERS = {
     "C": ("CC", ("gcc", "clang"), "the launchers of Triton's kernels"),
 }
 
+PLAIN = "plain PyTorch"
+
 
 def doctor(as_json: screen.Json = False) -> None:
     """Show what runs packed weights on this machine, and why some formats run slower code.
 
     Compiles the C++ kernels of the CPU, if no earlier process did.
     """
-    _, reason = load()
-    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
-    found: dict[str, Any] = {
-        "versions": {
-            "fp4pass": __version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in LIBRARIES},
-        },
-        "tested": {name: [each.oldest, each.newest] for name, each in LIBRARIES.items()},
-        "cuda": torch.version.cuda,
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "compilers": {name: _compiler(*where[:2]) for name, where in COMPILERS.items()},
-        "cpu": {
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "kernels": "C++" if reason is None else "plain PyTorch",
-            "reason": reason,
-        },
-        "gpus": gpus,
-        "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
-    }
-    off = [str(part) for part in all_parts() if not part.works()]
-    found["falls_back"] = [*_fallbacks(found), *off]
-    found["problems"] = [line for line in (_static_library(),) if line]
+    found = _find()
     if as_json:
         screen.print_json(found)
         return
     versions = found["versions"]
     print(f"fp4pass {versions.pop('fp4pass')}, Python {versions.pop('python')}")
     for name, version in versions.items():
-        tested = LIBRARIES[name]
-        remark = ""
+        tested, remark = LIBRARIES[name], ""
         if version and is_newer(version, tested.newest):
             remark = ", newer than the tested ones"
         elif version and is_older(version, tested.oldest):
@@ -80,13 +58,12 @@ def doctor(as_json: screen.Json = False) -> None:
     cpu = found["cpu"]
     threads = "1 thread" if cpu["threads"] == 1 else f"{cpu['threads']} threads"
     print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, {threads})")
-    for gpu in gpus:
-        print(
-            f"GPU: {gpu['name']}, {gpu['memory_gb']:.0f} GB, {gpu['capability']}: {gpu['kernels']}"
-        )
+    for gpu in found["gpus"]:
+        memory = f"{gpu['memory_gb']:.0f} GB"
+        print(f"GPU: {gpu['name']}, {memory}, {gpu['capability']}: {gpu['kernels']}")
         cores = ", ".join(f"{name} {'yes' if gpu[name] else 'no'}" for name in ("fp8", "fp4"))
         print(f"  tensor cores for {cores}")
-    if not gpus:
+    if not found["gpus"]:
         print("GPU: none")
     print("Falls back:" if found["falls_back"] else "Nothing falls back.")
     for line in found["falls_back"]:
@@ -95,12 +72,20 @@ def doctor(as_json: screen.Json = False) -> None:
         print(f"Problem: {line}")
 
 
-def _fallbacks(found: dict[str, Any]) -> list[str]:
-    """Return a line for everything that slower code does, with its reason."""
-    lines = []
-    cpu, gpus = found["cpu"], found["gpus"]
-    if cpu["reason"]:
-        lines.append(f"Products on the CPU run in plain PyTorch: {cpu['reason']}")
+def _find() -> dict[str, Any]:
+    """Return what there is, what falls back, and what is wrong, as --json prints it."""
+    _, reason = load()
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    formats = {}
+    for name, fmt in FORMATS.items():
+        on_gpu = None
+        if gpus:
+            device = torch.device("cuda", 0)
+            kernel = OPERATORS["linear"].triton
+            on_gpu = PLAIN if kernel is None or unserved(device, fmt, kernel) else "Triton"
+        on_cpu = "C++" if reason is None and serves(torch.float32, fmt) else PLAIN
+        formats[name] = {"cpu": on_cpu, "gpu": on_gpu}
+    lines = [f"Products on the CPU run in plain PyTorch: {reason}"] if reason else []
     for gpu in gpus:
         if gpu["reason"]:
             lines.append(f"{gpu['name']} runs plain PyTorch: {gpu['reason']}.")
@@ -108,42 +93,27 @@ def _fallbacks(found: dict[str, Any]) -> list[str]:
             lines.append(
                 f'{gpu["name"]} has no FP8 tensor cores: computing in "fp8" is an error there.'
             )
-    formats = found["formats"]
-    plain = [name for name in formats if not serves(torch.float32, FORMATS[name])]
+    plain = [name for name, fmt in FORMATS.items() if not serves(torch.float32, fmt)]
     plain = [name for name in plain if formats[name]["gpu"] != "Triton"]
     if plain:
         lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel supports them.")
-    return lines
-
-
-PLAIN = "plain PyTorch"
-
-
-def _served(name: str, compiled: bool, has_gpu: bool) -> dict[str, str | None]:
-    """Return what multiplies the packed weights of a format, on the CPU and on the first GPU."""
-    fmt = FORMATS[name]
-    on_cpu = compiled and serves(torch.float32, fmt)
-    by_gpu = None
-    if has_gpu:
-        device = torch.device("cuda", 0)
-        kernel = OPERATORS["linear"].triton
-        by_gpu = PLAIN if kernel is None or unserved(device, fmt, kernel) else "Triton"
-    return {"cpu": "C++" if on_cpu else PLAIN, "gpu": by_gpu}
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    capability = torch.cuda.get_device_capability(index)
-    reason = unserved(torch.device("cuda", index), NVFP4)
-    nvidia = torch.version.cuda is not None
+    versions = {name: _version(name) for name in LIBRARIES}
     return {
-        "name": torch.cuda.get_device_name(index),
-        "memory_gb": properties.total_memory / 1e9,
-        "capability": f"compute capability {capability[0]}.{capability[1]}",
-        "fp8": nvidia and capability >= FP8,
-        "fp4": has_fp4_tensor_cores(index),
-        "kernels": "Triton" if reason is None else PLAIN,
-        "reason": reason,
+        "versions": {"fp4pass": __version__, "python": platform.python_version(), **versions},
+        "tested": {name: [each.oldest, each.newest] for name, each in LIBRARIES.items()},
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "compilers": {name: _compiler(name) for name in COMPILERS},
+        "cpu": {
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "kernels": "C++" if reason is None else PLAIN,
+            "reason": reason,
+        },
+        "gpus": gpus,
+        "formats": formats,
+        "falls_back": [*lines, *(str(part) for part in all_parts() if not part.works())],
+        "problems": [line for line in (_static_library(),) if line],
     }
 
 
@@ -154,10 +124,30 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
-    """Return the first line that a compiler says of its version, None if there is none."""
-    done = _ask(variable, names, "--version")
-    return None if done is None else done.partition("\n")[0]
+def _gpu(index: int) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(index)
+    reason = unserved(torch.device("cuda", index), NVFP4)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "memory_gb": torch.cuda.get_device_properties(index).total_memory / 1e9,
+        "capability": f"compute capability {capability[0]}.{capability[1]}",
+        "fp8": torch.version.cuda is not None and capability >= FP8,
+        "fp4": has_fp4_tensor_cores(index),
+        "kernels": "Triton" if reason is None else PLAIN,
+        "reason": reason,
+    }
+
+
+def _compiler(language: str, *options: str) -> str | None:
+    """Return the first line that a compiler prints with options, None if there is none that can."""
+    variable, names, _ = COMPILERS[language]
+    for name in filter(None, (os.environ.get(variable), *names)):
+        if path := shutil.which(name):
+            command = [path, *(options or ("--version",))]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                return done.stdout.partition("\n")[0]
+    return None
 
 
 def _static_library() -> str | None:
@@ -165,8 +155,7 @@ def _static_library() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source, linked = Path(folder, "locale.cpp"), Path(folder, "locale.so")
         source.write_text("#include <locale>\nstd::locale here() { return std::locale(); }\n")
-        options = ("-shared", "-fPIC", str(source), "-o", str(linked))
-        if _ask(*COMPILERS["C++"][:2], *options) is None:
+        if _compiler("C++", "-shared", "-fPIC", str(source), "-o", str(linked)) is None:
             return None
         needed = linked.read_bytes()
     # Of GNU and of LLVM, by the name under which a shared library needs it.
@@ -176,13 +165,3 @@ def _static_library() -> str | None:
         "the C++ compiler links its C++ library statically, so torch._inductor.aoti_load_package "
         "fails or crashes on what it builds. Set CXX to the system's compiler (CXX=/usr/bin/g++)."
     )
-
-
-def _ask(variable: str, names: tuple[str, ...], *options: str) -> str | None:
-    """Return what a compiler prints with some options, None if there is none that can."""
-    for name in filter(None, (os.environ.get(variable), *names)):
-        if path := shutil.which(name):
-            done = subprocess.run([path, *options], capture_output=True, text=True)
-            if done.returncode == 0:
-                return done.stdout
-    return None

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ..calibration.to_batches import SEQ_LEN, collate
-from ..checkpoint import float_models
-from ..checkpoint.layouts import LAYOUTS, LayoutName, get_layout
-from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.saving import save
-from ..checkpoint.source_files import MANIFEST
+from ..calibration.to_batches import SEQ_LEN
+from ..checkpoint import MANIFEST, open_checkpoint, save
+from ..checkpoint.float_models import files_beside, load_tokenizer
+from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
-from ..errors import OptionError, expected
 from ..lab import merge as merge_adapters
 from ..methods import METHODS
 from ..record.config import LinearConfig
-from . import screen, sources
-from .calibrating import read_examples, require_context
-from .options import (
-    BatchSize,
-    Card,
-    CopyFiles,
-    Device,
-    Overwrite,
-    Seed,
-    SeqLen,
-    ShardSize,
-    TrustCode,
-)
+from . import options as given
+from . import screen
 
 
 def merge(
@@ -41,7 +27,7 @@ def merge(
     adapter: Annotated[
         Path, Argument(help="A folder that PEFT wrote.", metavar="ADAPTER", show_default=False)
     ],
-    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
+    output: given.Output,
     method: Annotated[
         str | None,
         Option(
@@ -68,9 +54,9 @@ def merge(
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to read.")] = 128,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = 8,
-    seed: Seed = None,
+    seq_len: given.SeqLen = None,
+    batch_size: given.BatchSize = 8,
+    seed: given.Seed = None,
     to: Annotated[
         str | None,
         Option(
@@ -79,12 +65,12 @@ def merge(
             show_default="that of BASE",
         ),
     ] = None,
-    device: Device = None,
-    trust_remote_code: TrustCode = False,
-    copy_files: CopyFiles = None,
-    max_shard_size: ShardSize = "5GB",
-    overwrite: Overwrite = False,
-    card: Card = True,
+    device: given.Device = None,
+    trust_remote_code: given.TrustCode = False,
+    copy_files: given.CopyFiles = None,
+    max_shard_size: given.ShardSize = "5GB",
+    overwrite: given.Overwrite = False,
+    card: given.Card = True,
     as_json: screen.Json = False,
 ) -> None:
     """Merge a LoRA adapter into the packed weights of a checkpoint, and measure the cost.
@@ -96,40 +82,29 @@ def merge(
         LinearConfig(method=method)
     bytes_of(max_shard_size)
     layout = open_checkpoint(base).layout.name if to is None else get_layout(to).name
-    if batch_size < 1:
-        raise OptionError(expected("--batch-size", "at least 1", batch_size))
-    if data is not None or held_out is not None:
-        sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
+    given.require_at_least(2, seq_len=seq_len)
+    given.require_at_least(1, samples=samples, batch_size=batch_size)
     require_free(output, overwrite, marks=(MANIFEST,))
-    beside = float_models.files_beside(str(base), copy_files or ())
-    sources.quiet()
+    beside = files_beside(str(base), copy_files or ())
+    given.quiet()
     # It imports PEFT, and refuses old versions.
     from ..integrations.peft import load_adapter
 
-    model: Any = sources.load_any(str(base), sources.choose_device(device), trust_remote_code)
-    processor = float_models.load_tokenizer(str(base), trust_remote_code)
+    model: Any = given.load_any(str(base), given.choose_device(device), trust_remote_code)
+    processor = load_tokenizer(str(base), trust_remote_code)
     tuned = load_adapter(model, adapter)
-    options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+    numbers: Any = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
     batches: dict[str, Any] = {}
     for name, spec in (("data", data), ("held_out", held_out)):
         if spec is not None:
-            if seq_len is not None:
-                require_context(model.config, seq_len, "--seq-len")
-            float_models.text_tokenizer(processor, str(base))
-            read = read_examples(spec, processor, model.config, **options)
-            batches[name] = collate(read, batch_size, config=model.config)
+            given.require_context(model.config, seq_len)
+            options: Any = (str(base), processor, model.config, batch_size)
+            batches[name] = given.read_batches(spec, *options, **numbers)
     found = merge_adapters(tuned, method, tokenizer=processor, **batches)
-    save(
-        found.model,
-        output,
-        layout=cast(LayoutName, layout),
-        source=beside,
-        copy_files=copy_files or (),
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        card=card,
-    )
+    written: dict[str, Any] = {"layout": layout, "copy_files": copy_files or (), "card": card}
+    written |= {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    save(found.model, output, source=beside, **written)
     if as_json:
         screen.print_json({"output": str(output), "layout": layout, **found.to_dict()})
-        return
-    print(f"{output} ({layout}): {found}")
+    else:
+        print(f"{output} ({layout}): {found}")

@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ..checkpoint import float_models
-from ..checkpoint.reader import is_packed, open_checkpoint
+from ..checkpoint import is_packed, open_checkpoint
+from ..checkpoint.float_models import load_float, load_tokenizer, text_tokenizer
 from ..core.files import parse_json
 from ..errors import OptionError, expected
 from ..reporting.data import gather
 from ..reporting.page import require_free, write_page
 from ..reporting.text import size
-from . import screen, sources
+from . import options as given
+from . import screen
 from .evaluate import measure_texts, read_texts
-from .options import BatchSize, Device, Measured, MeasuredLength, MeasuredSamples, TrustCode
 
 # The fields of an evaluation that the page needs.
 _SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
@@ -32,16 +32,16 @@ def report(
         str | None,
         Option(help="The original, to compare scales, sizes and outputs with.", metavar="MODEL"),
     ] = None,
-    data: Measured = None,
-    samples: MeasuredSamples = None,
-    seq_len: MeasuredLength = 512,
+    data: given.Measured = None,
+    samples: given.MeasuredSamples = None,
+    seq_len: given.MeasuredLength = 512,
     evaluation: Annotated[
         Path | None,
         Option(help="Output of fp4pass eval --json, instead of --data.", metavar="FILE"),
     ] = None,
-    batch_size: BatchSize = 8,
-    device: Device = None,
-    trust_remote_code: TrustCode = False,
+    batch_size: given.BatchSize = 8,
+    device: given.Device = None,
+    trust_remote_code: given.TrustCode = False,
     overwrite: Annotated[bool, Option(help="Replace the page and the JSON beside it.")] = False,
     as_json: screen.Json = False,
 ) -> None:
@@ -49,24 +49,23 @@ def report(
 
     The page needs no network. Its numbers are written beside it as JSON.
     """
-    if batch_size < 1:
-        raise OptionError(expected("--batch-size", "at least 1", batch_size))
+    given.require_at_least(1, batch_size=batch_size)
     if data and evaluation:
         raise OptionError("Give --data or --evaluation, not both.")
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, overwrite)
     # A damaged folder is refused before a text is read.
     open_checkpoint(Path(folder))
-    chosen, trust = sources.choose_device(device), trust_remote_code
+    chosen, trust = given.choose_device(device), trust_remote_code
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (data or not Path(reference).is_dir() or is_packed(reference)):
-        original = float_models.load_float(reference, "auto", chosen, trust)
+        original = load_float(reference, "auto", chosen, trust)
     model: Any = folder
     if data:
-        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(folder, trust), folder)
+        tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
         texts = read_texts(data, samples, seq_len, tokenizer)
-        model = sources.load_any(folder, chosen, trust)
+        model = given.load_any(folder, chosen, trust)
         options = {"window": seq_len, "windows": samples, "batch_size": batch_size}
         measured = measure_texts(model, original, tokenizer, texts, **options)
         rows = [found.row(name, before) for name, found, before in measured]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -10,13 +9,12 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from typer import Exit, Option
+from typer import Option
 
 from ..core.progress import above_bar
 from ..errors import some
@@ -87,7 +85,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     others = zip(*(row[1:] for row in (header, *rows)), strict=True)
     rest = sum(max(map(len, column)) + 2 for column in others)
     names = [row[0] for row in rows]
-    prefix = _common_path(names) if rest + max(map(len, names), default=0) > width else ""
+    prefix = ""
+    if rest + max(map(len, names), default=0) > width:
+        # The modules that all names begin with.
+        common = os.path.commonprefix(names)  # noqa: RUF071, of characters
+        prefix = common[: common.rfind(".") + 1]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for i, heading in enumerate(header):
         # A heading that ends in a space is that of text, as the first is; others are of numbers.
@@ -103,18 +105,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
-def _common_path(names: Sequence[str]) -> str:
-    """Return the modules that all names begin with, "" if there are none."""
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    common = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
-    return "".join(f"{level[0]}." for level in common)
-
-
-def is_terminal() -> bool:
-    """Return whether stderr is a terminal."""
-    return sys.stderr.isatty()
-
-
 def print_reasons(reasons: Mapping[str, str]) -> None:
     """Print why layers were skipped, a line for each reason."""
     if reasons:
@@ -124,15 +114,6 @@ def print_reasons(reasons: Mapping[str, str]) -> None:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         print(f"  {some(names)}: {reason}")
-
-
-def print_mismatches(folder: Path, mismatches: Mapping[str, str]) -> None:
-    """Print a line on stderr for each layer or tensor that is wrong; exit with 1 if one is."""
-    for name, what in mismatches.items():
-        note(f"mismatch: {name}: {what}")
-    if mismatches:
-        note(f"fp4pass: {folder}: {len(mismatches)} mismatches")
-        raise Exit(MISMATCH)
 
 
 def percent(value: float | None) -> str:

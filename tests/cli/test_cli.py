@@ -121,7 +121,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(f"torch.cuda.{name}", made)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("fp4pass.cli.doctor.load", lambda: ({}, "no compiler."))
-    monkeypatch.setattr("fp4pass.cli.doctor._compiler", lambda variable, names: None)
+    monkeypatch.setattr("fp4pass.cli.doctor._compiler", lambda *args: None)
     monkeypatch.setitem(_compat.LIBRARIES, "no-such-library", _compat.Tested("1.0", "2.0"))
     found = run_json("doctor")
     assert found["versions"]["no-such-library"] is None and found["cuda"] == "13.0"

@@ -15,7 +15,7 @@ from fp4pass.errors import OptionError
 for package in ("transformers", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 
-Asked: Any = pytest.importorskip("fp4pass.cli.budget").Asked
+Asked: Any = pytest.importorskip("fp4pass.cli.quantize")
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -64,7 +64,7 @@ def exact_rows_sums(
 
 @triton.jit
 def unknown_zero(most):
-    """Return 0, of which the compiler knows no more than that it is a multiple of 16."""
+    """Return 0, of which the compiler knows only that it is a multiple of 16."""
     # Else what both loops compute would be kept in registers through the first one.
     if PTX:
         zero = tl.inline_asm_elementwise(
