@@ -27,13 +27,12 @@ from ..quantization.observers.batches import call_arguments, device_of, require_
 from ..quantization.observers.observer import Observer, collect, observers_of
 from ..quantization.plan import plan_layers
 from ..quantization.replace import attach_observers
-from ..quantization.restore import unprepared_after
+from ..quantization.restore import unprepared
 from ..record.rows import Report
 from ..record.state import (
     SMOOTH,
     PreparedState,
     config_of,
-    forget_smoothing,
     get_state,
     is_interrupted,
     remember_smoothing,
@@ -141,7 +140,7 @@ def smooth_live(
     config = config_of({"method": "hessian"}, None)
     plan = plan_layers(root, config, ())
     require_layers(plan)
-    with unprepared_after(root):
+    with unprepared(root, always=True):
         attach_observers(root, plan.layers, set(config.needs))
         state = PreparedState({}, Report(()), config, (), tuple(config.needs), None)
         set_state(root, state)
@@ -171,7 +170,7 @@ def smoothed_unless_it_fails(
     except BaseException:
         if not is_interrupted(root):
             unfold_scales(found.items())
-            forget_smoothing(root)
+            remember_smoothing(root, None)
         raise
 
 
