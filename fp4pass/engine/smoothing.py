@@ -23,7 +23,7 @@ from ..quantization.observers.batches import call_arguments, device_of, require_
 from ..quantization.observers.observer import collect, observers_of
 from ..quantization.plan import plan_layers
 from ..quantization.replace import attach_observers
-from ..quantization.restore import unprepared_after
+from ..quantization.restore import unprepared
 from ..record.rows import Report
 from ..record.state import (
     PreparedState,
@@ -125,7 +125,7 @@ def _smooth(
     config = config_of({"method": "hessian"}, None)
     plan = plan_layers(root, config, ())
     require_layers(plan)
-    with unprepared_after(root):
+    with unprepared(root, always=True):
         attach_observers(root, plan.layers, set(config.needs))
         state = PreparedState({}, Report(()), config, (), tuple(config.needs), None)
         set_state(root, state)
