@@ -64,19 +64,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
 BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by hand. -->"
 END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
 
-# tests/checkpoint/test_stock.py has a test of each; of engines the source was read.
-WHY = (
-    "**Dense by `dequantize`.** While it loads, transformers runs `_init_weights` of these "
-    "classes, which reads the `weight` of a linear layer, and a packed layer has none. `save` and "
-    '`save_pretrained` declare `"dequantize": true` for them, if all inputs are float and all '
-    "layers have one scheme. vLLM and SGLang ignore this entry.",
-    "**Experts in nvfp4.** `CompressedTensorsDequantize` of transformers reads no global scale of "
-    'experts. mxfp4 has none: `rules=[("*.experts.*", {"fmt": "mxfp4a16"})]` makes a folder that '
-    f"stock transformers reads ({RULED!r} in the table).",
-    "**Llama 4.** transformers replaces its experts by one linear layer each. It reads packed "
-    "experts; dense ones, which folders keep stacked, would be random, and `save` warns.",
-)
-
 
 def shrink(data: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config with its sizes made small, those of nested configs too."""
@@ -234,14 +221,6 @@ def silent(found: dict[str, dict[str, str]]) -> list[str]:
     ]
 
 
-def filled(text: str) -> str:
-    """Return a paragraph in lines; a table stays as it is."""
-    if text.startswith("|"):
-        return text
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, 118, **options)
-
-
 def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     """Return the page of readers with what was found."""
     heads = ("equal", "equal: dequantized", "own layout", "said", "raises")
@@ -260,18 +239,18 @@ def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     }
     outcomes["equal: dequantized"] = "transformers loads them dense, by `dequantize`"
     outcomes |= {"raises": "loading raises an error"} if named(found, "raises") else {}
-    parts = (
+    said = (
         f"transformers {transformers.__version__} with every model type that can be made small, "
-        "inputs in float. No folder loads silently with wrong weights.",
+        "inputs in float. No folder loads silently with wrong weights."
+    )
+    rows = [f"| {words} | {named(found, start)} |" for start, words in outcomes.items()]
+    parts = (
+        textwrap.fill(said, 118),
         "\n".join(table),
         "Only fp4pass reads transposed weights, and experts that folders keep stacked.",
-        "\n".join(
-            ["| outcome | model types |", "|---|---|"]
-            + [f"| {words} | {named(found, start)} |" for start, words in outcomes.items()]
-        ),
-        *WHY,
+        "\n".join(["| outcome | model types |", "|---|---|", *rows]),
     )
-    text = "\n\n".join(map(filled, parts))
+    text = "\n\n".join(parts)
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 

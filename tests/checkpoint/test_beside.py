@@ -216,17 +216,6 @@ def test_a_remembered_tokenizer_stays_through_prepare_and_convert(tmp_path: Path
     assert again.chat_template == given.chat_template
 
 
-def test_a_processor_comes_along(tmp_path: Path) -> None:
-    processor = transformers.CLIPProcessor(
-        transformers.CLIPImageProcessor(), transformers.AutoTokenizer.from_pretrained(TINY)
-    )
-    model = model_of(tmp_path / "m")
-    fp4pass.save(model, tmp_path / "q", tokenizer=processor)
-    found = transformers.AutoImageProcessor.from_pretrained(tmp_path / "q")
-    assert found.crop_size == processor.image_processor.crop_size
-    assert (tmp_path / "q" / "tokenizer.json").is_file()
-
-
 def test_a_model_that_reads_text_and_has_no_tokenizer_is_warned_of(tmp_path: Path) -> None:
     model = model_of(tmp_path / "m")
     with pytest.warns(UserWarning, match="m has none either. Pass it: .*tokenizer=tokenizer") as w:

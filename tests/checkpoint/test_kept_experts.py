@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import fp8_folders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint
@@ -135,70 +134,3 @@ def test_a_stack_that_was_changed_is_quantized_anew(tmp_path: Path) -> None:
         fp4pass.convert(each, "nvfp4a16", "sse", rules=rules("fp8_block"), progress=False)
         notes = {row.name for row in fp4pass.report(each).converted if not row.note}
         assert {name for name in notes if "experts" in name} == {f"{owner}.{changed}"}
-
-
-def test_verify_compares_with_the_codes_of_the_source(tmp_path: Path) -> None:
-    from fp4pass.reporting.compare import compare_models
-
-    source = tmp_path / "fp8"
-    fp8_folders.make(fp8_folders.mixture_model(), source, "finegrained")
-    tensors = load_file(source / "model.safetensors")
-    # Scales that are no largest magnitudes, as training leaves them.
-    for name, tensor in tensors.items():
-        if tensor.dtype == fp8_folders.FP8:
-            values = tensor.float()
-            tensors[name] = torch.where(values.abs() > 200, 0, values).to(tensor.dtype)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    model = load_float(str(source), "auto", "cpu")
-    fp4pass.convert(model, "fp8_block", "naive", progress=False)
-    fp4pass.save(model, tmp_path / "q", progress=False)
-    assert_kept(source, tmp_path / "q", fp4pass.report(model))
-    reference = load_float(str(source), "auto", "cpu")
-    reader = open_checkpoint(tmp_path / "q")
-    assert not compare_models(reader, model, reference, 0.1).mismatches
-
-
-class Expert(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(size, size), nn.Linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(self.up_proj(x).relu())
-        return y
-
-
-class ListConfig(transformers.PretrainedConfig):  # type: ignore
-    model_type = "list_of_experts"
-
-
-class ListOfExperts(transformers.PreTrainedModel):  # type: ignore
-    """All tokens reach all experts, which are modules."""
-
-    config_class = ListConfig
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        layer = nn.ModuleDict({"experts": nn.ModuleList(Expert(128) for _ in range(2))})
-        self.embed, self.layers = nn.Embedding(16, 128), nn.ModuleList([layer])
-        self.post_init()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = sum(expert(x) for expert in layer["experts"])
-        return x
-
-
-transformers.AutoConfig.register("list_of_experts", ListConfig, exist_ok=True)
-transformers.AutoModelForCausalLM.register(ListConfig, ListOfExperts, exist_ok=True)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_list_of_experts(streamed: bool, tmp_path: Path) -> None:
-    source, target = tmp_path / "fp8", tmp_path / "q"
-    torch.manual_seed(0)
-    fp8_folders.make(ListOfExperts(ListConfig()), source, "finegrained")
-    assert json.loads((source / "config.json").read_text())["architectures"] == ["ListOfExperts"]
-    report = quantized(source, target, "fp8_block", streamed)
-    assert_kept(source, target, report)

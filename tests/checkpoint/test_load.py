@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,16 @@ from small_models import (
     logits,
     mlp,
     packed_model,
-    tokens,
 )
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint import transcode
 from fp4pass.checkpoint.source_files import find_shards, read_tensors
 from fp4pass.errors import CheckpointError, OptionError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.filterwarnings("ignore:.*pkg_resources|.*treespec:FutureWarning")
-
-
-def test_what_is_dense_gets_the_dtype_of_the_config(tmp_path: Path) -> None:
-    """As in stock transformers; without our facts the config is all that is known."""
-    model = fp4pass.convert(language_model().float(), "nvfp4", "naive", weight_only=True)
-    fp4pass.save(model, tmp_path / "q")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    loaded = fp4pass.load(tmp_path / "q")
-    assert loaded.model.norm.weight.dtype == torch.bfloat16
-    assert torch.equal(logits(loaded), logits(language_model(tmp_path / "q")))
 
 
 def test_scales_of_the_cache_are_said_to_be_unused(foreign_copy: Saved, packed: Packed) -> None:
@@ -133,67 +120,6 @@ def test_names_of_the_hub_become_those_of_the_model(tmp_path: Path) -> None:
         assert torch.equal(logits(loaded), logits(model))
         stock = cls.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
         assert torch.equal(logits(stock), logits(model))
-
-
-def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        **{key: value for key, value in TEXT.items() if key != "model_type"},
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    )
-    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
-    model = language_model(tmp_path / "dense")
-    rules = [("*.experts.*", None)]
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=True, rules=rules)
-    fp4pass.save(model, tmp_path / "q")
-    facts = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    experts = r"re:model\.layers\.0\.mlp\.experts(\..*)?$"
-    assert facts["ignore"] == [experts, "model.layers.0.mlp.gate", "lm_head"]
-    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
-    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
-    with pytest.raises(CheckpointError, match=r"experts one by one.*fp4pass\.save"):
-        model.save_pretrained(tmp_path / "refused")
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("fmt", "weight_only", "layout"),
-    [
-        ("nvfp4", True, "modelopt"),
-        ("nvfp4", False, "modelopt"),
-        ("mxfp4", False, "compressed-tensors"),
-    ],
-)
-def test_stock_transformers_gives_the_logits_of_a_llama(
-    tmp_path: Path, fmt: str, weight_only: bool, layout: str
-) -> None:
-    """Untied, with biases, calibrated; by way of either layout."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{key: value for key, value in TEXT.items() if key != "model_type"},
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=False,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
-    model = language_model(tmp_path / "dense")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    fp4pass.prepare(model)
-    fp4pass.calibrate(model, [tokens()], progress=False)
-    fp4pass.convert(model, fmt, weight_only=weight_only)
-    fp4pass.save(model, tmp_path / "q", layout=layout)
-    if layout == "modelopt":
-        transcode(tmp_path / "q", tmp_path / "c", "compressed-tensors")
-        (tmp_path / "q").rename(tmp_path / "m")
-        (tmp_path / "c").rename(tmp_path / "q")
-    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
-    assert torch.equal(logits(fp4pass.load(tmp_path / "q")), logits(model))
 
 
 def masked_bert() -> Any:

@@ -27,11 +27,8 @@ from saved_models import (
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.checkpoint.layouts import CompressedTensors
-from fp4pass.checkpoint.model_layers import describe_layers, split_layers
-from fp4pass.checkpoint.readers import Facts, of_stock
 from fp4pass.nn.experts import QUANTIZED
 from fp4pass.nn.experts import QuantizedExpertStack as Stack
-from fp4pass.record.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -93,18 +90,6 @@ def test_classes_that_read_weights_to_initialize_are_dequantized_while_they_load
         type(model).from_pretrained(folder)
 
 
-@pytest.mark.parametrize("change", [{"quantization_status": "frozen"}, {"ignore": ["Linear"]}])
-def test_no_other_declaration_helps_such_classes(change: Any, tmp_path: Path) -> None:
-    _, names = packed(falcon(), tmp_path / "q")
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
-    del config["quantization_config"]["dequantize"]
-    config["quantization_config"] |= change
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    read = transformers.FalconForCausalLM.from_pretrained
-    _, found = read(tmp_path / "q", output_loading_info=True)
-    assert {f"{name}.weight" for name in names} <= set(found["missing_keys"])
-
-
 def test_other_classes_are_loaded_packed(tmp_path: Path) -> None:
     declared, names = packed(mixtral(), tmp_path / "q", DENSE_EXPERTS)
     assert "dequantize" not in declared
@@ -143,22 +128,6 @@ def test_rotated_layers_are_not_dequantized_where_the_rotation_is_ignored(tmp_pa
     assert "dequantize" not in declared
 
 
-def test_experts_in_nvfp4_lose_their_global_scales(tmp_path: Path) -> None:
-    """It pins the cause: the rest is read, and dequantizing while loading does not help."""
-    folder = tmp_path / "q"
-    with pytest.warns(UserWarning, match=f"{CANNOT}: it drops the global scales"):
-        packed(mixtral(), folder)
-    argument = transformers.CompressedTensorsConfig(dequantize=True)
-    wrong = differing(folder)
-    with pytest.warns(UserWarning, match="loading attributes"):
-        assert differing(folder, quantization_config=argument) == wrong
-    assert len(wrong) == 4 and all(".experts." in name for name in wrong)
-    ours = fp4pass.load(folder).get_submodule(wrong[0])
-    theirs = transformers.MixtralForCausalLM.from_pretrained(folder).get_parameter(wrong[0])
-    # What they have is off by those scales alone.
-    assert torch.equal(theirs / ours.weight_global_scale[:, None, None], ours.weight.float())
-
-
 @pytest.mark.parametrize("others", [[], [("*.layers.1.self_attn.*", {"fmt": "mxfp4a16"})]], ids=str)
 def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as caught:
@@ -175,26 +144,6 @@ def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path:
     assert {formats[name] for name in formats if ".experts." in name} == {"mxfp4"}
     layer = "model.layers.0.block_sparse_moe.experts.0.gate_proj"
     assert CompressedTensors().scheme(layer, declared).fmt == "mxfp4"
-
-
-def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path: Path) -> None:
-    model, rule = mixtral(), ("*.experts.*", {"fmt": "mxfp4a16"})
-    declared, _ = packed(model, tmp_path / "q", [rule])
-    state = get_state(model)
-    assert state is not None
-    layers = describe_layers(model, state)
-    written, stacks, _ = split_layers(model, layers)
-    assert of_stock(Facts(model, layers, declared, stacks, stacks)) == ("", {})
-    # As if experts had other names: stock transformers takes the first group for them.
-    declared["config_groups"]["group_1"]["targets"] = [n for n in written if n not in layers]
-    problem, entries = of_stock(Facts(model, layers, declared, stacks, stacks))
-    assert "reads experts by the scheme of other layers" in problem and not entries
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
-    (tmp_path / "q" / "config.json").write_text(
-        json.dumps(config | {"quantization_config": declared})
-    )
-    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
-        transformers.MixtralForCausalLM.from_pretrained(tmp_path / "q")
 
 
 def test_layers_of_several_schemes_are_named_as_in_the_model_and_as_on_disk(tmp_path: Path) -> None:

@@ -111,21 +111,6 @@ def test_the_group_the_count_and_the_tensors_are_named(foreign_copy: Saved) -> N
     assert_refused(folder, f"{layers[1]} has weight I8, weight_scale F32")
 
 
-def test_modelopt_names_the_algorithm(foreign_copy: Saved) -> None:
-    folder = replaced(foreign_copy("nvfp4", True, "modelopt"), OTHERS["INT8"])
-    names = [name for name in load_file(folder / "model.safetensors") if "weight_scale_2" in name]
-
-    def declare(config: Any) -> None:
-        layers = {name.rpartition(".")[0]: {"quant_algo": "W4A16_NVFP4"} for name in names}
-        layers[LAYER] = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
-        mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        config["quantization_config"].update(mixed)
-
-    change_json(folder / "config.json", declare)
-    with pytest.raises(UnreadError, match=f"W8A8_SQ_PER_CHANNEL: {LAYER} "):
-        open_checkpoint(folder)
-
-
 def test_the_command_line_refuses_with_the_code_of_unreadable_folders(foreign_copy: Saved) -> None:
     folder = replaced(foreign_copy(), OTHERS["FP8 by rows"])
     target = folder.parent / "written"
@@ -191,20 +176,6 @@ def test_a_float_source_with_fp8_weights_is_no_float_source(tmp_path: Path, last
         with pytest.raises(UnreadError, match=LAYER):
             read()
     assert not (tmp_path / "q").exists()
-
-
-def test_a_source_in_fp8_of_compressed_tensors_is_not_sent_to_convert(tmp_path: Path) -> None:
-    language_model().save_pretrained(tmp_path / "f")
-    replaced(tmp_path / "f", OTHERS["FP8 by rows"])
-
-    def declare(config: Any) -> None:
-        group = {"targets": ["Linear"], "format": "float-quantized"}
-        declared = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-        config["quantization_config"] = declared
-
-    change_json(tmp_path / "f" / "config.json", declare)
-    text = run("quantize", tmp_path / "f", "-o", tmp_path / "q", *PLAIN, code=2).stderr
-    assert "group_0 (float-quantized)" in text and "--to bf16" not in text
 
 
 class Fp8Linear(nn.Linear):

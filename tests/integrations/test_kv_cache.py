@@ -271,16 +271,6 @@ def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) ->
     assert all(torch.equal(again[k].view(-1), t.view(-1)) for k, t in load_file(path).items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_only_scales_of_fp8_are_tensors_of_the_folder(name: str, tmp_path: Path) -> None:
-    """vLLM takes `k_scale` for FP8 whatever the config declares, and refuses unknown tensors."""
-    fp4pass.save(converted(name), tmp_path / "a")
-    tensors = load_file(tmp_path / "a" / "model.safetensors")
-    found = {key.rpartition(".")[2] for key in tensors if "self_attn.k" in key or "attn.v_" in key}
-    found -= {key for key in found if key.startswith("weight")}
-    assert found == (set() if name == "nvfp4" else {"k_scale", "v_scale"})
-
-
 @pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
 def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -367,26 +365,6 @@ def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:
     change_json(tmp_path / "q" / "config.json", lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(CheckpointError, match=r"has no place for 7 packed layers"):
         AUTO.from_pretrained(tmp_path / "q")
-
-
-ORDERS = {
-    "fp4pass first": "import fp4pass; import transformers",
-    "transformers first": "import transformers; import transformers.quantizers; import fp4pass",
-    "later": "import transformers, fp4pass",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-def test_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
-    modelopt("W4A16_NVFP4")(tmp_path / "q")
-    load = f"print(type(transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'q')!r})"
-    code = f"{ORDERS[order]}; {load}.model.layers[0].mlp.up_proj).__name__)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.strip() == "QuantizedLinear", run.stderr
-    only = "import fp4pass, sys; print('transformers' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", only], capture_output=True, text=True)
-    assert run.stdout.strip() == "False"
 
 
 def test_a_model_that_transformers_does_not_have_filled_is_an_error(
