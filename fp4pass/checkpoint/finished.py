@@ -25,7 +25,7 @@ from .._compat.accelerate import offload_from
 from .._version import __version__
 from ..core.files import parse_json, path_of
 from ..core.fingerprint import Unknown, digest_of, fingerprint, identity_of
-from ..core.quant_state import QuantState, read_file, save_state
+from ..core.quant_state import QuantState, read_state, save_state
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, as_option, expected
 from ..methods import Certificate, MethodResult
@@ -116,10 +116,11 @@ class FinishedSearches(FinishedWork):
         with self.usable():
             if path.exists():
                 try:
-                    state, (tensors, _) = QuantState.load(path), read_file(path)
+                    state, tensors = read_state(path)
                     proof = {name: tensors[name] for name in _PROOF if name in tensors}
-                    self.found += 1
-                    return MethodResult(state, Certificate(**proof) if proof else None)
+                    if isinstance(state, QuantState):
+                        self.found += 1
+                        return MethodResult(state, Certificate(**proof) if proof else None)
                 except (CheckpointError, SafetensorError, OSError):
                     # A disk that was full, a copy that was cut off, a bit that fell over.
                     path.unlink(missing_ok=True)

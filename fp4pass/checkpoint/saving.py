@@ -24,8 +24,7 @@ from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
-from ..nn.kv_cache import KV_CACHE
-from ..quantization.observers.kv_cache import scales_apart
+from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.state import get_state, has_adapters, unwrap
 from .copied_files import Beside, read_carried
 from .finished import ConvertedState, LayerFile, files_to_take
@@ -211,7 +210,11 @@ def _plan(
         require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
         require_writable({name: each for name, each in found.items() if name not in packed})
     tensors, aliases = _tensors(root, found, packed)
-    cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
+    # Engines take `k_scale` for FP8's, and refuse tensors that they do not know.
+    fmt = CACHE_FORMATS.get(state.recipe.get(KV_CACHE) or "")
+    ends = () if fmt is None or fmt.blocks is None else tuple(f".{key}" for key in fmt.scales)
+    beside = [name for name in tensors if name.endswith(ends)] if ends else []
+    cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in beside}
     # Also those that are tied: a reader may have a layer of its own for them.
     dense = [name for name in (*tensors, *aliases) if name not in packed]
     apart = {name: module for name, module in named.items() if name not in split}

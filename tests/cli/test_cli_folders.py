@@ -22,8 +22,7 @@ from small_models import TINY, assert_same_bits, change, language_model, linears
 import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.reporting.compare import compare_models
-from fp4pass.reporting.outputs import Outputs
+from fp4pass.reporting.compare import Outputs, compare_models
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -157,8 +156,8 @@ def test_verify_of_what_is_right(made: Path) -> None:
 
 def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could not tell a model whose inputs are quantized wrongly."""
-    place = "fp4pass.reporting.outputs._stored_input"
-    monkeypatch.setattr(place, lambda packed, dense, args: args[0])
+    place = "fp4pass.reporting.compare._stored_input"
+    monkeypatch.setattr(place, lambda packed, x: x)
     found = run_json("verify", made / "inputs", "--reference", TINY, "--data", EVAL, code=1)
     assert "KL" in found["mismatches"] and found["outputs"]["kl"] > 1e-2
 
