@@ -15,7 +15,7 @@ from fp4pass.errors import OptionError
 for package in ("transformers", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 
-Asked: Any = pytest.importorskip("fp4pass.cli.quantize")
+command: Any = pytest.importorskip("fp4pass.cli.quantize")
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -28,9 +28,8 @@ READ: dict[str, Any] = {"schemes": None, "options": {}, "by_layers": "", "proces
     [("5.0bits", {"bits": 5.0}), ("0.02kl", {"kl": 0.02}), ("1e-3kl", {"kl": 1e-3})],
 )
 def test_a_budget_has_a_unit(budget: str, limit: dict[str, float]) -> None:
-    asked = Asked.read(budget, **READ)
-    assert asked is not None and asked.limit == limit
-    assert Asked.read(None, **READ) is None
+    assert command._read_budget(budget, **READ) == limit
+    assert command._read_budget(None, **READ) is None
 
 
 WRONG: dict[str, tuple[str | None, dict[str, Any], str]] = {
@@ -47,7 +46,7 @@ WRONG: dict[str, tuple[str | None, dict[str, Any], str]] = {
 def test_what_is_wrong_is_said(name: str) -> None:
     budget, more, message = WRONG[name]
     with pytest.raises(OptionError, match=message):
-        Asked.read(budget, **{**READ, **more})
+        command._read_budget(budget, **{**READ, **more})
 
 
 @pytest.fixture
