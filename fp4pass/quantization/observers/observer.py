@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import CalibrationError
 from ...graph.rewrite import OBSERVERS
-from ...kernels.statistics.naive import diagonal_blocks
-from ...kernels.statistics.totals import moved_totals, zeros
+from ...kernels.statistics.naive import diagonal_blocks, moved_totals, zeros
 from ...methods import STATISTICS, ExpertInputs, Stats
 from ...nn.experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ...nn.input_cache import compute_once
