@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from native import gpt_oss
 from safetensors.torch import load_file
-from small_models import assert_same_bits, bits, change, language_model, logits
+from small_models import assert_same_bits, bits, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
@@ -79,11 +78,10 @@ DENSE = [("*.self_attn.*", None)]
 
 
 @pytest.mark.filterwarnings("ignore:.*MXFP4")
-@pytest.mark.parametrize("method", ["naive", "sse"])
-def test_transformers_loads_what_save_writes(tmp_path: Path, method: str) -> None:
+def test_transformers_loads_what_save_writes(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "float", packed=False)
     model = language_model(tmp_path / "float")
-    fp4pass.convert(model, "mxfp4", method, weight_only=True, rules=DENSE)
+    fp4pass.convert(model, "mxfp4", "naive", weight_only=True, rules=DENSE)
     fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "mxfp4"
@@ -101,8 +99,6 @@ def test_transformers_loads_what_save_writes(tmp_path: Path, method: str) -> Non
         ({}, r"self_attn\.q_proj: .*only experts are packed. Skip the others with a rule"),
         ({"rules": DENSE, "weight_only": False}, "experts with 4-bit inputs"),
         ({"rules": DENSE, "fmt": "nvfp4"}, "no place for nvfp4"),
-        ({"rules": DENSE, "block": 16}, "no place for mxfp4:16"),
-        ({"rules": DENSE, "rotation": 32}, "mxfp4 with rotated weights"),
     ],
     ids=str,
 )
@@ -112,18 +108,3 @@ def test_what_the_layout_cannot_hold(options: Any, message: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=message):
         fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
     assert not (tmp_path / "q").exists()
-
-
-def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.experts.down_proj"
-    for part, edit, message in (
-        ("_scales", lambda t: t[:, :-1].clone(), r"expected U8 \[3, 64, 3\]"),
-        ("_scales", lambda t: torch.full_like(t, 255), "NaN or a negative"),
-        ("_scales", lambda t: None, "no .*down_proj_scales"),
-        ("_blocks", lambda t: t[..., :8].clone(), r"expected U8 \[3, 64, 3, 16\]"),
-    ):
-        shutil.copytree(packed_experts, tmp_path / "d")
-        change(tmp_path / "d", name + part, edit)
-        with pytest.raises(CheckpointError, match=message):
-            dict(read_experts(tmp_path / "d"))
-        shutil.rmtree(tmp_path / "d")
