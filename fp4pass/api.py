@@ -26,7 +26,7 @@ from .quantization.observers.batches import fast_dtype, run_batches
 from .quantization.observers.kv_cache import observe_cache
 from .quantization.plan import plan_layers, planned_row
 from .quantization.replace import attach_observers
-from .quantization.restore import unprepared_on_error
+from .quantization.restore import unprepared
 from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
 from .record.quality import QualityName
 from .record.rows import Report
@@ -238,7 +238,7 @@ def _convert_whole(
         arguments = call.arguments
         if batches is not None:
             stack.enter_context(call.smoothed(batches))
-        stack.enter_context(unprepared_on_error(call.root))
+        stack.enter_context(unprepared(call.root, always=False))
         if batches is not None:
             with fast_dtype(*whole):
                 prepare(model, sequential=call.sequential, **arguments)

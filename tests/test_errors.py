@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -506,21 +505,6 @@ def test_training_mode_warns() -> None:
     model = fp4pass.prepare(build().train())
     with pytest.warns(UserWarning, match=r"training mode: dropout is on .* model.eval\(\) first"):
         fp4pass.calibrate(model, [batch()], progress=False)
-
-
-def test_padding_of_tokens_is_left_out_without_a_warning() -> None:
-    model = fp4pass.prepare(build())
-    mask = torch.ones(3, 5, dtype=torch.int64)
-    full = {"x": batch(), "attention_mask": mask}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        # In a mask of floats, which is added, zero means: attend.
-        fp4pass.calibrate(model, [full, full | {"attention_mask": 0.0 * mask}], progress=False)
-    assert not caught
-    padded = {"x": batch(), "attention_mask": mask.clone()}
-    padded["attention_mask"][0, 3:] = 0
-    fp4pass.calibrate(model, [full, padded, padded], progress=False)
-    assert set(counts(model).values()) == {3 * 15 + 2 * 13}
 
 
 def test_batches_of_every_kind_agree() -> None:

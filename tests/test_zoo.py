@@ -180,20 +180,6 @@ def test_offloaded_weights_stay_offloaded(case: Case) -> None:
     assert linears and all(linear.weight_packed.is_meta for linear in linears)
 
 
-@pytest.mark.parametrize("case", params_of(["llama_gradient_checkpointing"], ALL))
-def test_gradient_checkpointing_goes_back_through_prepared_models(case: Case) -> None:
-    gradients = []
-    for prepare in (False, True):
-        model = case.build()
-        if prepare:
-            fp4pass.prepare(model)
-        case.run(model, 0).square().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    fp4pass.convert(model, "nvfp4", method="hessian")
-    case.run(model, 0).square().sum().backward()
-
-
 def test_what_shares_a_weight_shares_its_packed_buffers() -> None:
     model = fp4pass.convert(
         fp4pass.prepare(ALL["shared_weight"].build(), "naive"), "nvfp4", method="naive"

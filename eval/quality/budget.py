@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     results = Results(args.json[0], about, again=True)
-    sizes = {"windows": args.windows, "held_out": args.held_out, "seq_len": args.seq_len}
     text = args.text.read_text("utf-8")
     test = fp4pass.evaluation.token_windows(tokenizer, text, window=args.seq_len, windows=args.test)
     start = time.perf_counter()
@@ -79,9 +78,9 @@ def run(args: argparse.Namespace) -> None:
     with measured(
         model,
         args.schemes,
-        args.calib.read_text("utf-8"),
-        tokenizer,
-        sizes,
+        args.windows,
+        args.held_out,
+        {"data": args.calib.read_text("utf-8"), "tokenizer": tokenizer, "seq_len": args.seq_len},
         {"method": args.method},
     ) as trials:
         results.about["seconds_of_groups"] = round(time.perf_counter() - start, 1)

@@ -43,23 +43,14 @@ IMAGE_MARK = "<image>"
 
 @dataclass(frozen=True)
 class Document:
-    """One example of calibration data.
+    """One example of calibration data."""
 
-    Attributes:
-        text: read where there is no chat, or no chat template for it.
-        messages: of a chat, with the keys "role" and "content".
-        tools: JSON schemas that a chat can use.
-        ids: tokens, where they are known.
-        images: of the text or of the messages, in their order.
-        where: where it stands, for errors.
-    """
-
-    text: str | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()
-    tools: tuple[Any, ...] = ()
-    ids: tuple[int, ...] = ()
-    images: tuple[Any, ...] = ()
-    where: str = "data"
+    text: str | None = None  # read where there is no chat, or no chat template for it
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a chat, with the keys "role" and "content"
+    tools: tuple[Any, ...] = ()  # JSON schemas that a chat can use
+    ids: tuple[int, ...] = ()  # tokens, where they are known
+    images: tuple[Any, ...] = ()  # of the text or of the messages, in their order
+    where: str = "data"  # it stands, for errors
 
     def __bool__(self) -> bool:
         return bool(self.messages or self.ids or self.images or (self.text or "").strip())

@@ -125,10 +125,7 @@ def _has_template(reader: Any) -> bool:
 def render_chat(document: Document, processor: Any) -> str:
     """Return the text that a chat template makes of a document, special tokens included.
 
-    The template is that of the processor, or of its tokenizer.
-
-    Raises:
-        CalibrationError: there is no template, or it refuses the chat.
+    The template is that of the processor, or of its tokenizer. Raises CalibrationError.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     reads_parts = _has_template(processor) and tokenizer is not processor

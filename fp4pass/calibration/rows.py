@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _KINDS = "batches, texts, chats, rows, token windows [n, length], a path, or the name of a data set"
 
-# Rows are read until they have this many characters for each token that is wanted: four or five
+# Rows are read until they have this many characters for each token to read: four or five
 # are usual, and windows are spread over what is left.
 _CHARACTERS = 16
 
@@ -53,35 +53,21 @@ _FILES = (".txt", ".jsonl", ".md", *_TABLES)
 
 @dataclass(frozen=True)
 class Rows:
-    """Items of calibration data, by the name of their source.
-
-    Attributes:
-        name: for errors and news.
-        items: texts, chats, rows or lists of tokens; an iterable without a length is read once.
-        numbers: the line of each item in a file, if it has lines.
-        folder: where images lie that an item names by a relative path.
-        is_text: whether the items are the documents of one text, all of which are read.
-    """
+    """Items of calibration data, by the name of their source."""
 
     name: str
-    items: Iterable[Any]
-    numbers: Sequence[int] | None = None
-    folder: Path | None = None
-    is_text: bool = False
+    items: Iterable[Any]  # texts, chats, rows or lists of tokens
+    numbers: Sequence[int] | None = None  # the line of each item in a file, if it has lines
+    folder: Path | None = None  # where images lie that an item names by a relative path
+    is_text: bool = False  # whether the items are the documents of one text, all of which are read
 
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None
     ) -> list[Document]:
-        """Return documents of the items in their order.
+        """Return documents of the items in their order, as many as are enough.
 
-        Args:
-            tokens: how many are wanted, None for all. From a longer sequence items are taken evenly
-                or, with a seed, at random; from an iterable the first.
-            examples: how many documents with images are enough.
-            seed: of the order in which items are read.
-
-        Raises:
-            CalibrationError: an item is none that is known, or there are none.
+        That is for `tokens` of text, or `examples` with images; None for all. From a longer
+        sequence items are taken evenly or, with a seed, at random; from an iterable the first.
         """
         columns: dict[tuple[str, ...], tuple[str, ...]] = {}
         found: dict[int, Document] = {}
@@ -260,10 +246,7 @@ def _streamed(spec: str, rows: Iterable[Any]) -> Iterator[Any]:
 def read_text(spec: str, tokens: int | None = None, tokenizer: Any = None) -> str:
     """Return the text of a source, with a line `<|doc|>` between its documents.
 
-    Args:
-        spec: as for `open_source`.
-        tokens: how many are wanted, None for all; only a data set is read no further.
-        tokenizer: of transformers, whose chat template writes chats.
+    A data set is read as far as `tokens` are wanted; the chat template of `tokenizer` writes chats.
     """
     found = open_source(spec)
     if found.is_text:

@@ -39,17 +39,12 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Script:
-    """The tokens of a window that are given, and where the model writes.
-
-    Attributes:
-        prompt: the first tokens.
-        ends: tokens that end a text: the next one begins behind.
-        turns: of a conversation, round after round: the tokens that end what the model writes, and
-            for each the tokens that follow from the template; () for one text until it ends.
-    """
+    """The tokens of a window that are given, and where the model writes."""
 
     prompt: Tokens
-    ends: frozenset[int]
+    ends: frozenset[int]  # tokens that end a text: the next one begins behind
+    # Of a conversation, round after round: the tokens that end what the model writes, and for each
+    # the tokens that follow from the template; () for one text until it ends.
     turns: tuple[Mapping[Tokens, Tokens], ...] = ()
 
     def follow(self) -> Generator[int | None, int, None]:

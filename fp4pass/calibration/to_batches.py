@@ -107,17 +107,11 @@ def batches(
 
 @dataclass(frozen=True)
 class Target:
-    """The facts of a model that batches are made for.
+    """The facts of a model that batches are made for."""
 
-    Attributes:
-        config: of a model of transformers, None for others.
-        main_input: the first argument of its forward.
-        sequential: whether it was prepared with sequential=True.
-    """
-
-    config: Any = None
-    main_input: str = "input_ids"
-    sequential: bool = False
+    config: Any = None  # of a model of transformers, None for others
+    main_input: str = "input_ids"  # the first argument of its forward
+    sequential: bool = False  # whether it was prepared with sequential=True
 
     @staticmethod
     def of(model: nn.Module | None) -> Target:
@@ -190,17 +184,8 @@ def examples(
 ) -> list[Example]:
     """Return the examples that a model runs on: at most `samples`, but all token windows.
 
-    Args:
-        source: as `source_of` returns it.
-        reader: makes tokens of documents.
-        target: the model.
-        samples: how many windows, or rows with images, are wanted.
-        seq_len: tokens of a window.
-        seed: draw them at random; None spreads them evenly.
-
-    Raises:
-        CalibrationError: there is nothing to learn from, or a document is not as expected.
-        OptionError: the model needs more than text.
+    The other arguments are those of `batches`. Raises CalibrationError if there is nothing to learn
+    from, or a document is not as expected; OptionError if the model needs more than text.
     """
     if isinstance(source, Tensor):
         target.require_text()
@@ -282,14 +267,10 @@ def collate(
 ) -> list[Any]:
     """Return examples as batches of at most `batch_size`, in their order.
 
-    Args:
-        examples: windows of one length become a tensor [batch, tokens]; of several lengths, a
-            mapping with an attention_mask. Outputs of a processor stay together where all of their
-            tensors have the same shapes.
-        batch_size: how many run at once.
-        config: of a model of transformers, which says whether it reads labels.
-        first_alone: whether the first batch has one example: it runs through the whole model where
-            the others run to its first layer.
+    Windows of one length become a tensor [batch, tokens]; of several lengths, a mapping with an
+    attention_mask. Outputs of a processor stay together where all of their tensors have the same
+    shapes. `config` says whether the model reads labels; with `first_alone` the first batch has one
+    example, for it runs through the whole model where the others run to its first layer.
     """
     alone = 1 if first_alone else 0
     groups = [examples[:alone], *_groups(examples[alone:], batch_size)]

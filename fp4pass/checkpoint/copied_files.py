@@ -1,6 +1,6 @@
-"""What a checkpoint takes along from the folder that its model was read from.
+"""Files and tensors that a checkpoint takes from the folder that its model was read from.
 
-That are the files beside the weights, a tokenizer, and tensors that the class has no place for.
+They are the files beside the weights, a tokenizer, and tensors that the class has no place for.
 """
 
 from __future__ import annotations

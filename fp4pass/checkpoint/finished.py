@@ -25,7 +25,7 @@ from .._compat.accelerate import offload_from
 from .._version import __version__
 from ..core.files import parse_json, path_of
 from ..core.fingerprint import Unknown, digest_of, fingerprint, identity_of
-from ..core.quant_state import QuantState, read_file, save_state
+from ..core.quant_state import QuantState, read_state, save_state
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, as_option, expected
 from ..methods import Certificate, MethodResult
@@ -105,7 +105,7 @@ class FinishedSearches(FinishedWork):
     """
 
     option, holds = "resume", "searches"
-    # How many were there.
+    # The number that was there.
     found = 0
 
     def get_or_search(
@@ -116,10 +116,11 @@ class FinishedSearches(FinishedWork):
         with self.usable():
             if path.exists():
                 try:
-                    state, (tensors, _) = QuantState.load(path), read_file(path)
+                    state, tensors = read_state(path)
                     proof = {name: tensors[name] for name in _PROOF if name in tensors}
-                    self.found += 1
-                    return MethodResult(state, Certificate(**proof) if proof else None)
+                    if isinstance(state, QuantState):
+                        self.found += 1
+                        return MethodResult(state, Certificate(**proof) if proof else None)
                 except (CheckpointError, SafetensorError, OSError):
                     # A disk that was full, a copy that was cut off, a bit that fell over.
                     path.unlink(missing_ok=True)
@@ -382,11 +383,17 @@ def files_to_take(
         modules: of the model, by their names.
         files: that it maps.
         layout: of the checkpoint.
-        packed: the layer and the buffer of each packed tensor of the state dict, and the record of
-            the layer.
+        packed: the layer, the buffer and the record of each packed tensor of the state dict.
         renamed: the layers that have other names in the checkpoint, or are taken apart there.
         limit: the bytes of a file.
     """
+
+    def is_stored_so(name: str, tensor: Tensor) -> bool:
+        layer, part, record = packed[name]
+        if layer in renamed or layout.tensor_name(layer, part, record.fmt) != name:
+            return False
+        return layout.encode(part, tensor, record) is tensor
+
     found = []
     for file in files:
         layers = {packed[name][0] for name in file.tensors if name in packed}
@@ -396,18 +403,9 @@ def files_to_take(
             if layer in layers and (tensor := modules[layer]._buffers.get(part)) is not None
         }
         # A layer that is skipped whole has a file without tensors.
-        if (
-            layers
-            and layers.isdisjoint(renamed)
-            and all(
-                layout.tensor_name(layer, part, record.fmt) == name
-                and layout.encode(part, tensors[name], record) is tensors[name]
-                for name, (layer, part, record) in ((n, packed[n]) for n in tensors)
-            )
-            and file.is_unchanged(tensors)
-            and file.path.stat().st_size <= limit
-        ):
-            found.append(file)
+        if tensors and file.is_unchanged(tensors) and file.path.stat().st_size <= limit:
+            if all(is_stored_so(*each) for each in tensors.items()):
+                found.append(file)
     # In the order of the model, whichever were finished first.
     place = {name: i for i, name in enumerate(packed)}
     return sorted(found, key=lambda file: min(place[name] for name in file.tensors))

@@ -256,7 +256,7 @@ def open_float_source(source: str) -> FloatSource | None:
     if not folder.is_dir() or not is_packed(folder, known=True):
         return None
     reader = open_checkpoint(folder, any_blocks=True)
-    # transformers knows no single layers where the float model has a stack.
+    # transformers has no single layers where the float model has a stack.
     is_read = reader.layout.engines and not reader.said("whole")
     layers = reader.layers.values()
     if not is_read or not all(layer.fmt.element.native for layer in layers):

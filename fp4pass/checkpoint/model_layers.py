@@ -27,7 +27,6 @@ from ..nn.linear import INPUT_GLOBAL, PACKED
 from ..quantization.plan import Plan
 from ..record.config import LinearConfig
 from ..record.rows import Row
-from ..record.schemes import scheme_name
 from ..record.state import ModelState, has_adapters
 from .copied_files import COPIED, NOT_COPIED
 from .layouts import Layout, PackedLayer, Piece, below, fused_problems, has_whole_tiles, join
@@ -127,11 +126,10 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
         if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
-            other = scheme_name(layer.fmt, weight_only=True)
             raise CheckpointError(
                 f"{name}: its input gets a global scale at each call, which the {layer.fmt.key} "
                 "layouts cannot express. Calibrate before convert (prepare, then run some "
-                f"batches), or choose {as_option('fmt', other)} or 'mxfp4'."
+                f"batches), or choose {as_option('fmt', f'{layer.fmt.name}a16')} or 'mxfp4'."
             )
 
 

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,140 +38,126 @@ _COMMANDS = {
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """The facts of a model that its card shows beside the report.
+def check_card(given: Any) -> Mapping[str, Any] | None:
+    """Return the evaluations of the card that `save(card=)` asks for, None for no card.
 
-    Attributes:
-        name: of its repository on the hub, or "".
-        kind: the name of its class.
-        library: the library of its class, "transformers" or "fp4pass".
-        source: the folder that it was made of, None if there is none.
-        origin: the hub id of what it was made of, or "".
-        evaluations: by the name of the text, as `fp4pass.evaluate` returned them.
+    Raises OptionError for what is none.
     """
+    if given is False:
+        return None
+    require_hub_library()
+    evaluations = {} if given is True else given
+    if isinstance(evaluations, Mapping) and all(
+        hasattr(each, "perplexity") for each in evaluations.values()
+    ):
+        return evaluations
+    wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
+    raise OptionError(expected("card", wanted, f"{given!r:.60}"))
 
-    name: str
-    kind: str
-    library: str
-    source: Path | None
-    origin: str
-    evaluations: Mapping[str, Any]
 
-    @staticmethod
-    def of(root: nn.Module, given: Any, source: Path | None, name: str) -> Card | None:
-        """Return the card that `save(card=)` asks for. Raises OptionError for what is none."""
-        if given is False:
-            return None
-        evaluations = {} if given is True else given
-        if not isinstance(evaluations, Mapping) or not all(
-            hasattr(each, "perplexity") for each in evaluations.values()
-        ):
-            wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
-            raise OptionError(expected("card", wanted, f"{given!r:.60}"))
-        require_hub_library()
-        path = Path(str(getattr(root, "name_or_path", "") or ""))
-        origin = "" if path.exists() or len(path.parts) != 2 else path.as_posix()
-        if "snapshots" in path.parts:
-            # A folder of the cache: models--user--name/snapshots/commit.
-            stored = path.parts[path.parts.index("snapshots") - 1]
-            origin = stored.removeprefix("models--").replace("--", "/")
-        library = "transformers" if is_transformers(root) else "fp4pass"
-        kind = model_class(root).__name__
-        return Card(name, kind, library, source, origin, evaluations)
+def write_card(
+    folder: Path,
+    root: nn.Module,
+    state: ModelState,
+    layout: str,
+    readers: Readers,
+    evaluations: Mapping[str, Any],
+    source: Path | None,
+    name: str,
+) -> None:
+    """Write the card of a folder that is complete but for it.
 
-    def write(self, folder: Path, state: ModelState, layout: str, readers: Readers) -> None:
-        """Write the card of a folder that is complete but for it."""
-        from huggingface_hub import ModelCard, ModelCardData
+    source: the folder that the model was made of. name: of its repository, or "".
+    """
+    from huggingface_hub import ModelCard, ModelCardData
 
-        there, base = self._header_of_source(), self.origin
-        if self.source is not None and (self.source / MANIFEST).is_file():
-            # Packed already, of a model that its own card names.
-            base = there.get("base_model") or ""
-        inherited = {key: there[key] for key in _INHERITED if there.get(key)}
-        if self.kind.endswith("ForCausalLM"):
-            inherited.setdefault("pipeline_tag", "text-generation")
-        formats = sorted({row.config.fmt for row in state.report.converted if row.config})
-        header = ModelCardData(
-            **inherited,
-            base_model=base or None,
-            base_model_relation="quantized" if base else None,
-            library_name=self.library,
-            tags=["fp4pass", *formats, layout],
-            quantized_by="fp4pass",
-        )
-        whole = base or (self.kind if self.source is None else self.source.name)
-        made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
-        # Not the name of the folder, which may be given another one.
-        title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
-        lines = [f"# {self.name.rpartition('/')[2] or title}", "", *self._body(made_of, state)]
-        lines += ["", f"The layout is {layout}, {readers}.", "", *self._usage(readers.names)]
-        if (folder / _NAME).is_file():
-            _log.info("%s: the model card replaces that of %s", _NAME, base or self.source)
-        card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{chr(10).join(lines)}\n")
-        (folder / _NAME).write_text(str(card), encoding="utf-8")
-
-    def _header_of_source(self) -> dict[str, Any]:
-        """Return what the card of the float model declares, {} if it has none that can be read."""
-        if self.source is None or not (self.source / _NAME).is_file():
-            return {}
-        import yaml
-        from huggingface_hub import ModelCard
-
-        try:
-            text = (self.source / _NAME).read_text(encoding="utf-8")
-            card = ModelCard(text, ignore_metadata_errors=True)
-            return dict(card.data.to_dict()) if text.startswith("---") else {}
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-            _log.warning("%s: its header cannot be read: %s", self.source / _NAME, error)
-            return {}
-
-    def _body(self, made_of: str, state: ModelState) -> Iterator[str]:
-        """Yield how the model was made, and what was measured."""
-        rows, skipped = state.report.converted, state.report.skipped
-        counts = f"{len(rows)} of {len(rows) + len(skipped)} weights"
-        yield f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}."
-        facts = {key: each for key, each in state.recipe.items() if each not in (None, [], {})}
-        yield from ("", "```json", json.dumps(facts, indent=1), "```", "")
-        yield from _table(
+    report, kind = state.report, model_class(root).__name__
+    there, base = _header_of(source), _hub_id(root)
+    if source is not None and (source / MANIFEST).is_file():
+        # Packed already, of a model that its own card names.
+        base = there.get("base_model") or ""
+    inherited = {key: there[key] for key in _INHERITED if there.get(key)}
+    if kind.endswith("ForCausalLM"):
+        inherited.setdefault("pipeline_tag", "text-generation")
+    formats = sorted({row.config.fmt for row in report.converted if row.config})
+    header = ModelCardData(
+        **inherited,
+        base_model=base or None,
+        base_model_relation="quantized" if base else None,
+        library_name="transformers" if is_transformers(root) else "fp4pass",
+        tags=["fp4pass", *formats, layout],
+        quantized_by="fp4pass",
+    )
+    whole = base or (kind if source is None else source.name)
+    made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
+    # Not the name of the folder, which may be given another one.
+    title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+    counts = f"{len(report.converted)} of {len(report.rows)} weights"
+    recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
+    lines = [
+        f"# {title}\n",
+        f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",
+        f"```json\n{json.dumps(recipe, indent=1)}\n```\n",
+        *_table(
             ("scheme", "method", "weights", "bits each", "weight error", "output error"),
-            map(_group, groups(rows)),
-        )
-        yield "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration."
-        if self.evaluations:
-            yield ""
-            yield from _table(
-                ("text", "tokens", "perplexity", "KL to the original", "same top token"),
-                (
-                    (
-                        name,
-                        f"{found.tokens:,}",
-                        f"{found.perplexity:.2f}",
-                        "-" if found.kl is None else f"{found.kl:.4f} nats a token",
-                        "-" if found.top1 is None else f"{100 * found.top1:.1f} %",
-                    )
-                    for name, found in self.evaluations.items()
-                ),
-            )
-        if skipped:
-            reasons = Counter(row.skip_reason for row in skipped)
-            yield ""
-            yield from _table(("not packed", "reason"), ((str(n), w) for w, n in reasons.items()))
+            map(_group, groups(report.converted)),
+        ),
+        "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration.\n",
+        *_table(
+            ("text", "tokens", "perplexity", "KL to the original", "same top token"),
+            [_evaluation(text, found) for text, found in evaluations.items()],
+        ),
+        "",
+        *_table(
+            ("not packed", "reason"),
+            ((str(n), why) for why, n in Counter(r.skip_reason for r in report.skipped).items()),
+        ),
+        f"\nThe layout is {layout}, {readers}.\n",
+    ]
+    where = name or "path/to/this/folder"
+    call = f'snapshot_download("{name}")' if name else f'"{where}"'
+    model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
+    hub = "from huggingface_hub import snapshot_download\n" if name else ""
+    lines.append(f"```python\nimport fp4pass\n{hub}\nmodel = fp4pass.load({call}{model}\n```")
+    commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
+    lines += ["\n```sh", *commands, "```"] if commands else []
+    if (folder / _NAME).is_file():
+        _log.info("%s: the model card replaces that of %s", _NAME, base or source)
+    text = "\n".join(lines)
+    card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}\n")
+    (folder / _NAME).write_text(str(card), encoding="utf-8")
 
-    def _usage(self, readers: Sequence[str]) -> Iterator[str]:
-        """Yield how to load the folder in each program that reads it."""
-        name = self.name or "path/to/this/folder"
-        yield "```python\nimport fp4pass"
-        if self.name:
-            yield "from huggingface_hub import snapshot_download"
-        where = f'snapshot_download("{name}")' if self.name else f'"{name}"'
-        model = ")" if self.library == "transformers" else f", model=model)  # a float {self.kind}"
-        yield f"\nmodel = fp4pass.load({where}{model}\n```"
-        commands = [
-            line.format(name=name) for reader, line in _COMMANDS.items() if reader in readers
-        ]
-        if commands:
-            yield from ("", "```sh", *commands, "```")
+
+def _hub_id(root: nn.Module) -> str:
+    """Return the id of the repository that a model was read from, "" for a folder."""
+    path = Path(str(getattr(root, "name_or_path", "") or ""))
+    if "snapshots" in path.parts:
+        # A folder of the cache: models--user--name/snapshots/commit.
+        stored = path.parts[path.parts.index("snapshots") - 1]
+        return stored.removeprefix("models--").replace("--", "/")
+    return "" if path.exists() or len(path.parts) != 2 else path.as_posix()
+
+
+def _header_of(source: Path | None) -> dict[str, Any]:
+    """Return what the card of the float model declares, {} if it has none that can be read."""
+    if source is None or not (source / _NAME).is_file():
+        return {}
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        text = (source / _NAME).read_text(encoding="utf-8")
+        card = ModelCard(text, ignore_metadata_errors=True)
+        return dict(card.data.to_dict()) if text.startswith("---") else {}
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        _log.warning("%s: its header cannot be read: %s", source / _NAME, error)
+        return {}
+
+
+def _evaluation(text: str, found: Any) -> tuple[str, ...]:
+    kl = "-" if found.kl is None else f"{found.kl:.4f} nats a token"
+    top = "-" if found.top1 is None else f"{100 * found.top1:.1f} %"
+    return text, f"{found.tokens:,}", f"{found.perplexity:.2f}", kl, top
 
 
 def _group(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -189,12 +174,11 @@ def _percent(values: Sequence[float | None]) -> str:
     return f"{100 * sum(known) / len(known):.2f} %" if len(known) == len(values) else "-"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    yield f"| {' | '.join(header)} |"
-    yield f"|{'---|' * len(header)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, none for a table without rows."""
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [header, ["---"] * len(header), *cells] if cells else []
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def require_repository(name: str, token: str | None = None) -> None:

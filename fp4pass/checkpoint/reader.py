@@ -78,7 +78,7 @@ class CheckpointReader:
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
 
-    # What the folder says of itself.
+    # The facts that the folder has of itself.
 
     @property
     def recipe(self) -> Mapping[str, Any] | None:
@@ -317,7 +317,7 @@ def open_checkpoint(
         dtype = getattr(torch, reader.dtype, None)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(expected("dtype", "a floating-point dtype of torch", reader.dtype))
-        # What is read later is well formed, too.
+        # Parts that are read later are well formed, too.
         dict(reader.versions)
         dict(reader.config.get("quantization_config") or {})
         if own is not None:
@@ -464,7 +464,7 @@ def with_layers(names: Mapping[str, str]) -> dict[str, str]:
     return {**names, **layers}
 
 
-# What is wrong with a folder.
+# Faults of a folder.
 
 
 def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, some
 from ..nn.experts import QUANTIZED
-from ..nn.kv_cache import KV_CACHE
-from ..quantization.observers.kv_cache import scales_apart
+from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.state import get_state, has_adapters, unwrap
 from .copied_files import Beside, read_carried
 from .finished import ConvertedState, LayerFile, files_to_take
@@ -52,7 +51,7 @@ from .model_layers import (
     require_static_scales,
     split_layers,
 )
-from .publish import Card, require_repository, upload
+from .publish import check_card, require_repository, upload, write_card
 from .readers import Facts, Readers, judge
 from .savers import asked_for, part_error
 from .skeleton import require_made_by_config
@@ -165,7 +164,7 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside.of(root, tokenizer, source, copy_files)
-    page = Card.of(root, card, beside.source, push_to_hub or "")
+    evaluations = check_card(card)
     group = ranks()
     if push_to_hub is not None:
         require_repository(push_to_hub, token)
@@ -180,7 +179,12 @@ def save(
         plan = _plan(root, state, tensors, chosen, limit)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
-        _write(plan, root, state, target, limit, beside, page, overwrite)
+        with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
+            _write(plan, root, state, folder, limit, beside)
+            if evaluations is not None:
+                about = (plan.layout.name, plan.readers, evaluations, beside.source)
+                write_card(folder, root, state, *about, push_to_hub or "")
+        _log.info("%s: %s", target, plan.readers)
         if push_to_hub is not None:
             upload(target, push_to_hub, private, token)
 
@@ -211,7 +215,11 @@ def _plan(
         require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
         require_writable({name: each for name, each in found.items() if name not in packed})
     tensors, aliases = _tensors(root, found, packed)
-    cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
+    # Engines take `k_scale` for FP8's, and refuse tensors that they do not know.
+    fmt = CACHE_FORMATS.get(state.recipe.get(KV_CACHE) or "")
+    ends = () if fmt is None or fmt.blocks is None else tuple(f".{key}" for key in fmt.scales)
+    beside = [name for name in tensors if name.endswith(ends)] if ends else []
+    cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in beside}
     # Also those that are tied: a reader may have a layer of its own for them.
     dense = [name for name in (*tensors, *aliases) if name not in packed]
     apart = {name: module for name, module in named.items() if name not in split}
@@ -224,8 +232,11 @@ def _plan(
     written = {names.layers.get(name, name): layer for name, layer in written.items()}
     ignored, declared = list[str](), dict[str, Any]()
     if is_transformers(root):
-        ignored = _ignored(root, state, layers, names, modules)
         # transformers looks for its own names, engines for those on disk.
+        ignored = ignored_names(root, state)
+        ignored += [names.layers[name] for name in ignored if name in names.layers]
+        carried = [row for row in state.report.skipped if row.name in state.carried]
+        ignored += ignored_layers(carried, [*layers], modules.__contains__)
         both = {name: layers[name] for name in names.layers if name in layers}
         own = both if isinstance(layout, CompressedTensors) else {}
         declared = layout.config({**written, **own}, ignored) | cache
@@ -270,39 +281,28 @@ def _plan(
 
 
 def _write(
-    plan: SavePlan,
-    root: nn.Module,
-    state: ConvertedState,
-    target: Path,
-    limit: int,
-    beside: Beside,
-    page: Card | None,
-    overwrite: bool,
+    plan: SavePlan, root: nn.Module, state: ConvertedState, folder: Path, limit: int, beside: Beside
 ) -> None:
-    """Write what is decided, whole or not at all."""
-    with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
-        writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
-        beside.copy(folder, {MANIFEST, "config.json", *side_files()})
-        if is_transformers(root):
-            _write_configs(root, plan, writer)
-        beside.write_tokenizer(root, folder)
-        for file in plan.files:
-            writer.add_file(file)
-        current().expect(plan.size, "bytes")
-        for name, read in plan.tensors.items():
-            tensor = _on_cpu(read())
-            if name not in plan.packed:
-                writer.add(plan.names.get(name, name), tensor)
-                continue
-            layer, part, record = plan.packed[name]
-            for path, share in split_layer(plan.pieces[layer], part, tensor, record.fmt):
-                writer.add(join(path, part), share, plan.layers.get(path, record))
-        for name, tensor in read_carried(state.carried):
-            writer.add(name, tensor)
-        writer.close(plan.facts)
-        if page is not None:
-            page.write(folder, state, plan.layout.name, plan.readers)
-    _log.info("%s: %s", target, plan.readers)
+    """Write what is decided to a new folder."""
+    writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
+    beside.copy(folder, {MANIFEST, "config.json", *side_files()})
+    if is_transformers(root):
+        _write_configs(root, plan, writer)
+    beside.write_tokenizer(root, folder)
+    for file in plan.files:
+        writer.add_file(file)
+    current().expect(plan.size, "bytes")
+    for name, read in plan.tensors.items():
+        tensor = _on_cpu(read())
+        if name not in plan.packed:
+            writer.add(plan.names.get(name, name), tensor)
+            continue
+        layer, part, record = plan.packed[name]
+        for path, share in split_layer(plan.pieces[layer], part, tensor, record.fmt):
+            writer.add(join(path, part), share, plan.layers.get(path, record))
+    for name, tensor in read_carried(state.carried):
+        writer.add(name, tensor)
+    writer.close(plan.facts)
 
 
 def _require_converted(root: nn.Module) -> ConvertedState:
@@ -322,20 +322,6 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     if inside is not None:
         raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
-
-
-def _ignored(
-    root: nn.Module,
-    state: ConvertedState,
-    packed: Collection[str],
-    names: NamesOnDisk,
-    modules: Container[str],
-) -> list[str]:
-    """Return names and patterns of what stays dense, in the model and in its folder."""
-    ignored = ignored_names(root, state)
-    ignored += [names.layers[name] for name in ignored if name in names.layers]
-    carried = [row for row in state.report.skipped if row.name in state.carried]
-    return ignored + ignored_layers(carried, packed, modules.__contains__)
 
 
 def _write_configs(root: Any, plan: SavePlan, writer: CheckpointWriter) -> None:

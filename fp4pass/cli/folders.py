@@ -21,9 +21,17 @@ from ..checkpoint.transcode import transcode_targets
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics
 from ..errors import CheckpointError, OptionError, UnreadError, VersionError, some
-from ..reporting.compare import Comparison, compare_folders, compare_models, weights_size
+from ..reporting.compare import (
+    RANDOM,
+    Comparison,
+    Outputs,
+    compare_folders,
+    compare_models,
+    compare_outputs,
+    random_tokens,
+    weights_size,
+)
 from ..reporting.data import gather
-from ..reporting.outputs import RANDOM, Outputs, compare_outputs, random_tokens
 from ..reporting.text import calibrated_on, size
 from . import options as given
 from . import screen
@@ -221,7 +229,7 @@ def verify(
                 screen.note(f"{data} has {len(ids)} windows; --samples is {samples}.")
         if ids is not None:
             given.note_dtype("compares outputs", model, original)
-            outputs = compare_outputs(model, original, ids, data or RANDOM)
+            outputs = compare_outputs(model, ids, data or RANDOM)
             wrong |= outputs.mismatches()
     if as_json:
         facts = {

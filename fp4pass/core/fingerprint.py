@@ -34,7 +34,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 _OF_MODULES -= {"training", "_parameters", "_buffers", "_modules"}
 
-# What pickle raises for objects that do not tell what they are made of.
+# Raised by pickle for objects that do not tell what they are made of.
 _FAULTS = (pickle.PicklingError, TypeError, ValueError, AttributeError, RuntimeError)
 
 

@@ -15,9 +15,6 @@ from ..errors import OptionError
 # Compute capability from which NVIDIA GPUs have tensor cores for FP4: Blackwell.
 FP4_CAPABILITY = (10, 0)
 
-# Bytes of pinned memory of a copy, without which it does not overlap kernels.
-_STAGED = 1 << 26
-
 _MEMINFO = Path("/proc/meminfo")
 
 # The control groups of this process (cgroup v2), and where what they may take is written.
@@ -56,31 +53,6 @@ def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     except (RuntimeError, AssertionError, TypeError):
         require_device(device, "device=")
         raise
-
-
-def copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-    """Copy a tensor to or from a GPU beside its kernels, once an event is over.
-
-    Returns the event of the end. The thread that calls it waits for the copy, so call it in one
-    beside that which computes.
-    """
-    gpu = source.device if source.is_cuda else target.device
-    stream = torch.cuda.Stream(gpu)
-    with torch.cuda.stream(stream), torch.no_grad():
-        stream.wait_event(after)
-        if not (source.is_contiguous() and target.is_contiguous() and source.numel()):
-            target.copy_(source)
-            return stream.record_event()
-        staged = torch.empty(min(source.nbytes, _STAGED), dtype=torch.uint8, pin_memory=True)
-        raw = (x.detach().reshape(-1).view(torch.uint8) for x in (source, target))
-        for part, there in zip(*(each.split(len(staged)) for each in raw), strict=True):
-            between = staged[: len(part)]
-            between.copy_(part, non_blocking=True)
-            if part.is_cuda:
-                stream.synchronize()
-            there.copy_(between, non_blocking=True)
-            stream.synchronize()
-        return stream.record_event()
 
 
 class Memory(NamedTuple):

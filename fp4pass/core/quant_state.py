@@ -30,16 +30,6 @@ from .packing import PACKINGS
 _METADATA, _CHECKSUMS = "quant_state", "checksums"
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a small safetensors file, in memory of their own."""
-    # Reading a mapped file beyond the end of one that is cut off meanwhile ends the process.
-    with open(path, "rb") as file:
-        data = file.read()
-    tensors = {name: tensor.clone() for name, tensor in load(data).items()}
-    header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return tensors, header.get("__metadata__", {})
-
-
 _Record = TypeVar("_Record", bound="TensorRecord")
 
 
@@ -115,19 +105,15 @@ class TensorRecord(ABC):
     def _size(self) -> str:
         return " x ".join(map(str, self.shape)) or "scalar"
 
-    def _require_float(self) -> None:
-        """Raise OptionError for a dtype that is not floating point."""
-        if not self.dtype.is_floating_point:
-            name = type(self).__name__
-            raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
-
     def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
         tensor: Tensor = getattr(self, field)
-        name = f"{type(self).__name__}.{field}"
+        name = type(self).__name__
+        if not self.dtype.is_floating_point:
+            raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ShapeError(
-                f"{name}: expected {shape} {dtype} for a {self._size} tensor in "
+                f"{name}.{field}: expected {shape} {dtype} for a {self._size} tensor in "
                 f"{self.scheme.key}, got {tuple(tensor.shape)} {tensor.dtype}."
             )
 
@@ -166,7 +152,6 @@ class QuantState(TensorRecord):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        self._require_float()
         if not 0.0 < self.global_scale < math.inf:
             raise OptionError(
                 expected("QuantState.global_scale", "a positive number", self.global_scale)
@@ -273,10 +258,17 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         >>> torch.equal(loaded.qdata, state.qdata)
         True
     """
-    source = path_of(path, "path")
+    return read_state(path)[0].to(device)
+
+
+def read_state(path: str | os.PathLike[str]) -> tuple[TensorRecord, dict[str, Tensor]]:
+    """Return the record of a file, and all tensors that are there, in memory of their own."""
     try:
-        tensors, metadata = read_file(source)
-        facts = parse_json(metadata[_METADATA])
+        # Reading a mapped file beyond the end of one that is cut off meanwhile ends the process.
+        data = path_of(path, "path").read_bytes()
+        tensors = {name: tensor.clone() for name, tensor in load(data).items()}
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        facts = parse_json(header["__metadata__"][_METADATA])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"expected a floating-point dtype, got {facts['dtype']}")
@@ -296,7 +288,7 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
             f"wrote: {error}{way_out}"
         ) from error
-    return state.to(device)
+    return state, tensors
 
 
 def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Any]:

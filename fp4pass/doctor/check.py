@@ -19,9 +19,8 @@ from ..errors import CheckpointError, UnreadError, some
 from .config import build_model, check_config, check_ignored, check_model
 from .folder import Folder, read_folder
 from .kinds import Finding
-from .numbers import Statistics, check_numbers
+from .numbers import Statistics, check_fused, check_missing_inputs, check_numbers, check_sizes
 from .order import check_order
-from .sizes import check_fused, check_missing_inputs, check_sizes
 
 # Kinds of what lies beside the weights: they say nothing of layers that were not judged.
 _BESIDE = ("tokenizer-missing", "chat-template-missing")

@@ -324,7 +324,7 @@ def _find_layers(found: Folder, records: Mapping[str, PackedLayer]) -> None:
             found.records[layer], found.parts[layer] = record, held
         else:
             found.broken.update(each.name for each in held.values())
-    # A model of one's own may hold other tensors beside.
+    # A model of your own may hold other tensors beside.
     if found.config or found.own is None:
         read = {each.name for held in parts.values() for each in held.values()}
         rest = {n: (t.shape, t.kind) for n, t in found.tensors.items() if n not in read}

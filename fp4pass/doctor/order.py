@@ -9,7 +9,7 @@ that other order. Of random weights neither holds, so that nothing is found.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -89,23 +89,6 @@ def check_order(found: Folder, kept: Mapping[str, Statistics], norms: Mapping[st
         beside = ", ".join([pair.rows if side == "columns" else pair.columns for pair in odd][:2])
         what = f"expected {side} that go with {beside}, got such with {order}"
         found.say(kind, found.parts[name][PACKED], f"{what} ({most.other**0.5:.0f} deviations)")
-    if all(side != "columns" for side, _ in wrong):
-        _check_together(found, pairs)
-
-
-def _check_together(found: Folder, pairs: Sequence[_Pair]) -> None:
-    """Note that all layers together say what none says alone."""
-    stored = sum(pair.stored for pair in pairs)
-    for order in _ORDERS:
-        others = [pair.other for pair in pairs if pair.order == order]
-        # Each of these has its largest of several.
-        chance = 6.0 * len(others) + 12.0 * len(others) ** 0.5
-        is_odd = sum(others) > _CERTAIN + 2 * chance
-        if is_odd and stored < len(pairs) + 6 * len(pairs) ** 0.5:
-            what = "expected columns that go with the channels they meet in the stored order, got"
-            of = f"in {len(others)} of {len(pairs)} pairs of layers together"
-            found.say("codes-order", "all packed layers", f"{what} such with {order}, {of}")
-            return
 
 
 def _pairs(kept: Mapping[str, Statistics], norms: Mapping[str, Tensor]) -> Iterator[_Pair]:

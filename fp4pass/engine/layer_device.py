@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
-from ..core.machine import copy_async
 from ..errors import OptionError
 from ..nn.experts import QUANTIZED, ExpertStack, current_weight
 
@@ -19,6 +18,9 @@ _CPU = torch.device("cpu")
 
 # Threads that read ahead, and that copy: more than one, for a disk and for the copies.
 _THREADS = 4
+
+# Bytes of pinned memory of a copy, without which it does not overlap kernels.
+_STAGED = 1 << 26
 
 # Bytes of a page of memory: one of each is read to have the file in the page cache.
 _PAGE = 1 << 12
@@ -85,7 +87,7 @@ class LayerDevice:
         # The memory may be that of something that is still computed with.
         event = torch.cuda.current_stream(place).record_event()
         coming = {
-            x: (copy, self._copiers.submit(copy_async, x, copy, event))
+            x: (copy, self._copiers.submit(_copy_async, x, copy, event))
             for x, copy in copies.items()
         }
         self._next = (layer, coming)
@@ -208,3 +210,28 @@ def _tensors_at_home(layer: nn.Module) -> list[Tensor]:
 def _touch(tensor: Tensor) -> None:
     """Read a tensor into the page cache."""
     tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE].sum()
+
+
+def _copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    """Copy a tensor to or from a GPU beside its kernels, once an event is over.
+
+    Returns the event of the end. The thread that calls it waits for the copy, so call it in one
+    beside that which computes.
+    """
+    gpu = source.device if source.is_cuda else target.device
+    stream = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(stream), torch.no_grad():
+        stream.wait_event(after)
+        if not (source.is_contiguous() and target.is_contiguous() and source.numel()):
+            target.copy_(source)
+            return stream.record_event()
+        staged = torch.empty(min(source.nbytes, _STAGED), dtype=torch.uint8, pin_memory=True)
+        raw = (x.detach().reshape(-1).view(torch.uint8) for x in (source, target))
+        for part, there in zip(*(each.split(len(staged)) for each in raw), strict=True):
+            between = staged[: len(part)]
+            between.copy_(part, non_blocking=True)
+            if part.is_cuda:
+                stream.synchronize()
+            there.copy_(between, non_blocking=True)
+            stream.synchronize()
+        return stream.record_event()

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,10 @@ class Stack:
                 f"first call of a layer of {self.name}, got {type(hidden).__name__}. Leave out "
                 f"{as_option('sequential', True)}."
             )
-        is_chained = not is_back if begins else self._is_output(hidden)
+        # Something may have been written to what the layer before returned.
+        is_output = hidden is self._output
+        is_output = is_output and (self._returned is None or hidden.equal(self._returned))
+        is_chained = not is_back if begins else is_output
         self._inside = True
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False):
@@ -162,11 +165,6 @@ class Stack:
                 self._returned = self._output.detach().clone()
         if index + 1 == len(self.layers):
             self.finish_open()
-
-    def _is_output(self, hidden: Tensor) -> bool:
-        """Return whether the input of a layer is what the layer before it returned."""
-        # Something may have been written to it since.
-        return hidden is self._output and (self._returned is None or hidden.equal(self._returned))
 
     def _keep_given(self, call: Call, index: int, hidden: Tensor) -> None:
         """Record the input of a layer that is not just what the layer before it returned."""
@@ -298,11 +296,6 @@ class Stack:
         """Return the name that a layer has in the model, in which the root has none."""
         return f"{self.pattern.removesuffix('*')}{index}"
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that were recorded."""
-        return sum(call.visible for call in self.calls)
-
     def drop_open(self) -> None:
         """Forget a call that was cut off."""
         self._open = self._output = self._returned = None
@@ -350,7 +343,7 @@ class Stack:
 
 
 def _with_first(output: Any, state: Tensor | None) -> Any:
-    """Return the result of a layer with another hidden state; None where that cannot be."""
+    """Return the result of a layer with another hidden state, None where that cannot be."""
     if isinstance(output, Tensor) or state is None:
         return state
     if isinstance(output, Mapping):
@@ -512,10 +505,9 @@ def signature(value: Any) -> object:
     """Return all of some arguments but values and batch size, which decide no call of a layer."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape[1:])
-    if type(value) in (tuple, list):
-        return tuple(map(signature, value))
-    if type(value) is dict:
-        return tuple((key, signature(each)) for key, each in value.items())
+    if type(value) in (tuple, list, dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return tuple((key, signature(each)) for key, each in items)
     return value if isinstance(value, bool | int | float | str) else type(value)
 
 
@@ -526,12 +518,15 @@ def offload_hidden_state(state: Tensor, copy: bool = False) -> Tensor:
     Where less than a quarter of the memory would be left, it goes to a temporary file, deleted with
     it. Raises CalibrationError if there is no room for that either.
     """
-    if not state.numel() or _fits(state.nbytes):
+    fits = all(each.available - _LEFT * each.total >= state.nbytes for each in memory_limits())
+    if not state.numel() or fits:
         return state.detach().to("cpu", copy=copy)
     try:
         with tempfile.NamedTemporaryFile(prefix="fp4pass-") as file:
             # A disk that is full would end the process when the memory is written to.
-            _make_room(file, state.nbytes)
+            for start in range(0, state.nbytes, _WRITTEN):
+                file.write(bytes(min(_WRITTEN, state.nbytes - start)))
+            file.flush()
             stored = torch.from_file(file.name, shared=True, size=state.numel(), dtype=state.dtype)
     except OSError as error:
         raise CalibrationError(
@@ -539,17 +534,3 @@ def offload_hidden_state(state: Tensor, copy: bool = False) -> Tensor:
             "another folder in TMPDIR, or calibrate on less text."
         ) from error
     return stored.view(state.shape).copy_(state.detach())
-
-
-def _fits(size: int) -> bool:
-    """Return whether memory has room for so many bytes, of the machine and of each group."""
-    return all(each.available - _LEFT * each.total >= size for each in memory_limits())
-
-
-def _make_room(file: IO[bytes], size: int) -> None:
-    """Have a file take its room on the disk, which is an error where there is none."""
-    # posix_fallocate is not there on macOS.
-    zeros = bytes(min(size, _WRITTEN))
-    for start in range(0, size, _WRITTEN):
-        file.write(zeros[: size - start])
-    file.flush()

@@ -22,9 +22,8 @@ from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
 from ..quantization.observers.observer import OBSERVERS
-from ..quantization.plan import Plan, plan_layers
+from ..quantization.plan import Plan, matching_rule, plan_layers
 from ..quantization.recipe import require_undecided, with_quality
-from ..quantization.rules import matching_rule
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap

@@ -146,7 +146,7 @@ class Recording(Recorder):
     @property
     def tokens(self) -> int:
         """The tokens that were recorded, the most of any stack."""
-        return max((stack.tokens for stack in self.stacks), default=0)
+        return max((sum(call.visible for call in stack.calls) for stack in self.stacks), default=0)
 
     @property
     def unmapped(self) -> dict[str, Tensor]:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import CalibrationError, OptionError, StateError
+from ..errors import OptionError, StateError
 from ..graph.export import trace
 from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
-from ..kernels.statistics.naive import HESSIAN_BLOCK
-from ..methods import Stats
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
-from ..quantization.observers.observer import Observer, collect, observers_of
+from ..quantization.observers.observer import collect, observers_of
 from ..quantization.plan import plan_layers
 from ..quantization.replace import attach_observers
-from ..quantization.restore import unprepared_after
+from ..quantization.restore import unprepared
 from ..record.rows import Report
 from ..record.state import (
-    SMOOTH,
     PreparedState,
     config_of,
-    forget_smoothing,
-    get_state,
     is_interrupted,
     remember_smoothing,
     set_state,
@@ -73,17 +66,15 @@ def smooth(
     before, as long as no value leaves the range of its dtype (of float16, it can). Doing it again
     changes nothing.
 
-    A live model is smoothed before `prepare`, for any method: it is run on `data`, and traced,
-    which proves that a call as the first of these reads a tensor nowhere else; a tensor that only
-    other calls return, as with `output_hidden_states`, comes divided. A graph is smoothed between
-    `calibrate` and `convert`, by what it was calibrated on: its Hessians change exactly, the
-    largest input to a bound above it.
+    A model is smoothed before `prepare`, for any method: it is run on `data`, and traced unless it
+    is a graph, which proves that a call as the first of these reads a tensor nowhere else; a tensor
+    that only other calls return, as with `output_hidden_states`, comes divided.
 
     Args:
         model: A live model in evaluation mode, or the graph of `fp4pass.trace` or torch.export.
             Scales that are not proved stay, so look at the result.
         strength: 0 evens out weights alone, 1 inputs alone.
-        data: Run through a live model, as by `calibrate`; a few thousand tokens are enough.
+        data: Run through the model, as by `calibrate`; a few thousand tokens are enough.
         tokenizer: As for `calibrate`.
         progress: As for `convert`.
 
@@ -91,12 +82,11 @@ def smooth(
         The scales that were folded, in the order of the graph.
 
     Raises:
-        StateError: A live model is prepared or converted; a graph is converted, not prepared, or
-            prepared for a method without Hessians.
-        CalibrationError: A graph is not calibrated, or the data holds nothing to learn from.
+        StateError: The model is prepared or converted.
+        CalibrationError: The data holds nothing to learn from.
         TraceError: torch.export cannot trace a live model, which stays as it is.
-        OptionError: strength is not a number from 0 to 1, data is given for a graph, or text
-            needs a tokenizer and there is none.
+        OptionError: strength is not a number from 0 to 1, or text needs a tokenizer and there is
+            none.
 
     Source: SmoothQuant (arXiv:2211.10438), section 4, with powers of two.
 
@@ -109,50 +99,48 @@ def smooth(
     if type(strength) not in (float, int) or not 0 <= strength <= 1:
         raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
     root = unwrap(model)
-    if not isinstance(root, fx.GraphModule):
-        if require_float(root, "smooth") is not None:
-            raise StateError(
-                f"smooth: the live {type(root).__name__} is prepared already, and its statistics "
-                "are of inputs that smoothing changes. Call fp4pass.smooth(model, data=...) before "
-                "prepare, or prepare, calibrate and smooth fp4pass.trace(model, example)."
-            )
-        batches = calibration.batches(data, tokenizer, model=root)
-        require_batches(batches)
-        with shown("smooth", progress):
-            graph, found = smooth_live(root, strength, list(batches))
-        return smoothed(graph, found)
-    if data is not None or tokenizer is not None:
-        raise OptionError(
-            "smooth: data= and tokenizer= are for a live model. A graph is smoothed by what it was "
-            "calibrated on: give them to fp4pass.calibrate(graph, data, tokenizer=...)."
+    if require_float(root, "smooth") is not None:
+        raise StateError(
+            f"smooth: the {type(root).__name__} is prepared already, and its statistics are of "
+            "inputs that smoothing changes. Call fp4pass.smooth(model, data=...) before prepare."
         )
-    return smooth_graph(root, strength)
+    batches = calibration.batches(data, tokenizer, model=root)
+    require_batches(batches)
+    with shown("smooth", progress):
+        graph, found = _smooth(root, strength, list(batches))
+    return _folded(graph, found)
 
 
-def smooth_live(
+def _smooth(
     root: nn.Module, strength: float, batches: list[Any]
 ) -> tuple[fx.GraphModule, dict[ScaleFold, Tensor]]:
-    """Fold scales into a live float model; return its graph, and the exponents of each fold [K].
+    """Fold scales into a float model; return its graph, and the exponents of each fold [K].
 
     Raises TraceError, before anything is changed, if the model has no graph.
     """
     # Before anything is run. Without batches, the run says so.
-    graph = trace(root, _example(batches[0], root), cache_length=0) if batches else None
+    graph = root if isinstance(root, fx.GraphModule) else None
+    if graph is None and batches:
+        graph = trace(root, _example(batches[0], root), cache_length=0)
     config = config_of({"method": "hessian"}, None)
     plan = plan_layers(root, config, ())
     require_layers(plan)
-    with unprepared_after(root):
+    with unprepared(root, always=True):
         attach_observers(root, plan.layers, set(config.needs))
         state = PreparedState({}, Report(()), config, (), tuple(config.needs), None)
         set_state(root, state)
         run_batches(root, batches, state)
         squares = _mean_squares(root)
     assert graph is not None, "a run refuses no batches"
+    names = {module: name for name, module in graph.named_modules()}
 
-    def known(name: str, each: ScaleFold) -> Tensor | None:
-        return squares.get(name)
+    def choose(each: ScaleFold) -> Tensor | None:
+        known = squares.get(names[each.linears[0].holder])
+        return None if known is None else _balance(each, strength, known)
 
-    found = fold(graph, root, strength, known)
+    # A parameter with two names is left as it is.
+    with torch.inference_mode(False), torch.no_grad():
+        found = dict(fold_scales(graph.graph, _own_addresses(root), choose))
     remember_smoothing(root, strength)
     return graph, found
 
@@ -161,17 +149,17 @@ def smooth_live(
 def smoothed_unless_it_fails(
     root: nn.Module, strength: float, batches: list[Any]
 ) -> Iterator[tuple[Smoothed, ...]]:
-    """Smooth a live model; after an error inside, its bits are as before.
+    """Smooth a model; after an error inside, its bits are as before.
 
     Raises TraceError, before anything is changed, if the model has no graph.
     """
-    graph, found = smooth_live(root, strength, batches)
+    graph, found = _smooth(root, strength, batches)
     try:
-        yield smoothed(graph, found)
+        yield _folded(graph, found)
     except BaseException:
         if not is_interrupted(root):
             unfold_scales(found.items())
-            forget_smoothing(root)
+            remember_smoothing(root, None)
         raise
 
 
@@ -187,12 +175,15 @@ def _example(batch: Any, root: nn.Module) -> Any:
 
 
 def _mean_squares(root: nn.Module) -> dict[str, Tensor]:
-    """Return those of the inputs of the dense layers of a calibrated model, in all processes."""
+    """Return the mean squares of the channels [K'] that dense layers read, in all processes.
+
+    K' is K, up to a whole block of the Hessian.
+    """
     own: dict[str, tuple[Tensor, int]] = {}
     for name, module in root.named_modules():
         stats = collect(observers_of([module]), name)
-        squares = mean_squares(stats)
-        if squares is not None and stats.counts is None:
+        if stats.block_hessian is not None and stats.tokens and stats.counts is None:
+            squares = stats.block_hessian[0].diagonal(dim1=-2, dim2=-1).flatten() / stats.tokens
             own[name] = (squares.cpu().double(), stats.tokens)
     everywhere = ranks().gather(own)
     found: dict[str, Tensor] = {}
@@ -203,73 +194,22 @@ def _mean_squares(root: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def smooth_graph(root: fx.GraphModule, strength: float) -> tuple[Smoothed, ...]:
-    """Fold scales into a calibrated graph, and into its statistics (`fp4pass.smooth`)."""
-    record = _require_calibrated(root)
-    found = fold(root, root, strength, _squares_of_graph)
-    for each, exponents in found.items():
-        for observer in observers_of(linear.holder for linear in each.linears):
-            rescale(observer, exponents)
-    recipe = {**record.recipe, SMOOTH: strength}
-    set_state(root, dataclasses.replace(record, recipe=recipe))
-    return smoothed(root, found)
-
-
-def fold(
-    graph: fx.GraphModule,
-    owner: nn.Module,
-    strength: float,
-    squares: Callable[[str, ScaleFold], Tensor | None],
-) -> dict[ScaleFold, Tensor]:
-    """Fold the scales that a graph proves into its parameters; return their exponents [K].
-
-    Args:
-        graph: the graph.
-        owner: the model that has all names of the parameters: one with two is left as it is.
-        strength: as `fp4pass.smooth` takes it.
-        squares: returns the mean squares of the channels [K] that the linears of a fold read, given
-            the name of the first of them; None where they are not known.
-    """
-    names = {module: name for name, module in graph.named_modules()}
-
-    def choose(each: ScaleFold) -> Tensor | None:
-        known = squares(names[each.linears[0].holder], each)
-        return None if known is None else balance(each, strength, known)
-
-    with torch.inference_mode(False), torch.no_grad():
-        return dict(fold_scales(graph.graph, _own_addresses(owner), choose))
-
-
-def smoothed(graph: fx.GraphModule, found: Mapping[ScaleFold, Tensor]) -> tuple[Smoothed, ...]:
+def _folded(graph: fx.GraphModule, found: Mapping[ScaleFold, Tensor]) -> tuple[Smoothed, ...]:
     """Return what was folded, in the order of the graph."""
     names = {module: name for name, module in graph.named_modules()}
-    return tuple(_smoothed(each, exponents, names) for each, exponents in found.items())
+    folds = []
+    for fold, exponents in found.items():
+        first: Channels = fold.divided[0]
+        parts = (names[first.holder], first.name if first.name != "weight" else "")
+        linears = tuple(names[linear.holder] for linear in fold.linears)
+        scales = torch.exp2(exponents.double()).aminmax()
+        producer = ".".join(filter(None, parts))
+        folds.append(Smoothed(producer, linears, float(scales.min), float(scales.max)))
+    return tuple(folds)
 
 
-def mean_squares(stats: Stats) -> Tensor | None:
-    """Return the mean squares of the channels [K'] of a dense layer, K' >= K; None without tokens.
-
-    K' is K, up to a whole block of the Hessian.
-    """
-    if stats.block_hessian is None or not stats.tokens:
-        return None
-    return stats.block_hessian[0].diagonal(dim1=-2, dim2=-1).flatten() / stats.tokens
-
-
-def _squares_of_graph(name: str, each: ScaleFold) -> Tensor | None:
-    return mean_squares(collect(observers_of(linear.holder for linear in each.linears), name))
-
-
-def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -> Smoothed:
-    first: Channels = fold.divided[0]
-    parts = (names[first.holder], first.name if first.name != "weight" else "")
-    linears = tuple(names[linear.holder] for linear in fold.linears)
-    scales = torch.exp2(exponents.double()).aminmax()
-    return Smoothed(".".join(filter(None, parts)), linears, float(scales.min), float(scales.max))
-
-
-def balance(fold: ScaleFold, strength: float, squares: Tensor) -> Tensor:
-    """Return the exponents of the scales of a fold, integers [K]; squares: as `mean_squares`."""
+def _balance(fold: ScaleFold, strength: float, squares: Tensor) -> Tensor:
+    """Return the exponents of the scales of a fold, integers [K]."""
     weights = [each.tensor.double().square().flatten(1).sum(1) for each in fold.weights]
     device = weights[0].device
     columns = torch.stack([each.to(device) for each in weights]).sum(0)
@@ -303,45 +243,6 @@ def nearest_octaves(wanted: Tensor) -> Tensor:
     found = whole.clone()
     found[order[:cut]] -= 1
     return found - torch.floor(found.mean() + 0.5)
-
-
-def rescale(observer: Observer, exponents: Tensor) -> None:
-    """Divide x by 2^exponents [K] in its statistics: the Hessian exactly, amax as a bound."""
-    hessian, count, amax = observer.state
-    rows = exponents.to(hessian.device)
-    if hessian.ndim == 3:
-        columns = len(hessian) * HESSIAN_BLOCK
-        rows = F.pad(rows, (0, columns - len(rows))).view(len(hessian), HESSIAN_BLOCK)
-    inverse = torch.exp2(-rows.double())
-    # No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
-    # within 1e-3, nor above that of all channels.
-    bound = hessian.diagonal(dim1=-2, dim2=-1).double().clamp(min=0).sqrt() * (1 + 1e-3)
-    bound = torch.minimum(bound, amax.double()) * inverse
-    scaled = hessian * inverse.unsqueeze(-1).float() * inverse.unsqueeze(-2).float()
-    observer.replace((scaled, count, bound.max().float().view(1)))
-
-
-def _require_calibrated(root: nn.Module) -> PreparedState:
-    record = get_state(root)
-    if record is not None and not isinstance(record, PreparedState):
-        raise StateError(
-            "The model is already converted. Call fp4pass.smooth between calibrate and convert."
-        )
-    if record is None:
-        raise StateError(
-            "The model is not prepared. Call fp4pass.prepare(model) and calibrate it first."
-        )
-    method = "-" if record.config is None else record.config.method_name
-    if not {"hessian", "block_hessian"} & set(record.needs):
-        raise StateError(
-            f"The model is prepared for method {method!r}, whose observers do not "
-            "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
-        )
-    if not any(observer.state[1] for observer in observers_of(root.modules())):
-        raise CalibrationError(
-            "The model is not calibrated. Call fp4pass.calibrate(model, batches) first."
-        )
-    return record
 
 
 def _own_addresses(root: nn.Module) -> set[int]:

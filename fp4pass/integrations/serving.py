@@ -189,11 +189,11 @@ class _Answer:
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.stops = asked.stop or []
-        # What was written, where it is not sent.
+        # The text that was written, where it is not sent.
         self.text: list[str] = []
         self.send: Callable[[str], object] = self.text.append
         self.tokens: list[int] = []
-        # Why it ended, and whether to stop, which is also set where nobody waits for it.
+        # The reason why it ended, and whether to stop, which is also set where nobody waits for it.
         self.reason, self.is_over = "length", False
         # Text that may be the beginning of a stop string.
         self._held = ""

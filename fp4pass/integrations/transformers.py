@@ -26,10 +26,9 @@ from ..checkpoint.source_files import require_float
 from ..errors import CheckpointError, OptionError
 from ..methods.base import MethodChoice
 from ..nn.experts import current_weight
-from ..quantization.plan import LayerPlan, Plan
+from ..quantization.plan import NEW, LayerPlan, Plan, matching_rule
 from ..quantization.recipe import Recipe
 from ..quantization.restore import dequantize_model
-from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..record.config import LinearOptions, Rule, check_rules
 from ..record.schemes import Scheme

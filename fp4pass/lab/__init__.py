@@ -1,7 +1,7 @@
 """Workflows on converted models that use the public API alone: learn, merge, allocate.
 
 `distill` trains the codes of a whole model to predict what the original predicts. For a loop of
-one's own, `trainable` gives the layers of a converted model latent weights to learn, `kl_loss` is
+your own, `trainable` gives the layers of a converted model latent weights to learn, `kl_loss` is
 the loss, and `freeze` makes the student a converted model again. `merge` takes LoRA adapters into
 packed weights. `allocate` chooses a scheme for each layer under a budget.
 """

@@ -60,7 +60,7 @@ from ..record import (
     unwrap,
 )
 from .divergence import (
-    divergence,
+    Reference,
     logits_of,
     mean_kl,
     read_windows,
@@ -232,16 +232,6 @@ class Allocation:
         return self.chosen.bits
 
     @property
-    def bytes(self) -> int:
-        """Bytes of its weights."""
-        return self.chosen.bytes
-
-    @property
-    def predicted(self) -> float:
-        """The KL that the groups have together, each measured alone."""
-        return self.chosen.predicted
-
-    @property
     def kl(self) -> float:
         """The KL of the chosen model on held-out text, nats per token."""
         return self.chosen.kl
@@ -369,14 +359,10 @@ def allocate(
         )
     ((name, value),) = budget.items()
     require_number(name, "a positive number", value, float, ABOVE_0)
-    sizes = {"windows": windows, "held_out": held_out, "seq_len": seq_len}
-    for what, size in sizes.items():
-        require_number(what, "at least 1", size, least=1)
-    recipe: dict[str, Any] = {"method": method, "quality": quality, "rules": rules, **options}
-    with (
-        shown("allocate", progress),
-        measured(model, schemes, data, tokenizer, sizes, recipe, bits) as trials,
-    ):
+    given: dict[str, Any] = {"method": method, "quality": quality, "rules": rules, **options}
+    text = {"data": data, "tokenizer": tokenizer, "seq_len": seq_len}
+    measuring = measured(model, schemes, windows, held_out, text, given, bits)
+    with shown("allocate", progress), measuring as trials:
         return trials.choose({name: float(value)})
 
 
@@ -384,33 +370,37 @@ def allocate(
 def measured(
     model: nn.Module,
     schemes: Sequence[str],
-    data: Any,
-    tokenizer: Any,
-    sizes: Mapping[str, int],
-    recipe: Mapping[str, Any],
+    windows: int,
+    held_out: int,
+    text: Mapping[str, Any],
+    given: Mapping[str, Any],
     bits: float | None = None,
 ) -> Iterator[Trials]:
     """Measure all groups of a model, for budgets chosen in the body of `with`.
 
-    Args:
-        model: as for `allocate`.
-        schemes: as for `allocate`.
-        data: as for `allocate`.
-        tokenizer: as for `allocate`.
-        sizes: windows, held_out and seq_len of `allocate`.
-        recipe: its method, quality, rules and options.
-        bits: the least of the budgets, which is refused at once where no scheme is as small.
+    The arguments are those of `allocate`: `text` has data, tokenizer and seq_len, `given` all that
+    says how layers are quantized. `bits` is refused at once where no scheme is as small.
     """
     root = unwrap(model)
-    _require_possible(root)
+    if require_float(root, "allocate") is not None or isinstance(root, fx.GraphModule):
+        raise StateError(
+            "The model is prepared, or a graph. allocate converts copies of a live float model: "
+            "start from that; the rules fit its graph, too."
+        )
+    if root.training:
+        raise StateError(
+            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
+            "on. Call model.eval() first."
+        )
+    if ranks().size > 1:
+        raise OptionError("allocate runs in one process. Convert with its rules in all of them.")
+    for name, value in (("windows", windows), ("held_out", held_out), ("seq_len", text["seq_len"])):
+        require_number(name, "at least 1", value, least=1)
     names, keeps_float = _scheme_names(schemes)
-    options = {name: value for name, value in recipe.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None}
     quality, rules = options.pop("quality", None), check_rules(options.pop("rules", ()))
-    for name in ("fmt", "weight_only", "block"):
-        if name in options:
-            raise OptionError(
-                f"{name} and schemes are both given, and schemes decides {name}. Leave {name} out."
-            )
+    if beside := [name for name in ("fmt", "weight_only", "block") if name in options]:
+        raise OptionError(f"schemes decides {beside[0]}. Leave {beside[0]} out.")
     if quality is None:
         options.setdefault("method", Sse())
     else:
@@ -419,8 +409,8 @@ def measured(
     # Rules that name a format also say whether inputs are quantized.
     inputs = {"weight_only": configs[names[0]].weight_only}
     rules = tuple(
-        (glob, {**inputs, **given} if given is not None and "fmt" in given else given)
-        for glob, given in rules
+        (glob, {**inputs, **each} if each is not None and "fmt" in each else each)
+        for glob, each in rules
     )
     plans = {name: plan_layers(root, config, rules) for name, config in configs.items()}
     for plan in plans.values():
@@ -428,41 +418,19 @@ def measured(
     least = min(map(_bits_of, plans.values()))
     if bits is not None and bits < least:
         raise _too_few(bits, least)
+    used = [each if quality is None else with_quality(each, quality) for each in configs.values()]
+    more = _MORE if any(map(_needs_text, used)) else 0
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        converter = _Converter(root, options, quality, names, folder)
-        used = [
-            each if quality is None else with_quality(each, quality) for each in configs.values()
-        ]
-        more = _MORE if any(map(_needs_text, used)) else 0
-        found = read_windows(
-            root,
-            data,
-            tokenizer,
-            sizes["windows"] + sizes["held_out"] + more,
-            seq_len=sizes["seq_len"],
-        )
-        if len(found) < 2:
-            raise CalibrationError(
-                "data: expected two windows or more, one to measure on and one to hold out, got "
-                f"{len(found)} of up to {sizes['seq_len']} tokens. Give more text, or a smaller "
-                "seq_len."
-            )
-        apart = spread(len(found), min(sizes["held_out"], len(found) // 2))
-        rest = [each for i, each in enumerate(found) if i not in set(apart)]
-        measuring = [rest[i] for i in spread(len(rest), min(sizes["windows"], len(rest)))]
-        texts = {
-            "measured": together(root, measuring),
-            "held_out": together(root, [found[i] for i in apart]),
-            "calibration": together(root, rest),
-        }
-        converter.data = texts["calibration"]
-        converter.smooth()
-        root = converter.root
-        plans = {name: plan_layers(root, config, rules) for name, config in configs.items()}
+        parts = _parts(root, windows, held_out, more, text)
+        if quality is not None:
+            smoothing = get_quality(quality).smoothing
+            if smoothing and not all(each.weight_only for each in configs.values()):
+                root = _smoothed(root, smoothing, parts["calibration"])
+                plans = {name: plan_layers(root, each, rules) for name, each in configs.items()}
         layers = _Layers(root, plans, rules)
         with _finely(root):
-            reference = _Reference(root, texts["measured"])
-            groups = layers.groups(reference.inputs_of(layers.callers))
+            reference = Reference(root, parts["measured"])
+            groups = layers.groups(_inputs(root, layers.callers, parts["measured"]))
         unreached = layers.unreached(groups)
         if not groups:
             raise StateError(
@@ -473,39 +441,50 @@ def measured(
             _log.warning(
                 "the text does not reach %s: these layers stay as they are", some(unreached)
             )
-        costs = _measure(converter, layers, groups, reference, names)
+        convert_copy = _Converter(root, layers, options, quality, folder, parts["calibration"])
+        costs = _measure(convert_copy, groups, reference, names)
         for cost, group in zip(costs, groups, strict=True):
             if (keeps_float and not group.is_fixed) or not cost:
                 cost[FLOAT] = Cost(group.dense_bytes, 0.0)
         with fast_dtype(root):
-            held_out = _Reference(root, texts["held_out"])
+            reference = Reference(root, parts["held_out"])
         candidates = (*names, FLOAT) if keeps_float else names
-        text = {name: token_count(part) for name, part in texts.items()}
-        yield Trials(converter, layers, groups, costs, held_out, candidates, text)
+        tokens = {name: token_count(part) for name, part in parts.items()}
+        yield Trials(convert_copy, groups, costs, reference, candidates, tokens)
 
 
-def _require_possible(root: nn.Module) -> None:
-    """Raise StateError or OptionError for models and processes that this is not for."""
-    if require_float(root, "allocate") is not None:
-        raise StateError(
-            "The model is prepared, and allocate prepares copies of it. Start from the float model "
-            "again."
+def _parts(
+    root: nn.Module, windows: int, held_out: int, more: int, text: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """Return batches to measure groups on, to measure models on, and to calibrate on."""
+    count = windows + held_out + more
+    found = read_windows(root, text["data"], text["tokenizer"], count, seq_len=text["seq_len"])
+    if len(found) < 2:
+        raise CalibrationError(
+            "data: expected two windows or more, one to measure on and one to hold out, got "
+            f"{len(found)} of up to {text['seq_len']} tokens. Give more text, or a smaller seq_len."
         )
-    if isinstance(root, fx.GraphModule):
-        raise StateError(
-            "allocate: expected a live model, got a graph, whose layers cannot be exchanged. "
-            "Allocate before the model is traced; the rules fit its graph, too."
-        )
-    if root.training:
-        raise StateError(
-            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
-            "on. Call model.eval() first."
-        )
-    if ranks().size > 1:
-        raise OptionError(
-            f"allocate: expected one process, got {ranks().size}. Run it in one, and convert with "
-            "its rules in all of them."
-        )
+    apart = spread(len(found), min(held_out, len(found) // 2))
+    rest = [each for i, each in enumerate(found) if i not in apart]
+    return {
+        "measured": together(root, [rest[i] for i in spread(len(rest), min(windows, len(rest)))]),
+        "held_out": together(root, [found[i] for i in apart]),
+        "calibration": together(root, rest),
+    }
+
+
+def _smoothed(root: nn.Module, strength: float, batches: Sequence[Any]) -> nn.Module:
+    """Return a copy of a model that is smoothed, as its quality has it, or the model itself."""
+    from ..engine import smooth
+
+    with torch.inference_mode(False):
+        found = copy.deepcopy(root)
+        try:
+            smooth(found, strength, data=batches)
+        except (StateError, TraceError) as error:
+            _log.info("inputs are not smoothed, which needs a graph: %s", error)
+            return root
+    return found
 
 
 def _scheme_names(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
@@ -542,37 +521,27 @@ def _needs_text(config: LinearConfig) -> bool:
     return bool(config.needs or (not config.weight_only and config.format.has_global_scale))
 
 
-@dataclass(frozen=True, eq=False)
 class _Group:
     """Layers that get one scheme: they read one input, share a weight, or are all experts.
 
     Attributes:
-        layers: as they are planned in one of the schemes.
+        names: of the layers.
+        owners: of one layer for each weight.
         schemes: those that all of them can have; one for a group whose scheme a rule decides.
         is_fixed: whether a rule decides.
+        callers: the modules that read the weights when they are called.
     """
 
-    layers: tuple[LayerPlan, ...]
-    schemes: tuple[str, ...]
-    is_fixed: bool
-
-    def __post_init__(self) -> None:
-        each = {layer.weight_key: layer for layer in reversed(self.layers)}.values()
-        facts = {
-            "names": tuple(layer.name for layer in self.layers),
-            # One of each weight.
-            "owners": tuple(layer.name for layer in each),
-            "weights": sum(math.prod(layer.shape) for layer in each),
-            "dense_bytes": sum(layer.module.get_parameter("weight").nbytes for layer in each),
-            "callers": {caller_of(layer.module) for layer in self.layers},
-        }
-        vars(self).update(facts)
-
-    names: tuple[str, ...] = field(init=False)
-    owners: tuple[str, ...] = field(init=False)
-    weights: int = field(init=False)
-    dense_bytes: int = field(init=False)
-    callers: set[nn.Module] = field(init=False)
+    def __init__(
+        self, layers: Sequence[LayerPlan], schemes: tuple[str, ...], is_fixed: bool
+    ) -> None:
+        self.schemes, self.is_fixed = schemes, is_fixed
+        self.names = tuple(layer.name for layer in layers)
+        each = {layer.weight_key: layer for layer in reversed(layers)}.values()
+        self.owners = [layer.name for layer in each]
+        self.weights = sum(math.prod(layer.shape) for layer in each)
+        self.dense_bytes = sum(layer.module.get_parameter("weight").nbytes for layer in each)
+        self.callers = {caller_of(layer.module) for layer in layers}
 
 
 class _Layers:
@@ -618,7 +587,7 @@ class _Layers:
                 for scheme, plan in self.plans.items()
                 if names <= {layer.name for layer in plan.layers}
             )
-            found.append(_Group(tuple(members), (decided,) if decided else fitting, bool(decided)))
+            found.append(_Group(members, (decided,) if decided else fitting, bool(decided)))
         return found
 
     def unreached(self, groups: Sequence[_Group]) -> list[str]:
@@ -671,40 +640,27 @@ class _Layers:
         return next((each.config.scheme for each in plan.layers if each.name == name), "")
 
 
-class _Reference:
-    """The predictions of a float model on some batches, to which others are compared."""
+def _inputs(
+    root: nn.Module, modules: Collection[nn.Module], batches: Sequence[Any]
+) -> dict[nn.Module, set[object]]:
+    """Return the identities of the tensors that modules are called with in some batches."""
+    found: dict[nn.Module, set[object]] = {}
+    # Tensors that live as long as the runs, so that no other one gets their identity.
+    alive: list[Tensor] = []
 
-    def __init__(self, root: nn.Module, batches: Sequence[Any]) -> None:
-        self.root, self.batches = root, batches
-        self._logits = [(x.cpu(), seen) for x, seen in (logits_of(root, each) for each in batches)]
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if x is not None:
+            alive.append(x)
+            found.setdefault(module, set()).add((id(x), x._version))
 
-    def compare(self, model: nn.Module) -> Tensor:
-        """Return KL and tokens of each sequence [sequences, 2], float64."""
-        pairs = zip(self.batches, self._logits, strict=True)
-        return torch.cat(
-            [divergence(logits_of(model, batch)[0], *wanted) for batch, wanted in pairs]
-        )
-
-    def inputs_of(self, modules: Collection[nn.Module]) -> dict[nn.Module, set[object]]:
-        """Return the identities of the tensors that modules are called with in the batches."""
-        found: dict[nn.Module, set[object]] = {}
-        # Tensors that live as long as the runs, so that no other one gets their identity.
-        alive: list[Tensor] = []
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-            if x is not None:
-                alive.append(x)
-                found.setdefault(module, set()).add((id(x), x._version))
-
-        handles = [each.register_forward_pre_hook(enter, with_kwargs=True) for each in modules]
-        try:
-            for batch in self.batches:
-                logits_of(self.root, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
+    with ExitStack() as stack:
+        for each in modules:
+            handle = each.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(handle.remove)
+        for batch in batches:
+            logits_of(root, batch)
+    return found
 
 
 @dataclass
@@ -713,46 +669,33 @@ class _Converter:
 
     Attributes:
         root: in floating point.
+        layers: of it.
         options: fields of `LinearConfig` beside the scheme, those of a quality left out.
         quality: as `convert` takes it.
-        schemes: to choose from.
         searches: a folder for finished searches.
         data: batches to calibrate on.
     """
 
     root: nn.Module
+    layers: _Layers
     options: Mapping[str, Any]
     quality: str | None
-    schemes: Sequence[str]
     searches: str
-    data: Sequence[Any] = ()
+    data: Sequence[Any]
 
-    def smooth(self) -> None:
-        """Smooth a copy of the model first, if its quality does that for one of the schemes."""
-        inputs = [each for each in self.schemes if not LinearConfig(each).weight_only]
-        strength = 0.0 if self.quality is None else get_quality(self.quality).smoothing
-        if inputs and strength:
-            from ..engine import smooth
-
-            root = copy.deepcopy(self.root)
-            try:
-                with torch.inference_mode(False):
-                    smooth(root, strength, data=self.data)
-                self.root = root
-            except (StateError, TraceError) as error:
-                _log.info("inputs are not smoothed, which needs a graph: %s", error)
-
-    def recipe(self, scheme: str, rules: Sequence[Rule]) -> Recipe:
-        """Return the recipe of a model; rules for the other kind of inputs get their own method."""
-        config = LinearConfig(scheme, **self.options)
+    def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
+        """Return the recipe of a model with a scheme for each layer, `main` for all others."""
+        config = LinearConfig(main, **self.options)
 
         def completed(rule: Rule) -> Rule:
+            """Rules for the other kind of inputs get the method that the quality has for it."""
             kind = None if rule[1] is None else rule[1].get("weight_only")
             if self.quality is None or kind in (None, config.weight_only):
                 return rule
             return rule[0], {**get_quality(self.quality).options_for(kind), **(rule[1] or {})}
 
-        return Recipe(config, tuple(map(completed, rules)), quality=self.quality)
+        rules = tuple(map(completed, self.layers.rules_for(chosen)))
+        return Recipe(config, rules, quality=self.quality)
 
     def convert(self, recipe: Recipe) -> nn.Module:
         """Return a converted copy of the model."""
@@ -782,9 +725,8 @@ def _finely(*models: nn.Module) -> Iterator[None]:
 
 def _measure(
     converter: _Converter,
-    layers: _Layers,
     groups: Sequence[_Group],
-    reference: _Reference,
+    reference: Reference,
     schemes: Sequence[str],
 ) -> list[dict[str, Cost]]:
     """Return the costs of each group in its schemes; one whose KL is not finite is left out."""
@@ -801,8 +743,8 @@ def _measure(
             left = [i for i in left if i not in part]
             chosen = {name: FLOAT for group in groups for name in group.names}
             chosen |= {name: scheme for i in part for name in groups[i].names}
-            base = scheme if scheme in layers.plans else schemes[0]
-            model = converter.convert(converter.recipe(base, layers.rules_for(chosen)))
+            main = scheme if scheme in schemes else schemes[0]
+            model = converter.convert(converter.recipe(main, chosen))
             with _finely(converter.root, model):
                 for i in part:
                     with _swapped(converter.root, groups[i].callers, model):
@@ -841,10 +783,9 @@ class Trials:
     """
 
     converter: _Converter
-    layers: _Layers
     groups: Sequence[_Group]
     costs: Sequence[Mapping[str, Cost]]
-    reference: _Reference
+    reference: Reference
     schemes: Sequence[str]
     text: Mapping[str, int]
     found: dict[Schemes, Candidate] = field(default_factory=dict)
@@ -917,14 +858,14 @@ class Trials:
 
     def recipe(self, schemes: Schemes) -> Recipe:
         """Return the recipe of a model, whose main scheme is that of most of its weights."""
-        sizes = dict.fromkeys(self.layers.plans, 0)
-        chosen = dict.fromkeys(self.layers.unreached(self.groups), FLOAT)
+        layers = self.converter.layers
+        sizes = dict.fromkeys(layers.plans, 0)
+        chosen = dict.fromkeys(layers.unreached(self.groups), FLOAT)
         for group, scheme in zip(self.groups, schemes, strict=True):
             if scheme in sizes:
                 sizes[scheme] += group.weights
             chosen |= dict.fromkeys(group.names, scheme)
-        main = max(sizes, key=lambda each: sizes[each])
-        return self.converter.recipe(main, self.layers.rules_for(chosen))
+        return self.converter.recipe(max(sizes, key=lambda each: sizes[each]), chosen)
 
     def _measure(self, schemes: Schemes, label: str) -> Candidate:
         """Return a model, once it is measured; one that stays as it is has no KL.
@@ -948,13 +889,13 @@ class Trials:
         return self.found[schemes]
 
     def _smallest(self, kl: float) -> Candidate:
-        """Return the smallest model that is measured to be within a KL, or else the best one."""
+        """Return the smallest model that is measured to be within a KL, or else the nearest one."""
         # The predictions between which the wanted one is, and how far they are off.
         good, bad = 0.0, math.inf
         asked, least = kl, _ends(self.costs)[0]
         for _ in range(_TRIES):
             schemes = smallest_within(self.costs, asked)
-            if schemes is None:
+            if schemes is None or set(schemes) == {FLOAT}:
                 break
             known = schemes in self.found
             each = self._measure(schemes, "allocated")
@@ -968,19 +909,19 @@ class Trials:
             if known or not good < scaled < bad:
                 scaled = good + (bad - good) / 2 if bad < math.inf else 2 * asked
             asked = scaled
-        within = [x for x in self.found.values() if x.kl <= kl and set(x.schemes) != {FLOAT}]
+        within = [each for each in self.found.values() if each.kl <= kl]
         if within:
             return min(within, key=lambda each: (each.bytes, each.kl))
         # The choice with the least predicted KL that quantizes something.
         best = [min(each, key=lambda s: each[s].kl) for each in self.costs]
         if set(best) == {FLOAT}:
-            _, place, scheme = min(
+            options = [
                 (cost.kl, i, scheme)
                 for i, each in enumerate(self.costs)
                 for scheme, cost in each.items()
                 if scheme != FLOAT
-            )
-            best[place] = scheme
+            ]
+            best[min(options)[1]] = min(options)[2]
         return self._measure(tuple(best), "allocated")
 
 

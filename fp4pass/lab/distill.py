@@ -18,9 +18,11 @@ from ..core import current, shown
 from ..errors import CalibrationError, NonFiniteError, StateError, require_number
 from ..record import unwrap
 from .divergence import (
+    NAN,
     compare,
     kl_loss,
     logits_of,
+    mean_kl,
     read_windows,
     spread,
     together,
@@ -289,7 +291,7 @@ class Training:
                 found.backward()
                 loss = loss + found.detach().cpu()
             if not loss.isfinite():
-                raise _not_finite(self.student, teacher, f"step {step + 1}")
+                raise NonFiniteError(f"The KL of step {step + 1} is NaN or infinite. {NAN}")
             for group, peak in zip(self.adam.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor(step, steps)
             self._step()
@@ -359,25 +361,7 @@ def _read(
 
 
 def _held_out_kl(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> float:
-    sums = compare(model, original, batches).sum(0)
-    found = float(sums[0] / sums[1])
-    if math.isnan(found):
-        raise _not_finite(model, original, "the held-out batches")
-    return found
-
-
-def _not_finite(model: nn.Module, original: nn.Module, where: str) -> NonFiniteError:
-    """Return the error for a KL that is not finite, with the name of a weight that is not."""
-    for which, each in (("the original", original), ("the model", model)):
-        for name, weight in each.named_parameters():
-            if not weight.isfinite().all():
-                return NonFiniteError(
-                    f"{name} of {which} holds NaN or infinity. Repair it before the call."
-                )
-    return NonFiniteError(
-        f"The KL of {where} is not finite: the original or the model returns NaN there, or no "
-        "token is visible. Try both in float32, and look at attention_mask."
-    )
+    return mean_kl(compare(model, original, batches))
 
 
 @contextlib.contextmanager

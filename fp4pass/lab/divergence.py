@@ -21,6 +21,12 @@ _CHUNK = 1 << 24
 # Windows that run at once, if their logits fit.
 _TOGETHER = 8
 
+# Why a KL is NaN, and what to do.
+NAN = (
+    "A model returns NaN, or no token is visible. Look for NaN in the weights of both, try both in "
+    "float32, and look at attention_mask."
+)
+
 
 class _Kl(torch.autograd.Function):
     """KL in chunks of tokens, whose gradient is computed with it, in the dtype of the logits."""
@@ -118,14 +124,28 @@ def compare(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> Te
     return torch.cat([divergence(own, other, visible) for (own, visible), other in pairs])
 
 
+class Reference:
+    """The predictions of a model on some batches, to which others are compared."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.batches = batches
+        self._logits = [(x.cpu(), seen) for x, seen in (logits_of(model, each) for each in batches)]
+
+    @torch.no_grad()
+    def compare(self, model: nn.Module) -> Tensor:
+        """Return KL(reference || model) and tokens of each sequence: [S, 2]."""
+        pairs = zip(self.batches, self._logits, strict=True)
+        return torch.cat(
+            [divergence(logits_of(model, batch)[0], *wanted) for batch, wanted in pairs]
+        )
+
+
 def mean_kl(sums: Tensor) -> float:
     """Return nats per token of KL and tokens [S, 2]. Raises NonFiniteError for NaN."""
     found = float(sums[:, 0].sum() / sums[:, 1].sum())
     if found != found:
-        raise NonFiniteError(
-            "The KL is NaN: a model returns NaN, or no token is visible. Try both models in "
-            "float32, and look at attention_mask."
-        )
+        raise NonFiniteError(f"The KL is NaN. {NAN}")
     return max(found, 0.0)
 
 

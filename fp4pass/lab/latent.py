@@ -263,30 +263,29 @@ def trainable(
     require_number("share", "a number in [0, 1]", share, float, 0, 1)
     root, source = unwrap(model), unwrap(original)
     state = _require_trainable(root)
-    found = [(name, each) for name, each in root.named_modules() if isinstance(each, QUANTIZED)]
-    targets = {layer: _target(source, name, layer) for name, layer in found}
+    # By the codes, which layers may share.
+    latents: dict[Tensor, nn.Parameter] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    for name, layer in root.named_modules():
+        if not isinstance(layer, QUANTIZED):
+            continue
+        stored, fmt = layer.packed_weight, layer.config.format
+        target = _target(source, name, layer)
+        if layer.weight_packed not in latents:
+            latent = latent_weight(stored.packed, steps_of(stored, fmt), target, fmt, share)
+            latents[layer.weight_packed] = nn.Parameter(latent)
+        kind = LatentLinear if isinstance(layer, QuantizedLinear) else LatentExperts
+        made[layer] = kind(layer, latents[layer.weight_packed]).train(layer.training)
     wanted = [name for name, each in root.named_parameters() if each.requires_grad]
     untrained = [n for n in wanted if not (others and root.get_parameter(n).ndim < 2)]
     for name in untrained:
         root.get_parameter(name).requires_grad_(False)
-    # By the codes, which layers may share.
-    latents: dict[Tensor, nn.Parameter] = {}
-    made: dict[nn.Module, nn.Module] = {}
-    for layer, target in targets.items():
-        stored, fmt = layer.packed_weight, layer.config.format
-        if layer.weight_packed not in latents:
-            latent = latent_weight(stored.packed, steps_of(stored, fmt), target(), fmt, share)
-            latents[layer.weight_packed] = nn.Parameter(latent)
-        kind = LatentLinear if isinstance(layer, QuantizedLinear) else LatentExperts
-        made[layer] = kind(layer, latents[layer.weight_packed]).train(layer.training)
     _replace(root, made)
     save_pretrained = root.__dict__.get("save_pretrained")
     if save_pretrained is not None:
         root.__dict__["save_pretrained"] = _refuse_saving
-    set_state(
-        root,
-        StudentState(state.recipe, state.report, state, tuple(untrained), save_pretrained),
-    )
+    facts = (state, tuple(untrained), save_pretrained)
+    set_state(root, StudentState(state.recipe, state.report, *facts))
     return model
 
 
@@ -375,35 +374,27 @@ def _require_trainable(root: nn.Module) -> ModelState:
             raise StateError(
                 f"{name}: it is not in memory. Load the model to train without offloading."
             )
-        if tensor.is_inference():
-            raise StateError(
-                f"{name}: it was made in inference mode, and cannot be trained. Load and convert "
-                "the model outside of torch.inference_mode()."
-            )
     return state
 
 
-def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Any:
-    """Return a function that makes the float weight of a layer as it is stored: [..., N, K].
-
-    Raises unless the weight fits.
-    """
-    if layer.config.format.has_float_scale:
+def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
+    """Return the float weight of a layer as it is stored: float32 [..., N, K]."""
+    fmt, place = layer.config.format, weight_name(name, layer)
+    if fmt.has_float_scale:
         raise OptionError(
-            f"{name}: layers in {layer.config.format.key} do not learn: the scales that learning "
-            "takes as they are have 8 bits. Convert the model with another scheme for this layer, "
-            "or learn before it is converted to this one."
+            f"{name}: layers in {fmt.key} do not learn: the scales that learning takes as they are "
+            "have 8 bits. Convert the model with another scheme for this layer."
         )
-    place = weight_name(name, layer)
     try:
         weight = original.get_parameter(place).detach()
     except AttributeError:
+        weight = torch.empty(0, device="meta")
+    if weight.is_meta:
         raise StateError(
             f"original: expected the float model with a parameter {place}, got "
-            f"{type(original).__name__} without it. Give the model that was converted."
-        ) from None
-    if weight.is_meta:
-        raise StateError(f"original: {place} is on the meta device, without values. Load it.")
+            f"{type(original).__name__} without it, or without values. Give the model that was "
+            "converted."
+        )
     rows = layer.packed_weight.packed.shape[:-1]
     wanted = layer.as_parameter(torch.empty((*rows, layer.in_features), device="meta")).shape
     if weight.shape != wanted:
@@ -413,9 +404,5 @@ def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Any:
         raise NonFiniteError(
             f"{name}: the weight of the original holds NaN or infinity. Repair it before the call."
         )
-
-    def stored() -> Tensor:
-        matrices = layer.unstacked(layer.from_parameter(weight.to(layer.weight_packed.device)))
-        return layer.stacked([layer.config.stored(each).float() for each in matrices])
-
-    return stored
+    matrices = layer.unstacked(layer.from_parameter(weight.to(layer.weight_packed.device)))
+    return layer.stacked([layer.config.stored(each).float() for each in matrices])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ from ..record import (
     set_state,
     unwrap,
 )
-from .divergence import divergence, logits_of, read_windows, spread, together, token_count
+from .divergence import Reference, mean_kl, read_windows, spread, together
 
 _log = logging.getLogger(__name__)
 
@@ -180,9 +179,9 @@ def merge(
         with _evaluating(outer), fast_dtype(root):
             own, apart = _read(root, data, held_out, tokenizer, bool(chosen.needs))
             stats = _statistics(root, targets, own) if chosen.needs else {}
-            wanted = _predictions(root, apart)
+            reference = _reference(root, apart)
             with adapters.silenced(root, [each.around for each in targets]):
-                without = _kl(root, apart, wanted)
+                without = None if reference is None else mean_kl(reference.compare(root))
         numbers, raised = _shared_scales(root, targets)
         packed, kept = _packed(targets, numbers, stats)
         if method is None and not apart and kept < _ENOUGH:
@@ -217,12 +216,11 @@ def merge(
         adapters.unload(outer, adapters.around_packed(root).values())
         forget_state(outer)
         finish_model(root, state.recipe, rows, carried=state.carried)
-        with _evaluating(root), fast_dtype(root):
-            after = _kl(root, apart, wanted)
-    if after is not None:
-        record = dataclasses.replace(
-            record, held_out_tokens=token_count(apart), kl_after=after, kl_without=without
-        )
+        if reference is not None:
+            with _evaluating(root), fast_dtype(root):
+                sums = reference.compare(root)
+            kl: dict[str, Any] = {"kl_after": mean_kl(sums), "kl_without": without}
+            record = dataclasses.replace(record, held_out_tokens=int(sums[:, 1].sum()), **kl)
     recipe = {**state.recipe, "merged": [*state.recipe.get("merged", ()), record.to_dict()]}
     finished: Any = get_state(root)
     set_state(root, dataclasses.replace(finished, recipe=recipe))
@@ -269,7 +267,7 @@ class _Target:
 
     @property
     def change(self) -> tuple[Tensor, Tensor | None]:
-        """What adapters add to the weight, float32 [N, K], and to its bias."""
+        """The sum that adapters add to the weight, float32 [N, K], and to its bias."""
         return adapters.lora_change(self.around)
 
     def plan(
@@ -495,25 +493,12 @@ def _packed(
     return found, moved / whole
 
 
-def _predictions(root: nn.Module, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the logits of base + adapter, and which tokens are visible; none without logits."""
-    found: list[tuple[Tensor, Tensor | None]] = []
-    for batch in batches:
-        args, kwargs = call_arguments(batch, device_of(root))
-        if not found and not hasattr(root(*args, **kwargs), "logits"):
-            return []
-        logits, visible = logits_of(root, batch)
-        found.append((logits.cpu(), visible))
-    return found
-
-
-def _kl(root: nn.Module, batches: Sequence[Any], wanted: Sequence[Any]) -> float | None:
-    """Return the mean KL of a model from predictions; None without any, or if it is not finite."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for batch, (logits, visible) in zip(batches, wanted, strict=False):
-        sums += divergence(logits_of(root, batch)[0], logits, visible).sum(0)
-    found = float(sums[0] / sums[1])
-    return found if math.isfinite(found) else None
+def _reference(root: nn.Module, batches: Sequence[Any]) -> Reference | None:
+    """Return the predictions of base + adapter, None without batches or logits."""
+    if not batches:
+        return None
+    args, kwargs = call_arguments(batches[0], device_of(root))
+    return Reference(root, batches) if hasattr(root(*args, **kwargs), "logits") else None
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
-from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import ROWS, damp, gptq_float_scales
-from ..kernels.search.joint_reference import CODES
+from ..kernels.search.joint_reference import CODES, upper_factor
 from ..kernels.statistics.naive import ieee_products
 from .base import method
 from .statistics import Stats

@@ -25,13 +25,8 @@ from ..kernels.quantize.naive import (
 from ..kernels.reduce.naive import all_reduce_add_ref, all_reduce_ref
 from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
 from .checks import (
-    require_activation,
-    require_factor,
     require_float,
-    require_norm,
     require_quantizable,
-    require_residual,
-    require_rms_weight,
     require_rotation,
 )
 from .registration import Backward, operator
@@ -104,7 +99,7 @@ norm_quantize = operator(
         x.new_empty(0 if residual is None else x.shape),
         *empty_blocks(x, fmt),
     ),
-    checks=(require_quantizable, require_norm, require_residual),
+    checks=(require_quantizable,),
     backward=Backward(_norm_gradients, _setup_norm, _norm_tangents),
 )
 activate_quantize = operator(
@@ -112,21 +107,19 @@ activate_quantize = operator(
     triton="kernels.quantize.triton:activate_quantize_triton",
     cpu="kernels.cpu.operators:activate_quantize_cpu",
     shapes=empty_blocks,
-    checks=(require_activation, require_quantizable, require_factor),
+    checks=(require_quantizable,),
     backward=ROUNDING,
 )
-# Passes put these into graphs whose gradients are made already: they have none of their own.
+# Those without gradients or checks are put into graphs by passes, which have both made.
 activate_round = operator(
     activate_round_ref,
     triton="kernels.compute_fp8.operands_triton:activate_round_triton",
     shapes=_rounded,
-    checks=(require_activation, require_float, require_factor),
 )
 norm_round = operator(
     norm_round_ref,
     triton="kernels.compute_fp8.operands_triton:norm_round_triton",
     shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
-    checks=(require_float, require_rms_weight, require_residual),
 )
 rotate = operator(
     rotate_ref,
@@ -143,18 +136,15 @@ rotate_quantize = operator(
     checks=(require_quantizable, require_rotation),
     backward=ROUNDING,
 )
-# Only passes make calls of these norms, in graphs whose gradients are made already.
 rms_norm = operator(
     rms_norm_ref,
     triton="kernels.norm.triton:rms_norm_triton",
     shapes=lambda x: x.new_empty(x.shape),
-    checks=(require_float, require_rms_weight),
 )
 add_rms_norm = operator(
     add_rms_norm_ref,
     triton="kernels.norm.triton:add_rms_norm_triton",
     shapes=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    checks=(require_float, require_rms_weight, require_residual),
 )
 attention_span = operator(
     attention_span_ref,
@@ -182,5 +172,4 @@ all_reduce = operator(all_reduce_ref, shapes=lambda x: x.new_empty(x.shape))
 all_reduce_add = operator(
     all_reduce_add_ref,
     shapes=lambda x: (x.new_empty(x.shape), sums_of_squares(x)),
-    checks=(require_residual,),
 )

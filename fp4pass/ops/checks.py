@@ -15,9 +15,7 @@ from ..core.formats import Format
 from ..core.packing import PackedInput, PackedWeight
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.compute_fp8.naive import COMPUTES
-from ..kernels.linear.naive import Around
-from ..kernels.norm.naive import SQUARES
-from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS, NORMS
+from ..kernels.quantize.naive import ACTIVATION_SCALES
 from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
@@ -74,7 +72,6 @@ def _one_of(what: str, known: Iterable[str], value: str) -> None:
 
 
 require_compute = _check("compute", _one_of, "compute", COMPUTES)
-require_activation = _check("activation", _one_of, "Activation", ACTIVATIONS)
 require_objective = _check("objective", _one_of, "Objective", OBJECTIVES)
 
 
@@ -87,69 +84,6 @@ def require_rotation(x: Tensor, rotation: int) -> None:
         raise ShapeError(
             f"The input to rotate: expected a last dimension that is a multiple of {rotation}, "
             f"got shape {tuple(x.shape)}."
-        )
-
-
-def require_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str) -> None:
-    """Raise unless there is such a norm, with parameters [K] in the dtype of x."""
-    if kind not in NORMS:
-        raise unknown_name("Norm", kind, NORMS)
-    if kind == "rms" and (weight is None or bias is not None):
-        raise OptionError("An RMSNorm: expected a weight and no bias. Call the norm 'layer' else.")
-    for name, row in (("weight", weight), ("bias", bias)):
-        if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
-            raise ShapeError(
-                f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
-                f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
-            )
-
-
-def _like_input(name: str, x: Tensor, other: Tensor | None) -> None:
-    if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
-        raise ShapeError(
-            f"The {name}: expected {tuple(x.shape)} {x.dtype} as the input, got "
-            f"{tuple(other.shape)} {other.dtype}. Expand or cast it before the call."
-        )
-
-
-require_rms_weight = _check("x weight", lambda x, weight: require_norm(x, weight, None, "rms"))
-require_residual = _check("x residual", _like_input, "residual")
-require_factor = _check("x up", _like_input, "factor")
-
-
-def require_around(x: Tensor, weights: Sequence[PackedWeight], around: Around) -> None:
-    """Raise unless what is around products fits them, and they can be computed."""
-    if around.factors is None:
-        require_float(x)
-    elif x.dtype != torch.float8_e4m3fn:
-        raise DtypeError(f"Rounded rows: expected torch.float8_e4m3fn, got {x.dtype}.")
-    else:
-        _require_like("The factors of rounded rows", around.factors, x, 1)
-    if around.squares is not None:
-        require_norm(x, around.norm_weight, None, "rms")
-        _require_like("squares", around.squares, x, math.ceil(x.shape[-1] / SQUARES))
-    shapes = [tuple(each.packed.shape) for each in weights]
-    if around.residual is not None:
-        _require_like("The residual", around.residual, x, shapes[0][0], x.dtype)
-    if around.gate is not None:
-        _one_of("Activation", ACTIVATIONS, around.gate)
-        if shapes != shapes[:1] * 2 and not (len(shapes) == 1 and shapes[0][0] % 2 == 0):
-            raise ShapeError(
-                "The weights of a gate and its factor: expected packed codes of two in one shape, "
-                f"or of one with an even number of rows, got {shapes}. Multiply each and apply the "
-                "activation to the results."
-            )
-
-
-def _require_like(
-    what: str, tensor: Tensor, x: Tensor, columns: int, dtype: torch.dtype = torch.float32
-) -> None:
-    """Raise ShapeError unless a tensor has the rows of x and so many columns."""
-    shape = (*x.shape[:-1], columns)
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ShapeError(
-            f"{what}: expected {shape} {dtype} for rows {tuple(x.shape)}, got "
-            f"{tuple(tensor.shape)} {tensor.dtype}. Expand or cast it before the call."
         )
 
 

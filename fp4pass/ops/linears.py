@@ -31,7 +31,6 @@ from ..kernels.linear.naive import (
 from ..kernels.norm.naive import sums_of_squares
 from .activations import ROUNDING, rotate
 from .checks import (
-    require_around,
     require_compute,
     require_expert_scales,
     require_float,
@@ -116,20 +115,19 @@ linear_quantized = operator(
     checks=(require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
 )
-# Passes put these into graphs whose gradients are made already: they have none of their own.
+# Passes put these into graphs whose gradients are made already, in place of operators that have
+# checked their arguments: they have no gradients and no checks of their own.
 linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
     cpu="kernels.cpu.operators:linear_group_cpu",
     shapes=_products,
-    checks=(require_around, require_compute),
 )
 linear_quantized_group = operator(
     linear_quantized_group_ref,
     triton="kernels.linear.triton:linear_quantized_group_triton",
     cpu="kernels.cpu.operators:linear_quantized_group_cpu",
     shapes=lambda x, weights: _products(x, weights),
-    checks=(require_compute,),
 )
 
 

@@ -362,7 +362,6 @@ class CodebookState(OtherRecord):
     scheme_field: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
-        self._require_float()
         count = math.prod(self.shape)
         self._require_tensor("qdata", (self.codebook.packed_bytes(count),), torch.uint8)
         self._require_tensor("absmax", (self.codebook.blocks_of(count),), torch.float32)

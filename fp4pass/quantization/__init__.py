@@ -5,11 +5,10 @@ from .checks import require_float, require_layers
 from .observers.batches import call_arguments, device_of, in_float32
 from .observers.observer import collect, observers_of
 from .observers.visible_tokens import count_tokens
-from .plan import LayerPlan, Plan, joined, plan_layers, scale_groups
+from .plan import LayerPlan, Plan, joined, matching_rule, plan_layers, scale_groups
 from .quantize import pack_layer
 from .recipe import Recipe, require_undecided, with_quality
 from .replace import attach_observers, quantizes_input, remove_observers, share_inputs
-from .rules import matching_rule
 from .scan import LinearLayer, caller_of
 from .search import stored_amax
 

@@ -17,7 +17,7 @@ from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..methods import Certificate, MethodResult, Stats, resolve_method
+from ..methods import Certificate, Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..record.config import Compute, LinearConfig
@@ -44,9 +44,6 @@ from .search import (
 
 # Tokens below which the own statistics of an expert say little.
 _FEW = 32
-
-# The global scale of inputs that layers share, by the facts that decide it.
-SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 
 def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
@@ -108,7 +105,8 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchStore | None = Non
             drop_unused_copies(root, copies)
         copies.clear()
 
-    inputs: SharedInputs = {}
+    # The global scale of inputs that layers share, by the facts that decide it.
+    inputs: dict[tuple[object, ...], Tensor | None] = {}
     configs: dict[nn.Module, LinearConfig] = {}
     for members, packed in _packed(weights, cache):
         if copies:
@@ -221,7 +219,12 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    rows = [_converted_row(layer, results, stats, *errors, note) for layer in members]
+    proof = Certificate.joined([result.certificate for result in results])
+    facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
+    facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
+    facts |= {} if proof is None else {"proved": proof.proved, "gap": proof.gap}
+    facts |= _expert_tokens(stats)
+    rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
@@ -232,31 +235,6 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         input_scales = first.kept.input_scales()
     tensors = kind.buffers_of(states, input_scales)
     return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
-
-
-def _converted_row(
-    layer: LayerPlan,
-    results: Sequence[MethodResult],
-    stats: Stats,
-    weight_error: float,
-    output_error: float | None,
-    note: str,
-) -> Row:
-    """Return the row of a layer that is converted, from the results of each of its matrices."""
-    certificate = Certificate.joined([result.certificate for result in results])
-    return Row(
-        name=layer.name,
-        shape=layer.shape,
-        config=layer.config,
-        bits=layer.config.format.bits_per_weight(layer.shape),
-        weight_error=weight_error,
-        output_error=output_error,
-        tokens=stats.tokens,
-        **_expert_tokens(stats),
-        proved=None if certificate is None else certificate.proved,
-        gap=None if certificate is None else certificate.gap,
-        note=note,
-    )
 
 
 def _expert_tokens(stats: Stats) -> dict[str, Any]:

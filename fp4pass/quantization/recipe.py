@@ -45,7 +45,14 @@ class Recipe:
 
     Example:
         >>> config = fp4pass.LinearConfig("nvfp4a16", "sse")
-        >>> recipe = fp4pass.Recipe(config, rules=[("2", None)])
+        >>> recipe = fp4pass.Recipe(config, rules=[("2", None)]).override({"block": 32})
+        >>> recipe.to_dict()["rules"], len(recipe.configs())
+        ([{'2': None}], 1)
+        >>> _ = Path("recipe.json").write_text(json.dumps(recipe.to_dict()))
+        >>> fp4pass.Recipe.read("recipe.json") == recipe
+        True
+        >>> fp4pass.Recipe.from_dict({"method": "gptq"}).config.method_name
+        'gptq'
         >>> model = fp4pass.convert(model, **recipe.arguments())
     """
 
@@ -63,13 +70,7 @@ class Recipe:
         self.configs()
 
     def configs(self) -> list[LinearConfig]:
-        """Return the configs that layers can get: by each rule, and by none unless one matches all.
-
-        Example:
-            >>> recipe = fp4pass.Recipe(rules=[("*.down_proj", {"fmt": "mxfp4"}), ("*.0.*", None)])
-            >>> [config.fmt for config in recipe.configs()]
-            ['mxfp4', 'nvfp4']
-        """
+        """Return the configs of layers: by each rule, and by none unless one matches all."""
         found = []
         for pattern, options in self.rules:
             try:
@@ -83,23 +84,13 @@ class Recipe:
         return [*found, self.config]
 
     def override(self, options: Mapping[str, Any]) -> Recipe:
-        """Return a copy with other options for layers that no rule matches.
-
-        Example:
-            >>> fp4pass.Recipe().override({"method": "sse"}).config.method_name
-            'sse'
-        """
+        """Return a copy with other options for layers that no rule matches."""
         if self.quality is not None:
             require_undecided(self.quality, options)
         return dataclasses.replace(self, config=self.config.override(options))
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `convert`.
-
-        Example:
-            >>> sorted(fp4pass.Recipe(kv_cache="fp8").arguments())[-3:]
-            ['rules', 'unreached', 'weight_only']
-        """
+        """Return the keyword arguments of `convert`."""
         options = self.config.options()
         for name in () if self.quality is None else get_quality(self.quality).decides:
             del options[name]
@@ -111,12 +102,7 @@ class Recipe:
         return {key: value for key, value in found.items() if key not in absent}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that `from_dict` reads, and that YAML and JSON can hold.
-
-        Example:
-            >>> fp4pass.Recipe(rules=[("*.down_proj", None)]).to_dict()["rules"]
-            [{'*.down_proj': None}]
-        """
+        """Return plain values that `from_dict` reads, and that YAML and JSON can hold."""
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
         return self._whole(plain(self.config.options()), rules)
 
@@ -138,11 +124,6 @@ class Recipe:
         Raises:
             OptionError: with the file and the key that is wrong.
             RuleError: a rule is malformed.
-
-        Example:
-            >>> _ = Path("recipe.json").write_text('{"rules": [{"*.down_proj": null}]}')
-            >>> fp4pass.Recipe.read("recipe.json").rules
-            (('*.down_proj', None),)
         """
         data = parse_file(path_of(path, "path"))
         # Errors name the keys of the file, in a command too.
@@ -156,11 +137,6 @@ class Recipe:
         Args:
             data: the values.
             where: the name of their source, for errors.
-
-        Example:
-            >>> recipe = fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.5}})
-            >>> recipe.config.method.damping
-            0.5
         """
         return _Reader(where).recipe(data)
 

@@ -159,46 +159,28 @@ def _become_dense(
 
 
 @contextmanager
-def unprepared_on_error(root: nn.Module) -> Iterator[None]:
-    """Have a float model be as it was after an error, unless its first weight was replaced."""
-    paths = _slow_paths(root)
-    try:
-        yield
-    except BaseException:
-        if not is_interrupted(root):
-            _unprepare(root, paths)
-        raise
+def unprepared(root: nn.Module, *, always: bool) -> Iterator[None]:
+    """Have a float model that is prepared in between be as it was, always or after an error.
 
-
-@contextmanager
-def unprepared_after(root: nn.Module) -> Iterator[None]:
-    """Have a float model that is prepared in between be as it was."""
-    paths = _slow_paths(root)
-    try:
-        yield
-    finally:
-        _unprepare(root, paths)
-
-
-# Modules, attributes of them that preparing sets, and their values before.
-_Paths = list[tuple[nn.Module, str, Any]]
-
-
-def _slow_paths(root: nn.Module) -> _Paths:
-    return [
+    One whose first weight was replaced stays as it is.
+    """
+    before = [
         (module, name, module.__dict__[name])
         for module in root.modules()
         for name in SLOW_PATHS
         if name in module.__dict__
     ]
-
-
-def _unprepare(root: nn.Module, paths: _Paths) -> None:
-    remove_observers(root)
-    unobserve_cache(root)
-    forget_state(root)
-    share_nothing(root)
-    finalize_stacks(root)
-    for module, name, value in paths:
-        setattr(module, name, value)
-    recompile_hooked(root)
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if always or not (done or is_interrupted(root)):
+            remove_observers(root)
+            unobserve_cache(root)
+            forget_state(root)
+            share_nothing(root)
+            finalize_stacks(root)
+            for module, name, value in before:
+                setattr(module, name, value)
+            recompile_hooked(root)

@@ -60,11 +60,6 @@ def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) ->
     return method.target(weight, stats(), options)
 
 
-def _stored(target: Tensor, config: LinearConfig) -> Tensor:
-    """Return the matrix to search in place of a target [N, K]: itself, unless it is rotated."""
-    return config.stored(target) if config.is_rotated else target
-
-
 def stored_amax(layer: LayerPlan) -> list[float]:
     """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
     return [amax for amax, _ in survey(layer)]
@@ -84,7 +79,7 @@ def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = []
         for i, matrix in enumerate(weight):
             target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
-            searched, largest = _stored(target, layer.config), weight_amax(target)
+            searched, largest = layer.config.stored(target), weight_amax(target)
             if not largest < math.inf:
                 where = f"expert {i} of its weight" if layer.stage else "its weight"
                 raise NonFiniteError(
@@ -128,7 +123,7 @@ def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
         return None
     with dense_weight(layer) as weight:
         stats = layer.stats.to(weight.device).matrix(0, config.expert_prior)
-        matrix = _stored(_target(weight[0], config, lambda: stats), config)
+        matrix = config.stored(_target(weight[0], config, lambda: stats))
         stats = stats.rotated(config.rotation) if config.rotation else stats
         hessian = stats.block_hessian
         if hessian is None and stats.hessian is not None:
@@ -159,7 +154,7 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list
         for i, rows in parts:
             own = stats.matrix(i, config.expert_prior)
             target = _target(weight[i], config, functools.partial(stats.matrix, i))
-            matrix = _stored(target, config)
+            matrix = config.stored(target)
             own = own.rotated(config.rotation) if config.rotation else own
             result = together.get(i) or _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]
@@ -232,9 +227,8 @@ def _squares(
 ) -> list[list[float]]:
     """Return the squared errors of a matrix, or rows of it: of each part that may be alone."""
     step = resolve_method(layer.config.method)[0].rows_at_once or len(weight)
-    starts = range(0, len(weight), step)
-    parts = [(weight[start : start + step], state_rows(state, start, step)) for start in starts]
-    return [squared_errors(*part, stats) for part in parts]
+    parts = [(start, start + step) for start in range(0, len(weight), step)]
+    return [squared_errors(weight[a:b], state.rows(a, b), stats) for a, b in parts]
 
 
 def gather_parts(
@@ -297,11 +291,6 @@ def joined_rows(results: Sequence[MethodResult]) -> MethodResult:
     scale = states[0].scale if alone else torch.cat([state.scale for state in states])
     shape = (len(qdata), states[0].shape[1])
     return MethodResult(dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape))
-
-
-def state_rows(state: QuantState, start: int, count: int) -> QuantState:
-    """Return some rows of a quantized matrix."""
-    return state.rows(start, min(start + count, state.shape[0]))
 
 
 def shared_tensor_scales(

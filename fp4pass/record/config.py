@@ -103,9 +103,15 @@ class LinearConfig:
         OptionError: a value does not exist or does not fit the others.
 
     Example:
-        >>> config = fp4pass.LinearConfig("mxfp4a16", "sse")
-        >>> config.block, config.scheme
-        (32, 'mxfp4a16')
+        >>> config = fp4pass.LinearConfig("mxfp4a16", "sse", rotation=32)
+        >>> config.block, config.scheme, config.options()["weight_only"]
+        (32, 'mxfp4a16', True)
+        >>> config.override({"fmt": "nvfp4"}).format.key
+        'nvfp4'
+        >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
+        True
+        >>> torch.allclose(config.restored(config.stored(torch.eye(32))), torch.eye(32), atol=1e-6)
+        True
     """
 
     fmt: str = _option(
@@ -238,26 +244,13 @@ class LinearConfig:
         return ", ".join(words)
 
     def stored(self, weight: Tensor) -> Tensor:
-        """Return the weight [N, K] as it is stored: in float32 if it is rotated.
-
-        Example:
-            >>> config = fp4pass.LinearConfig("mxfp4", rotation=32)
-            >>> weight = torch.eye(32)
-            >>> torch.allclose(config.restored(config.stored(weight)), weight, atol=1e-6)
-            True
-        """
+        """Return the weight [N, K] as it is stored: in float32 if it is rotated."""
         if self.output_rotation:
             weight = rotate_weight(weight.t(), self.output_rotation).t()
         return rotate_weight(weight, self.rotation) if self.rotation else weight
 
     def restored(self, stored: Tensor) -> Tensor:
-        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`.
-
-        Example:
-            >>> config = fp4pass.LinearConfig()
-            >>> torch.equal(config.restored(torch.eye(32)), torch.eye(32))
-            True
-        """
+        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`."""
         if self.rotation:
             stored = rotate(stored, self.rotation)
         if self.output_rotation:
@@ -268,42 +261,22 @@ class LinearConfig:
         """Return a copy with other options.
 
         Another `fmt` is another scheme: it brings its own block and `weight_only`.
-
-        Example:
-            >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key
-            'mxfp4'
         """
         check_options(options)
         block = {"block": None} if "fmt" in options else {}
         return dataclasses.replace(self, **{**block, **expand_scheme(options)})
 
     def options(self) -> dict[str, Any]:
-        """Return the options by name.
-
-        Example:
-            >>> fp4pass.LinearConfig("nvfp4a16").options()["weight_only"]
-            True
-        """
+        """Return the options by name."""
         return {each.name: getattr(self, each.name) for each in OPTIONS}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as JSON has it; `from_dict` reads it.
-
-        Example:
-            >>> fp4pass.LinearConfig("mxfp4", "sse").to_dict()["method"]
-            {'name': 'sse'}
-        """
+        """Return every field as JSON has it; `from_dict` reads it."""
         return plain({each.name: getattr(self, each.name) for each in FIELDS})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LinearConfig:
-        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else.
-
-        Example:
-            >>> config = fp4pass.LinearConfig("mxfp4", "sse")
-            >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
-            True
-        """
+        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else."""
         if not isinstance(data, Mapping):
             raise OptionError(expected("LinearConfig", "what to_dict returned", data))
         method = data.get("method")

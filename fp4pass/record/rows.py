@@ -103,6 +103,10 @@ class Report:
         >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
         >>> [row.name for row in report.converted], len(report.skipped)
         (['0', '2'], 0)
+        >>> list(report.record()), json.loads(report.to_json())["rows"][1]["name"]
+        (['rows'], '2')
+        >>> fp4pass.Report.from_dict(report.to_dict()) == report
+        True
     """
 
     rows: tuple[Row, ...]
@@ -124,43 +128,21 @@ class Report:
         return (note,) if note else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"rows": [...], "notes": [...]} of plain values, which `from_dict` reads.
-
-        Example:
-            >>> fp4pass.report(fp4pass.convert(model, method="sse")).to_dict()["rows"][0]["name"]
-            '0'
-        """
+        """Return {"rows": [...], "notes": [...]} of plain values, which `from_dict` reads."""
         rows = [row.to_dict() for row in self.rows]
         return {"rows": rows, "notes": list(self.notes)}
 
     def record(self) -> dict[str, Any]:
-        """Return the same without notes, as files have them; `from_dict` reads it.
-
-        Example:
-            >>> list(fp4pass.report(fp4pass.convert(model, method="sse")).record())
-            ['rows']
-        """
+        """Return the same without notes, as files have them; `from_dict` reads it."""
         return {"rows": [row.record() for row in self.rows]}
 
     def to_json(self) -> str:
-        """Return `to_dict` as JSON.
-
-        Example:
-            >>> text = fp4pass.report(fp4pass.convert(model, method="sse")).to_json()
-            >>> json.loads(text)["rows"][1]["name"]
-            '2'
-        """
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
-        """Read what `to_dict` returned. Raises OptionError for anything else.
-
-        Example:
-            >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
-            >>> fp4pass.Report.from_dict(report.to_dict()) == report
-            True
-        """
+        """Read what `to_dict` returned. Raises OptionError for anything else."""
         if not (isinstance(data, Mapping) and isinstance(data.get("rows"), list)):
             raise OptionError(expected("Report: data", "what Report.to_dict returned", data))
         return Report(tuple(map(Row.from_dict, data["rows"])))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,19 +34,16 @@ _INTERRUPTED = (
 )
 
 
-class Recorder(ABC):
+class Recorder(Protocol):
     """Record the calls of layers, in a model of `prepare(sequential=True)`."""
 
     @property
-    @abstractmethod
     def tokens(self) -> int:
         """The tokens that were recorded, the most of any stack of layers."""
 
-    @abstractmethod
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a batch through a model, as far as there is something to record."""
 
-    @abstractmethod
     def remove(self) -> None:
         """Take the hooks out for good."""
 
@@ -126,20 +122,14 @@ def known_tokenizer(model: nn.Module) -> Any:
     return unwrap(model).__dict__.get(_TOKENIZER)
 
 
-def remember_smoothing(root: nn.Module, strength: float) -> None:
-    """Remember that scales were folded into a live model, which has no state yet."""
-    root.__dict__[_SMOOTHED] = strength
-
-
-def forget_smoothing(root: nn.Module) -> None:
-    """Forget `remember_smoothing`."""
-    root.__dict__.pop(_SMOOTHED, None)
+def remember_smoothing(root: nn.Module, strength: float | None) -> None:
+    """Remember that scales were folded into a live model, which has no state yet; None forgets."""
+    root.__dict__[_SMOOTHED] = {} if strength is None else {SMOOTH: strength}
 
 
 def smoothing_of(root: nn.Module) -> dict[str, float]:
     """Return what the recipe of a live model says of `remember_smoothing`."""
-    strength = root.__dict__.get(_SMOOTHED)
-    return {} if strength is None else {SMOOTH: strength}
+    return root.__dict__.get(_SMOOTHED, {})
 
 
 def is_interrupted(root: nn.Module) -> bool:

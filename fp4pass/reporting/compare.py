@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
@@ -18,9 +22,11 @@ from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError
+from ..evaluation import evaluate, fast_dtype
+from ..kernels.experts.naive import chosen
 from ..methods import Stats, resolve_method
-from ..nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
-from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear
+from ..nn.experts import QUANTIZED, QuantizedExpertStack, quantize_pairs, weight_name
+from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear, quantize_input
 from ..quantization.plan import BY_CALIBRATION, LayerPlan, plan_layers
 from ..quantization.quantize import with_shared_scales
 from ..quantization.recipe import Recipe
@@ -186,6 +192,119 @@ def _compare_others(
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+# ---- outputs against those of the dequantized weights -------------------------------------------
+
+# Read in place of a text; their perplexity says nothing of a model.
+RANDOM = "random tokens"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The distance of the outputs of a packed model from those of its dequantized weights."""
+
+    text: str
+    tokens: int
+    logits: float  # |difference| / |logits| of the dense one
+    kl: float  # nats per token
+    perplexity: float
+    dense_perplexity: float
+    # Rounding inputs to 4 bits turns a last bit into a step of the format.
+    quantizes_inputs: bool
+
+    def mismatches(self) -> dict[str, str]:
+        """Return what is above its bound."""
+        logits, kl, perplexity = (0.1, 1e-2, 2e-2) if self.quantizes_inputs else (0.02, 1e-3, 5e-3)
+        change = abs(self.perplexity / self.dense_perplexity - 1)
+        found = {"logits": (self.logits, logits), "KL": (self.kl, kl)}
+        found["perplexity"] = (change, perplexity)
+        return {
+            name: f"{value:.3g} away from the dequantized weights, above {bound}"
+            for name, (value, bound) in found.items()
+            if not value <= bound
+        }
+
+    def __str__(self) -> str:
+        found = (
+            f"outputs on {self.tokens:,} tokens ({self.text}) against the dequantized weights: "
+            f"logits differ by {self.logits:.2g}, KL {self.kl:.2g}"
+        )
+        if self.text == RANDOM:
+            return found
+        return f"{found}, perplexity {self.perplexity:,.5g} and {self.dense_perplexity:,.5g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them; of random tokens the perplexities are null."""
+        hidden = ("perplexity", "dense_perplexity") if self.text == RANDOM else ()
+        return {**asdict(self), **dict.fromkeys(hidden)}
+
+
+def random_tokens(model: Any, windows: int, length: int) -> Tensor | None:
+    """Return tokens [windows, length] of any text; None for a model that is no causal one."""
+    config = getattr(model, "config", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if config is None or head is None or getattr(config, "is_encoder_decoder", False):
+        return None
+    vocabulary = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (windows, length), generator=generator)
+
+
+@torch.no_grad()
+def compare_outputs(model: nn.Module, ids: Tensor, text: str) -> Outputs:
+    """Run a packed model, and a copy that multiplies by dense weights, on ids [windows, length]."""
+    dense, quantizes_inputs = copy.deepcopy(model), False
+    for module in dense.modules():
+        if isinstance(module, QUANTIZED):
+            quantizes_inputs |= not module.config.weight_only
+            product: Any = _dense_linear if isinstance(module, QuantizedLinear) else _dense_experts
+            module.forward = partial(product, module)  # type: ignore[method-assign]
+    first = ids[:1].to(next(model.parameters()).device)
+    with fast_dtype(model, dense):
+        wanted, given = dense(first).logits, model(first).logits
+    found = evaluate(model, None, ids, dense)
+    return Outputs(
+        text=text,
+        tokens=found.tokens,
+        logits=relative_error(wanted, given),
+        kl=found.kl or 0.0,
+        perplexity=found.perplexity,
+        dense_perplexity=evaluate(dense, None, ids).perplexity,
+        quantizes_inputs=quantizes_inputs,
+    )
+
+
+def _dense_linear(packed: QuantizedLinear, input: Tensor) -> Tensor:
+    x = packed.checked_input(input)
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    return F.linear(_stored_input(packed, x), packed.stored_weight(x.dtype), bias)
+
+
+def _dense_experts(
+    packed: QuantizedExpertStack, x: Tensor, ids: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    x, config, stored = packed.checked_input(x), packed.config, packed.packed_weight
+    scales = stored.input_global_scale
+    if config.weight_only or scales is None or len(scales) == 1:
+        rows = _stored_input(packed, x)
+    else:
+        # Experts with a scale each read rows of their own.
+        codes, bits, _ = quantize_pairs(x, ids, stored, config)
+        rows = torch.empty((*ids.shape, x.shape[-1]), dtype=x.dtype, device=x.device)
+        for index, pairs in chosen(ids, len(scales)):
+            own = scales[index : index + 1]
+            rows[pairs] = ops.dequantize(codes[pairs], bits[pairs], own, config.format.key, x.dtype)
+    return ops.experts_dense(rows, ids, packed.stored_weight(x.dtype), bias)
+
+
+def _stored_input(packed: QuantizedLinear | QuantizedExpertStack, x: Tensor) -> Tensor:
+    """Return the input that the packed layer multiplies its weight by, in float."""
+    config = packed.config
+    if config.weight_only:
+        return ops.rotate(x, config.input_rotation) if config.input_rotation else x
+    codes, scale, global_scale = quantize_input(x, packed.packed_weight, config)
+    return ops.dequantize(codes, scale, global_scale, config.format.key, x.dtype)
 
 
 # ---- two folders --------------------------------------------------------------------------------

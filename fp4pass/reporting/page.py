@@ -125,6 +125,7 @@ def render(data: Mapping[str, Any]) -> str:
     return environment.get_template("page.html").render(
         data=data,
         rows=rows,
+        sizes=[{**part, "parameters": part["parameters"] or None} for part in data["sizes"]],
         outside=[data["layers"][index] for index in data["outside"]],
         measures=measures,
         scored=scored,

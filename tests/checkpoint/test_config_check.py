@@ -31,19 +31,6 @@ def add_layer(model: Any) -> None:
     model.model.layers.append(copy.deepcopy(model.model.layers[0]))
 
 
-def shrink_mlp(model: Any) -> None:
-    mlp, width = model.model.layers[1].mlp, model.config.hidden_size
-    for name, sizes in (("gate_proj", (width, 64)), ("up_proj", (width, 64))):
-        setattr(mlp, name, nn.Linear(*sizes, bias=False, dtype=torch.bfloat16))
-    mlp.down_proj = nn.Linear(64, width, bias=False, dtype=torch.bfloat16)
-
-
-def drop_heads(model: Any) -> None:
-    attention, width = model.model.layers[0].self_attn, model.config.hidden_size
-    attention.q_proj = nn.Linear(width, 128, bias=False, dtype=torch.bfloat16)
-    attention.o_proj = nn.Linear(128, width, bias=False, dtype=torch.bfloat16)
-
-
 def replace_embedding(model: Any) -> None:
     model.set_input_embeddings(nn.Embedding(10, model.config.hidden_size, dtype=torch.bfloat16))
     model.tie_weights()
@@ -55,8 +42,6 @@ def replace_embedding(model: Any) -> None:
     [
         (drop_layer, r"model\.layers\.3\.\S+ \(256, 256\) is not in the model"),
         (add_layer, r"model\.layers\.4\.\S+ is beyond it"),
-        (shrink_mlp, r"model\.layers\.1\.mlp\.gate_proj\.weight is \(64, 256\), not \(768, 256\)"),
-        (drop_heads, r"model\.layers\.0\.self_attn\.q_proj\.weight is \(128, 256\), not"),
         (replace_embedding, r"model\.embed_tokens\.weight is \(10, 256\), not \(2048, 256\)"),
     ],
 )
@@ -84,16 +69,6 @@ def drop_experts(model: Any, layer: int, count: int) -> None:
         setattr(block.experts, name, nn.Parameter(kept))
     block.gate.weight = nn.Parameter(block.gate.weight.detach()[:count].clone())
     block.experts.num_experts = block.gate.num_experts = count
-
-
-def test_layers_of_unlike_counts_of_experts_are_refused(tmp_path: Path) -> None:
-    model = mixtures.build("qwen3_moe")
-    drop_experts(model, 1, 3)
-    model = converted(model)
-    what = r"model\.layers\.1\.mlp\.experts\.gate_up_proj is \(3, 64, 64\), not \(5, 64, 64\)"
-    with pytest.raises(CheckpointError, match=what):
-        fp4pass.save(model, tmp_path / "q")
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load")

@@ -21,7 +21,7 @@ from fp4pass.checkpoint.finished import FinishedSearches
 from fp4pass.core import quant_state
 from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format
-from fp4pass.errors import CheckpointError, OptionError
+from fp4pass.errors import CheckpointError
 from fp4pass.methods import METHODS, MethodResult, search_scales
 from fp4pass.record.state import get_state
 
@@ -112,16 +112,6 @@ def test_what_differs_is_searched_again(tmp_path: Path, searches: list[tuple[int
 
 
 @pytest.mark.core
-def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
-    whole = convert(tmp_path / "r", "sse")
-    files = sorted((tmp_path / "r").iterdir())
-    files[0].write_bytes(files[0].read_bytes()[:50])
-    searches.clear()
-    assert_same_bits(whole, convert(tmp_path / "r", "sse"))
-    assert len(searches) == 1
-
-
-@pytest.mark.core
 def test_one_changed_bit_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
     whole = convert(tmp_path / "r", "sse")
     for path in (tmp_path / "r").iterdir():
@@ -186,30 +176,6 @@ def test_a_full_disk_is_an_error_that_names_the_folder(
     assert str(caught.value).startswith(found)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "r").write_text("notes")
-    with pytest.raises(OptionError, match=r"resume: expected a folder, got"):
-        convert(tmp_path / "r", "sse")
-
-
-@pytest.mark.parametrize(
-    ("options", "sequential"), [({"resume": "notes"}, False), ({"device": "cuda:99"}, True)]
-)
-def test_what_cannot_be_used_costs_no_calibration(
-    tmp_path: Path, options: dict[str, str], sequential: bool
-) -> None:
-    (tmp_path / "notes").write_text("")
-    if "resume" in options:
-        options = {"resume": str(tmp_path / options["resume"])}
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
-    fp4pass.prepare(model, "hessian", sequential=sequential)
-    model(torch.randn(5, 64))
-    with pytest.raises(OptionError, match=r"resume: expected|device=cuda:99 cannot be used"):
-        fp4pass.convert(model, method="hessian", **options)
-    fp4pass.convert(model, "nvfp4", method="hessian")
-    assert all(row.tokens == 5 for row in fp4pass.report(model).rows)
-
-
 def test_the_digest_is_of_bits_shapes_and_dtypes() -> None:
     x = torch.arange(12.0)
     same = (x.clone(), x.view(3, 4).t().contiguous().view(4, 3).t())
@@ -239,24 +205,4 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     model(x)
     fp4pass.convert(model, "nvfp4")
     assert get_state(model).recipe["calibration"] == {"tokens": 32, "own_tokens": 32}
-    # Batches and digest are of a part.
-    model = fp4pass.prepare(mlp())
-    model(x[:8])
-    fp4pass.calibrate(model, [x], progress=False)
-    model(x[:16])
-    fp4pass.calibrate(model, [2 * x], progress=False)
-    fp4pass.convert(model, "nvfp4")
-    found = get_state(model).recipe["calibration"]
-    assert found == {**first, "tokens": 88, "own_tokens": 24}
     assert "calibration" not in get_state(convert(None, "sse")).recipe
-
-
-def test_the_recipe_says_which_batches_were_cut_off() -> None:
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    model, whole = fp4pass.prepare(mlp()), fp4pass.prepare(mlp())
-    with pytest.raises(RuntimeError):
-        fp4pass.calibrate(model, [x, 2 * x, x[:, 1:]], progress=False)
-    fp4pass.calibrate(model, [3 * x], progress=False)
-    fp4pass.calibrate(whole, [x, 2 * x, 3 * x], progress=False)
-    found, expected = (get_state(each).recipe["calibration"] for each in (model, whole))
-    assert found == {**expected, "cut_off": 1} and expected["batches"] == 3

@@ -93,11 +93,6 @@ def test_save_pretrained_that_asks_fp4pass_writes_what_loads(tmp_path: Path) -> 
     assert torch.equal(again(x), model(x))
 
 
-def test_a_float_model_is_written_as_ever(tmp_path: Path) -> None:
-    Mixin().save_pretrained(tmp_path / "q")
-    assert (tmp_path / "q" / "model.bin").exists()
-
-
 def test_what_wraps_a_model_of_transformers_is_not_taken_for_one(tmp_path: Path) -> None:
     model = converted(Sentences(encoder(), nn.Identity()))
     fp4pass.save(model, tmp_path / "q")
@@ -122,13 +117,3 @@ def test_a_converted_part_that_says_how_it_is_packed_is_written_by_what_wraps_it
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     name = "encoder.layer.0.output.dense.weight_packed"
     assert torch.equal(tensors[name], inner.state_dict()[name])
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters_on_packed_layers_are_still_saved(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    inner = encoder()
-    converted(inner)
-    model = peft.get_peft_model(inner, peft.LoraConfig(r=2, target_modules="all-linear"))
-    model.save_pretrained(tmp_path / "q")
-    assert (tmp_path / "q" / "adapter_model.safetensors").exists()

@@ -85,12 +85,6 @@ def test_inputs_of_4_bits_are_rotated_by_both(tmp_path: Path) -> None:
     assert 0 < (theirs - ours).norm() / ours.norm() < 0.05
 
 
-def test_stock_transformers_leaves_the_rotation_out(rotated: Path) -> None:
-    """Why this layout is written only if asked for; where this fails, it can be the default."""
-    ours, theirs = logits(fp4pass.load(rotated)), logits(language_model(rotated))
-    assert (theirs - ours).float().norm() > ours.float().norm()
-
-
 def test_rotated_weights_of_compressed_tensors(tmp_path: Path) -> None:
     dense = foreign.compressed_tensors(
         language_model(), tmp_path / "q", "NVFP4A16", tokens(), rotation=64
@@ -121,12 +115,9 @@ def test_the_default_layout_is_still_our_own(rotated: Path, tmp_path: Path) -> N
 
 REFUSED = {
     "the output": ({"location": "output"}, {}, "expected input, got output"),
-    "a random matrix": ({}, {"type": "random-hadamard"}, "expected hadamard, got random-hadamard"),
     "a permutation": ({}, {"randomize": True}, "expected hadamard, got randomized hadamard"),
     "blocks of 16": ({}, {"head_dim": 16}, "expected 32, 64, 128, got 16"),
-    "whole rows": ({}, {"head_dim": None}, "expected 32, 64, 128, got None"),
     "a dense head": ({"ignore": ["re:.*o_proj"]}, {}, "expected packed layers, got lm_head"),
-    "dense layers": ({"ignore": ["lm_head"]}, {}, r"expected packed layers, got .*\.o_proj"),
 }
 
 
@@ -142,13 +133,3 @@ def test_other_transforms_are_refused(rotated: Path, tmp_path: Path, what: str) 
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         fp4pass.load(tmp_path / "q")
-
-
-def test_what_is_applied_to_weights_lies_in_the_files(rotated: Path, tmp_path: Path) -> None:
-    shutil.copytree(rotated, tmp_path / "q")
-    path = tmp_path / "q" / "config.json"
-    config = json.loads(path.read_text())
-    (found,) = config["quantization_config"]["transform_config"]["config_groups"].values()
-    found["apply"][0]["location"] = "weight_output"
-    path.write_text(json.dumps(config))
-    assert {m.config.rotation for m in linears(fp4pass.load(tmp_path / "q")).values()} == {0}

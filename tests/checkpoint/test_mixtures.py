@@ -124,13 +124,8 @@ def test_transformers_reads_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits(stock.eval()), logits(model))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_transformers_reads_llama4_expert_by_expert(
-    fmt: str, weight_only: bool, tmp_path: Path
-) -> None:
-    model = converted("llama4_text", fmt, weight_only)
+def test_transformers_reads_llama4_expert_by_expert(tmp_path: Path) -> None:
+    model = converted("llama4_text", "nvfp4", weight_only=False)
     assert not save(model, tmp_path / "q")
     stock = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
     experts = stock.model.layers[0].feed_forward.experts
@@ -150,11 +145,6 @@ def test_transformers_reads_dense_folders(name: str, tmp_path: Path) -> None:
     )
     reference = twin(build(name, torch.bfloat16), model)
     assert torch.equal(logits(dense.eval()), logits(reference))
-
-
-def test_save_says_that_transformers_rounds_no_inputs_of_experts(tmp_path: Path) -> None:
-    (warning,) = save(converted("qwen3_moe", "mxfp4", weight_only=False), tmp_path / "q")
-    assert CANNOT in warning and "leaves the inputs of experts in floating point" in warning
 
 
 def test_transformers_looks_for_weights_of_identities(tmp_path: Path) -> None:
@@ -184,21 +174,6 @@ def test_transformers_drops_the_global_scales_of_nvfp4(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "r")
 
 
-def test_other_layouts_keep_codes(tmp_path: Path) -> None:
-    model = converted("mixtral")
-    save(model, tmp_path / "q")
-    transcode(tmp_path / "q", tmp_path / "m", "modelopt")
-    assert_same_bits(fp4pass.load(tmp_path / "m"), model)
-    stacks = [open_checkpoint(tmp_path / each).stacks for each in "qm"]
-    assert stacks[0] == stacks[1] and len(stacks[0]) == 4
-    assert {len(pieces) for pieces in stacks[0].values()} == {4, 8}
-    transcode(tmp_path / "q", tmp_path / "d", "bf16")
-    dense = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "d", dtype=torch.bfloat16, experts_implementation="eager"
-    )
-    assert torch.equal(logits(dense.eval()), logits(model))
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"]
@@ -223,63 +198,13 @@ def test_reports_of_folders_and_models_agree(name: str, tmp_path: Path) -> None:
         assert blocks == sum(torch.Size(row.shape).numel() // 16 for row in rows)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"joined": {"experts": 1}},
-        {"joined": {"x": {}}},
-        {"joined": {}},
-        {"whole": ["nowhere"]},
-        {"whole": 1},
-    ],
-    ids=str,
-)
-def test_damaged_facts_of_stacks_are_refused(change: Any, tmp_path: Path) -> None:
-    save(converted("llama4_text"), tmp_path / "q")
-    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
-    del own["sha256"]
-    write_manifest(tmp_path / "q", {**own, **change})
-    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
-        open_checkpoint(tmp_path / "q")
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_pieces_that_do_not_fill_their_stack_are_refused(index: int, tmp_path: Path) -> None:
-    """The wrong expert, rows out of it, or not all of its rows."""
-    save(converted("llama4_text"), tmp_path / "q")
-    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
-    del own["sha256"]
-    pieces = own["stacks"]["model.layers.0.feed_forward.experts.gate_up_proj"]
-    if index == 3:
-        del pieces[-1]
-    else:
-        pieces[0][index + 1] = 200
-    write_manifest(tmp_path / "q", own)
-    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
-        open_checkpoint(tmp_path / "q")
-
-
-@pytest.mark.parametrize("shape", [[3], [2, 2], [9, 9, 9], [0, 96, 64], ["a", 96, 64]], ids=str)
-def test_a_parameter_that_cannot_have_the_stack_is_refused(shape: Any, tmp_path: Path) -> None:
+def test_a_parameter_that_cannot_have_the_stack_is_refused(tmp_path: Path) -> None:
     save(converted("longcat_flash"), tmp_path / "q", layout="fp4pass")
     own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
     del own["sha256"]
     layer = own["layers"]["model.layers.0.mlp.experts.gate_up_proj"]
     assert layer["stored_shape"] == [6, 64, 64]
-    layer["stored_shape"] = shape
-    write_manifest(tmp_path / "q", own)
-    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
-        open_checkpoint(tmp_path / "q")
-
-
-@pytest.mark.parametrize("pieces", [[], [["nowhere", 0, 0, 64]], "w1", [["a", 0]]], ids=str)
-def test_a_damaged_list_of_stacks_is_refused(pieces: Any, tmp_path: Path) -> None:
-    save(converted("mixtral"), tmp_path / "q")
-    path = tmp_path / "q" / "fp4pass.json"
-    own = json.loads(path.read_text())
-    own["stacks"]["model.layers.0.mlp.experts.down_proj"] = pieces
-    del own["sha256"]
+    layer["stored_shape"] = [9, 9, 9]
     write_manifest(tmp_path / "q", own)
     with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
         open_checkpoint(tmp_path / "q")

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_models import (
-    TINY,
     assert_same_bits,
     converted,
     language_model,
@@ -27,9 +26,6 @@ import fp4pass.parity
 from fp4pass.errors import CheckpointError, OptionError, StateError
 from fp4pass.nn.linear import QuantizedLinear
 
-SHARED = Path(__file__).parents[3] / "shared" / "models" / "doclm-qwen3-17m"
-
-
 SETTINGS = [
     {"fmt": "nvfp4", "weight_only": True},
     {"fmt": "nvfp4", "weight_only": False},
@@ -39,19 +35,13 @@ SETTINGS = [
 ]
 
 
-SHARED_TOO = [TINY, pytest.param(SHARED, marks=pytest.mark.slow)]
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("path", SHARED_TOO, ids=["tiny", "shared"])
 def test_ours_and_stock_transformers_load_it_to_the_bit(
-    tmp_path: Path, path: Path, settings: dict[str, Any]
+    tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    if not path.exists():
-        pytest.skip("the shared model is not here")
-    model = language_model(path)
+    model = language_model()
     ids = tokens()
     if not settings["weight_only"]:
         fp4pass.prepare(model, "sse")
@@ -161,13 +151,10 @@ class NamedLikeOurs(nn.Module):
         return self.inner(x) * self.weight_scale + self.weight_packed
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path, layout: str) -> None:
+def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path) -> None:
     model = packed_model(NamedLikeOurs())
-    fp4pass.save(model, tmp_path / "q", layout=layout)
-    for device in ("cpu", "meta"):
-        loaded = fp4pass.load(tmp_path / "q", model=NamedLikeOurs().to(device))
-        assert_same_bits(model, loaded)
+    fp4pass.save(model, tmp_path / "q", layout="modelopt")
+    assert_same_bits(model, fp4pass.load(tmp_path / "q", model=NamedLikeOurs().to("meta")))
 
 
 def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path: Path) -> None:
@@ -176,16 +163,6 @@ def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path:
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj: a Linear4bit"):
         fp4pass.save(model, tmp_path / "q")
     assert not (tmp_path / "q").exists()
-
-
-def test_a_swapped_part_of_any_other_model_comes_back(tmp_path: Path) -> None:
-    models = [mlp(0), mlp(1)]
-    for model in models:
-        fp4pass.parity.swap(model, "nvfp4", exclude="0")
-    fp4pass.save(packed_model(models[0]), tmp_path / "q")
-    assert_same_bits(models[0], fp4pass.load(tmp_path / "q", model=models[1]))
-    reasons = [row.skip_reason for row in fp4pass.report(models[0]).rows]
-    assert reasons == ["", "its weight is packed already, by Linear4bit"]
 
 
 def test_conv1d_and_exported_graphs_round_trip(tmp_path: Path) -> None:
@@ -215,11 +192,10 @@ def test_dynamic_activation_scales_have_no_place_in_nvfp4(tmp_path: Path) -> Non
     fp4pass.save(packed_model(mlp(), fmt="mxfp4", weight_only=False), tmp_path / "q")
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_stock_transformers_runs_models_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_stock_transformers_runs_a_model_of_another_dtype(tmp_path: Path) -> None:
     """In bfloat16, for that is what compressed-tensors dequantizes to."""
     pytest.importorskip("compressed_tensors")
+    dtype = torch.float16
     model = packed_model(language_model(dtype=dtype))
     fp4pass.save(model, tmp_path / "q")
     loaded = fp4pass.load(tmp_path / "q")
@@ -280,16 +256,6 @@ def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1\._extra_state: safetensors holds tensors only"):
         fp4pass.save(model, tmp_path / "q")
     assert not list(tmp_path.iterdir())
-
-
-def test_compiled_models_are_saved_and_loaded_into(tmp_path: Path) -> None:
-    model = torch.compile(packed_model(mlp()), backend="eager")
-    fp4pass.save(model, tmp_path / "q")
-    x = torch.randn(3, 64)
-    skeleton = torch.compile(mlp(1), backend="eager")
-    loaded = fp4pass.load(tmp_path / "q", model=skeleton)
-    assert loaded is skeleton
-    assert torch.equal(loaded(x), model(x))
 
 
 def test_a_model_of_which_a_part_is_converted(tmp_path: Path) -> None:

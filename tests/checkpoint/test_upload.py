@@ -81,20 +81,10 @@ def test_nothing_is_written_without_a_login(
     assert not (tmp_path / "q").exists() and not hub.calls
 
 
-def test_nothing_is_written_where_the_hub_does_not_answer(
+def test_a_folder_that_cannot_be_uploaded_is_whole(
     model: Any, tmp_path: Path, hub: type[Hub]
 ) -> None:
-    hub.fails = "whoami"
-    with pytest.raises(CheckpointError, match=r"reached: no route\. Nothing was written\."):
-        fp4pass.save(model, tmp_path / "q", push_to_hub="me/tiny")
-    assert not (tmp_path / "q").exists()
-
-
-@pytest.mark.parametrize("step", ["create_repo", "upload_folder"])
-def test_a_folder_that_cannot_be_uploaded_is_whole(
-    model: Any, tmp_path: Path, hub: type[Hub], step: str
-) -> None:
-    hub.fails = step
+    hub.fails = "upload_folder"
     with pytest.raises(CheckpointError, match="The folder is whole: upload it with `hf upload me/"):
         fp4pass.save(model, tmp_path / "q", push_to_hub="me/tiny")
     assert fp4pass.load(tmp_path / "q") is not None
@@ -109,7 +99,7 @@ def test_the_library_of_the_hub_says_that_it_is_offline(
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.parametrize("name", [True, "a b", "a/b/c"])
+@pytest.mark.parametrize("name", ["a b", "a/b/c"])
 def test_what_is_no_name_of_a_repository_is_refused(model: Any, tmp_path: Path, name: Any) -> None:
     with pytest.raises(OptionError, match=r"push_to_hub: expected the name of a repository, as"):
         fp4pass.save(model, tmp_path / "q", push_to_hub=name)

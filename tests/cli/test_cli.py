@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import CALIB, CALIBRATED, EVAL, PLAIN, run, run_json
 from small_models import TINY, assert_same_bits, language_model
 
@@ -80,15 +79,6 @@ def test_help_says_what_there_is() -> None:
     assert mistyped.endswith("Did you mean 'quantize'? See fp4pass --help.\n")
 
 
-def test_doctor_says_what_runs_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "its kernels could not be compiled (no compiler)."
-    for found, kernels in ((None, "C++"), (reason, "plain PyTorch")):
-        monkeypatch.setattr("fp4pass.cli.doctor.load", lambda found=found: ({}, found))
-        assert run_json("doctor")["cpu"]["kernels"] == kernels
-        text = run("doctor").stdout
-        assert f"CPU: {kernels} (" in text and ("no compiler" in text) == (found is not None)
-
-
 def test_doctor_names_a_compiler_that_links_its_library_statically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +124,7 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "has no FP8 tensor cores" in lines
     assert re.search(r"int8, .*fp8_tensor run in plain PyTorch: no kernel supports them", lines)
     text = run("doctor").stdout
+    assert "CPU: plain PyTorch (" in text
     assert "no-such-library: not installed (tested: 1.0 to 2.0)\n" in text
     assert "C++ compiler: none" in text
     assert all(f"  {line}" in text for line in found["falls_back"])
@@ -219,24 +210,15 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
-    loaded, tried, left, card, saved = result.stderr.splitlines()
+    loaded, left, card, saved = result.stderr.splitlines()
     assert left.endswith(
         "not copied: calib.txt, eval.txt, training.json (--copy-files takes globs)"
     )
-    assert tried.startswith('fp4pass: method "naive": a few seconds (4 layers, no data; estimated')
     assert loaded == f"{TINY}: Qwen3ForCausalLM, 3,672,832 parameters in bfloat16"
     assert card == f"fp4pass: README.md: the model card replaces that of {TINY}"
     assert saved.startswith(
         f"fp4pass: {tmp_path / 'q'}: read by fp4pass, transformers, vLLM; not by"
     )
-
-
-def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("fmt: mxfp4\nmethod: naive\nblock: 32\nweight_only: true\n")
-    options = ("--rules", recipe, "--scheme", "nvfp4a16")
-    found = run_json("quantize", TINY, "-o", tmp_path / "q", *options)
-    assert found["recipe"]["block"] == 16 and found["layout"] == "compressed-tensors"
 
 
 def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
@@ -351,48 +333,10 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "inputs", tmp_path / "q")
-    run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, code=2)
-    assert same_files(made / "inputs", tmp_path / "q")
-    run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--overwrite")
-    assert run_json("inspect", tmp_path / "q")["recipe"]["method"]["name"] == "naive"
-
-
 @pytest.fixture
 def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without instructions for it."""
     monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: False)
-
-
-SLOW = "in float32: this CPU has no instructions for products in bfloat16\n"
-
-
-@pytest.mark.slow
-def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
-    tmp_path: Path, slow_in_bfloat16: None
-) -> None:
-    # Whether inputs are bfloat16 shows in their Hessians, and in nothing that is saved of others.
-    result = run("quantize", TINY, "-o", tmp_path / "q", "--scheme", "nvfp4", *CALIBRATED)
-    assert f"parameters in bfloat16\ncalibrates {SLOW}" in result.stderr
-    stored = open_checkpoint(tmp_path / "q")
-    assert stored.own["dtype"] == "bfloat16"
-    original = language_model().state_dict()
-    for name, tensor in stored.tensors(stored.plain()):
-        assert tensor.dtype == original[name].dtype == torch.bfloat16
-        assert torch.equal(tensor, original[name])
-    model = language_model().float()
-    fp4pass.prepare(model)
-    tokenizer = float_models.load_tokenizer(str(TINY))
-    data = fp4pass.calibration.batches(CALIB, tokenizer, samples=4, seq_len=64)
-    fp4pass.calibrate(model, data, progress=False)
-    fp4pass.convert(model, "nvfp4")
-    ours, theirs = fp4pass.load(tmp_path / "q"), model.state_dict()
-    packed = [name for name in theirs if "_packed" in name or "_scale" in name]
-    for name in packed:
-        mine = ours.state_dict()[name]
-        assert torch.equal(mine.view(torch.uint8), theirs[name].view(torch.uint8)), name
-    assert len(packed) == 4 * 28
 
 
 def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
@@ -400,16 +344,6 @@ def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
 ) -> None:
     result = run("quantize", TINY, "-o", tmp_path / "q", *PLAIN, "--rules", made / "rules.yaml")
     assert same_files(made / "mixed", tmp_path / "q") and "float32" not in result.stderr
-
-
-@pytest.mark.slow
-def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> None:
-    texts = ("--data", EVAL, "--seq-len", 64, "--samples", 2)
-    assert run("eval", made / "inputs", *texts).stderr == f"measures {SLOW}"
-    args = (made / "mixed", "--reference", TINY, "--samples", 1, "--seq-len", 32)
-    assert run("verify", *args).stderr == f"compares outputs {SLOW}"
-    tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval/quality/tasks", "--limit", 1)
-    assert run("eval", TINY, *tasks).stderr.endswith(f"measures {SLOW}")
 
 
 def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,36 +396,29 @@ class Mine({original}):
 # ---- eval ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
+def test_eval_is_evaluate(made: Path) -> None:
     tokenizer = float_models.load_tokenizer(str(TINY))
-    lines = "".join(
-        json.dumps({"text": part}) + "\n" for part in EVAL.read_text()[:20000].split("<|doc|>")
-    )
-    (tmp_path / "eval.jsonl").write_text(lines)
-    texts = ("--data", EVAL, "--data", tmp_path / "eval.jsonl", "--seq-len", 64, "--samples", 6)
+    texts = ("--data", EVAL, "--seq-len", 64, "--samples", 24)
     found = run_json("eval", made / "inputs", *texts, "--reference", TINY)
     model, original = fp4pass.load(made / "inputs"), language_model()
-    options: Any = {"window": 64, "windows": 6, "progress": False}
-    for row in found["texts"]:
-        text = read_text(row.pop("text"))
-        before = fp4pass.evaluate(original, tokenizer, text, **options)
-        assert row.pop("reference_perplexity") == before.perplexity
-        assert row.pop("reference_intervals") == before.to_dict()["intervals"]
-        wanted = fp4pass.evaluate(model, tokenizer, text, original, **options)
-        assert row.pop("difference") == wanted.difference(before).to_dict()
-        assert row == wanted.to_dict()
-    assert [row["windows"] for row in found["texts"]] == [6, 6]
+    options: Any = {"window": 64, "windows": 24, "progress": False}
+    (row,) = found["texts"]
+    text = read_text(row.pop("text"))
+    before = fp4pass.evaluate(original, tokenizer, text, **options)
+    assert row.pop("reference_perplexity") == before.perplexity
+    assert row.pop("reference_intervals") == before.to_dict()["intervals"]
+    wanted = fp4pass.evaluate(model, tokenizer, text, original, **options)
+    assert row.pop("difference") == wanted.difference(before).to_dict()
+    assert row == wanted.to_dict()
     printed = run("eval", made / "inputs", *texts, "--reference", TINY).stdout
-    first = found["texts"][0]
-    assert f"{first['perplexity']:.4f}" in printed and f"{first['kl']:.5f}" in printed
-    assert "intervals need at least 10 documents" in printed
-    more = run("eval", made / "inputs", *texts[:2], *texts[4:-1], 24, "--reference", TINY).stdout
-    assert "The change of perplexity is significant" in more
+    assert f"{row['perplexity']:.4f}" in printed and f"{row['kl']:.5f}" in printed
+    assert "The change of perplexity is significant" in printed
+
+
+def test_eval_of_overlapping_windows_on_a_slow_cpu(slow_in_bfloat16: None) -> None:
     small = ("--data", EVAL, "--seq-len", 64, "--samples", 6)
-    alone = run_json("eval", TINY, *small)["texts"][0]
-    assert alone["perplexity"] < first["perplexity"] and alone["kl"] is None
-    assert all(len(line) <= 80 for line in run("eval", TINY, *small).stdout.splitlines())
-    strided = run_json("eval", TINY, *small, "--stride", 16)["texts"][0]
-    assert strided["tokens"] == 63 + 5 * 16 and strided["digest"] != alone["digest"]
+    result = run("eval", TINY, *small, "--stride", 16, "--json")
+    (row,) = json.loads(result.stdout)["texts"]
+    assert row["tokens"] == 63 + 5 * 16 and row["kl"] is None
+    assert result.stderr.startswith("measures in float32: this CPU has no instructions")
     assert "got 65" in run("eval", TINY, *small, "--stride", 65, code=2).stderr

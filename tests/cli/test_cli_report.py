@@ -43,14 +43,6 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
 
 
-@pytest.mark.core
-def test_help_says_what_there_is() -> None:
-    assert "\n  report " in run("--help").stdout
-    own = run("report", "--help").stdout
-    assert all(option in own for option in ("--reference", "--evaluation", "--json"))
-    assert all(len(line) <= 80 for line in own.splitlines())
-
-
 @pytest.mark.slow
 def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
     options = ("--reference", TINY, *TEXT)

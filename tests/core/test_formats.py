@@ -16,13 +16,10 @@ from fp4pass.core.elements import Element, Scale, element_table, scale_table
 from fp4pass.core.formats import E2M1, E4M3, E8M0, FORMATS, Format, get_format
 from fp4pass.errors import Fp4PassError, OptionError
 from fp4pass.kernels.common.rounding import (
-    float_exponent,
     naive_scale,
-    power_of_two,
     round_to_codes_,
     round_to_scale,
     round_to_values_,
-    scale_values,
 )
 
 CPU = torch.device("cpu")
@@ -30,22 +27,11 @@ SCALES = {scale.name: scale for scale in (E4M3, E8M0)}
 
 # Elements that no format uses, to test what is derived from a table.
 INT4 = Element("int4", bits=4, magnitudes=tuple(float(i) for i in range(8)))
-E2M3 = Element("e2m3", bits=6, magnitudes=tuple(i / 8 for i in range(16)) + tuple(
-    (8 + i % 8) / 8 * 2 ** (i // 8) for i in range(8, 24)
-))  # fmt: skip
 E3M2 = Element("e3m2", bits=6, magnitudes=tuple(i / 16 for i in range(8)) + tuple(
     (4 + i % 4) / 16 * 2 ** (i // 4) for i in range(4, 28)
 ))  # fmt: skip
 NORMAL = Element("normal", bits=4, magnitudes=(0.0, 0.08, 0.17, 0.26, 0.35, 0.5, 0.69, 1.0))
-E3M0 = Element("e3m0", bits=4, magnitudes=(0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
-ELEMENTS = {element.name: element for element in (E2M1, INT4, E2M3, E3M2, NORMAL, E3M0)}
-
-
-def table_only(element: Element) -> Element:
-    """The same element, as if its grid were not recognized."""
-    other = Element(element.name, element.bits, element.magnitudes)
-    other.__dict__["minifloat"] = None
-    return other
+ELEMENTS = {element.name: element for element in (E2M1, INT4, E3M2, NORMAL)}
 
 
 def neighbours(x: Tensor) -> Tensor:
@@ -120,13 +106,6 @@ def test_e8m0_bytes_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_scale_values_of_any_shape(scale: Scale, dtype: torch.dtype) -> None:
-    byte = torch.arange(1, scale.last + 1, dtype=dtype).view(2, -1)
-    assert scale_values(byte.t(), scale).t().flatten().tolist() == list(scale.values)
-
-
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_halving_from(scale: Scale) -> None:
     values = set(scale.values)
     halved = [value / 2 in values for value in scale.values]
@@ -150,13 +129,6 @@ def test_rounding_to_scales(scale: Scale) -> None:
     assert round_to_scale(huge, scale).tolist() == [scale.last] * 2
 
 
-def test_e4m3_rounding_is_that_of_torch() -> None:
-    value = torch.rand(20000, generator=torch.Generator().manual_seed(0)) * 448
-    value = torch.cat((value, value * 2.0**-12))
-    wanted = value.to(torch.float8_e4m3fn).view(torch.uint8).long()
-    assert torch.equal(round_to_scale(value, E4M3), wanted)
-
-
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 def test_rounding_to_elements(element: Element) -> None:
     """Midpoints and one ulp to each side, both signs, zeros, and what saturates."""
@@ -172,17 +144,6 @@ def test_rounding_to_elements(element: Element) -> None:
     assert torch.equal(round_to_codes_(y.clone(), element).long(), codes)
     values = element_table(element, CPU)[codes]
     assert torch.equal(round_to_values_(y.clone(), element), values)
-
-
-@pytest.mark.parametrize("name", [n for n, e in ELEMENTS.items() if e.minifloat is not None])
-def test_a_table_rounds_like_its_minifloat(name: str) -> None:
-    element = ELEMENTS[name]
-    y = torch.cat((neighbours(midpoints(element)), torch.randn(5000) * element.max))
-    y = torch.cat((y, -y))
-    forced = table_only(element)
-    assert forced.minifloat is None
-    assert torch.equal(round_to_codes_(y.clone(), element), round_to_codes_(y.clone(), forced))
-    assert torch.equal(round_to_values_(y.clone(), element), round_to_values_(y.clone(), forced))
 
 
 def test_ties_of_e2m1() -> None:
@@ -201,7 +162,6 @@ def test_what_rounds_to_zero_keeps_its_sign() -> None:
 def test_minifloats_are_recognized() -> None:
     found = {name: element.minifloat for name, element in ELEMENTS.items()}
     assert found["e2m1"] == (1, 0)
-    assert found["e2m3"] == (3, 0)
     assert found["e3m2"] == (2, -2)
     assert found["normal"] is None
     mantissa_bits, min_exponent = found["int4"] or (0, 0)
@@ -226,11 +186,6 @@ def test_halving_reach(element: Element) -> None:
     blocks *= reach / blocks.amax(1, keepdim=True)
     sums = [error(blocks.flatten(), s).square().view(4000, 16).sum(1) for s in (1.0, 2.0)]
     assert (sums[0] <= sums[1] * (1 + 1e-12)).all()
-
-
-def test_halving_reach_of_e2m1() -> None:
-    assert E2M1.halving_reach == 7.0
-    assert E2M1.dead_zone == 0.25
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
@@ -280,15 +235,6 @@ def test_global_scale_at_the_ends() -> None:
             fmt.global_scale_for(amax)
 
 
-def test_exponents_of_float32() -> None:
-    exponents = torch.arange(-126, 128, dtype=torch.int32)
-    powers = power_of_two(exponents)
-    assert torch.equal(powers.double(), 2.0 ** exponents.double())
-    assert torch.equal(float_exponent(powers), exponents)
-    assert torch.equal(float_exponent(torch.nextafter(powers, torch.tensor(math.inf))), exponents)
-    assert float_exponent(torch.tensor([0.0, 1e-45, 2.0**-127])).tolist() == [-127] * 3
-
-
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 def test_naive_scales_at_the_ends(fmt: Format) -> None:
     largest = torch.finfo(torch.float32).max
@@ -303,13 +249,9 @@ def test_naive_scales_at_the_ends(fmt: Format) -> None:
     [
         ("nvpf4", "'nvfp4'"),
         ("mxfp", "'mxfp8'"),
-        ("NVFP4", "'nvfp4'"),
         ("nvfp4:x", "'nvfp4'"),
-        ("nvfp4:²", "'nvfp4'"),
         ("nvfp4:16:multiply", "'nvfp4'"),
-        ("nvfp4:16:", "'nvfp4'"),
         ("nvfp4:multiplier", "'nvfp4"),
-        ("nvfp4:16:multiplier:1", "'nvfp4"),
         ("mxfp4:32:multiplier", "'mxfp4'"),
     ],
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from blocks import ALL, VARIANTS
-from kernels.cases import cases
+from blocks import ALL
 from torch import Tensor, nn
 
 import fp4pass
@@ -18,8 +16,9 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes, unpack_codes
 from fp4pass.errors import OptionError, ShapeError
 
-OTHERS = [fmt for fmt in ALL if fmt not in VARIANTS]
-NAMES = sorted({fmt.name for fmt in OTHERS})
+# One of each kind of element, and of each kind of scale.
+NAMES = ("nvfp4_ue5m3", "int8", "mxfp6_e3m2", "mxfp8")
+OTHERS = [fmt for fmt in ALL if fmt.name in NAMES]
 every_other = pytest.mark.parametrize("fmt", OTHERS, ids=lambda fmt: fmt.key)
 
 
@@ -41,29 +40,21 @@ def of_torch(dtype: torch.dtype) -> Tensor:
 
 MAGNITUDES = {
     "e2m1": torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64),
-    "int4": torch.arange(8).double(),
     "int8": torch.arange(128).double(),
-    "e2m3": floats(2, 3, 1),
     "e3m2": floats(3, 2, 3),
     "e4m3": of_torch(torch.float8_e4m3fn),
-    "e5m2": of_torch(torch.float8_e5m2),
 }
 SCALES = {
     "e4m3": of_torch(torch.float8_e4m3fn)[1:],
     "e8m0": 2.0 ** (torch.arange(1, 255).double() - 127),
-    "ue4m4": floats(4, 4, 7)[1:255],
     "ue5m3": floats(5, 3, 15)[1:255],
 }
 # Of the elements and the scales of each format, as its specification has them.
 PARTS = {
-    "nvfp4_ue4m4": ("e2m1", "ue4m4", 4),
     "nvfp4_ue5m3": ("e2m1", "ue5m3", 4),
-    "nvint4": ("int4", "e4m3", 4),
     "int8": ("int8", "e4m3", 8),
-    "mxfp6_e2m3": ("e2m3", "e8m0", 6),
     "mxfp6_e3m2": ("e3m2", "e8m0", 6),
     "mxfp8": ("e4m3", "e8m0", 8),
-    "mxfp8_e5m2": ("e5m2", "e8m0", 8),
 }
 
 
@@ -106,10 +97,6 @@ def dequantized(packed: Tensor, scale: Tensor, global_scale: float, fmt: Format)
     values = MAGNITUDES[element][code % half] * torch.where(code < half, 1, -1)
     step = SCALES[scales][scale.long() - 1] * global_scale
     return values * step.repeat_interleave(fmt.block, -1)
-
-
-def test_every_format_is_here() -> None:
-    assert set(PARTS) == set(NAMES)
 
 
 @every_other
@@ -206,19 +193,9 @@ def test_activations_have_naive_scales_and_nearest_codes(fmt: Format) -> None:
         ).all()
 
 
-# One is compiled in the quick part.
-CONVERTED = [
-    (name, weight_only, compiled)
-    for name, weight_only, compiled in itertools.product(NAMES, (True, False), (False, True))
-]
-QUICK = [case for case in CONVERTED if not case[2]]
-QUICK += [("nvint4", False, True)]
-
-
-@pytest.mark.parametrize(("name", "weight_only", "compiled"), cases(QUICK, CONVERTED))
-def test_a_model_converts_saves_and_loads(
-    name: str, weight_only: bool, compiled: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_converts_saves_and_loads(name: str, weight_only: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).eval()
     x = torch.randn(8, 64)
@@ -228,8 +205,6 @@ def test_a_model_converts_saves_and_loads(
         model(x)
         fp4pass.convert(model, name, "sse", weight_only=weight_only)
         y = model(x)
-        if compiled:
-            assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
         dense = x
         for layer in model:
             if isinstance(layer, nn.ReLU):

@@ -128,11 +128,9 @@ def test_a_graph_loads_what_was_saved(traced: Any, converted: Converted, tmp_pat
 
 def test_scales_fold_into_the_norms_of_a_traced_model(traced: Any) -> None:
     graph = copy.deepcopy(traced)
-    fp4pass.prepare(graph)
-    fp4pass.calibrate(graph, [tokens()], progress=False)
     with torch.no_grad():
         before = graph(tokens()).logits
-        folded = fp4pass.smooth(graph)
+        folded = fp4pass.smooth(graph, data=[tokens()], progress=False)
         assert torch.equal(graph(tokens()).logits, before)
     found = {(each.producer.split(".", 3)[-1], len(each.linears)) for each in folded}
     assert found == {

@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
-from kernels.stable import assert_agree
+from kernel_cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
+from stable_codes import assert_agree
 from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.quantize.naive import ACTIVATIONS, activate_quantize_ref, quantize_ref
-from fp4pass.kernels.quantize.triton import _words_and_gap, activate_quantize_triton
+from fp4pass.kernels.quantize.triton import activate_quantize_triton
 
 pytestmark = quiet
 
@@ -103,35 +103,3 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, activatio
         # Of a closed gate the codes are equal where the scale is the least there is.
         if factor is None and not fmt.scale.mantissa_bits == 0:
             assert torch.equal(found[0][5], wanted[0][5])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", cases([(torch.bfloat16,)], ((dtype,) for dtype in DTYPES)))
-def test_any_strides(dtype: torch.dtype) -> None:
-    """Halves are read where they are; odd gaps, other orders and odd offsets are copied."""
-    fmt = VARIANTS[0]
-    x, up = inputs((4, 3, 64), dtype)
-    each = 8 // x.element_size()
-    assert _words_and_gap(x)[1] == _words_and_gap(up)[1] == 64 // each
-    assert _words_and_gap(up)[0].data_ptr() == up.data_ptr()
-    flat = torch.randn(5 * 65 + 1, generator=seeded(1)).to(DEVICE, dtype)
-    for other in (
-        flat[1:].view(5, 65)[:, :64],
-        flat[: 5 * 65].view(5, 65)[:, 1:],
-        flat[1 : 5 * 64 + 1].view(5, 64),
-        flat[:320].view(64, 5).t(),
-        flat[:64].expand(5, 64),
-        flat[:64],
-    ):
-        wanted = activate_quantize_triton(other.clone(), None, "silu", None, fmt)
-        for a, b in zip(
-            activate_quantize_triton(other, None, "silu", None, fmt), wanted, strict=True
-        ):
-            assert torch.equal(a, b)
-        factor = torch.randn(other.shape, generator=seeded(2))
-        factor = factor.to(DEVICE, dtype)
-        wanted = activate_quantize_triton(other.clone(), factor, "silu", None, fmt)
-        for a, b in zip(
-            activate_quantize_triton(other, factor, "silu", None, fmt), wanted, strict=True
-        ):
-            assert torch.equal(a, b)

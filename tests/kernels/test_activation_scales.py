@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS, check_optimal
-from kernels.cases import (
+from kernel_cases import (
     DEVICE,
     DTYPES,
     cases,
@@ -19,8 +19,8 @@ from kernels.cases import (
     quiet,
     seeded,
 )
-from kernels.near import candidates, errors_at
 from kernels.test_quantize import INPUTS
+from near_scales import candidates, errors_at
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format

@@ -9,13 +9,12 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
-from kernels.cases import cases, seeded
+from kernel_cases import cases, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import FORMATS, Format, get_format
-from fp4pass.kernels.search.blocks import block_hessians, regular
 from fp4pass.kernels.search.branch_and_bound import Found, closest_vectors, prove
-from fp4pass.kernels.search.joint_reference import joint_ref
+from fp4pass.kernels.search.joint_reference import block_hessians, joint_ref, regular
 from fp4pass.kernels.search.reference import search_ref
 
 BLOCKS, SIZE = 60, 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import cases, flat
+from kernel_cases import cases, flat
 from torch import Tensor
 
 from fp4pass import ops

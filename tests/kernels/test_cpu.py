@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import torch
 from blocks import ALL
-from kernels.cases import flat
+from kernel_cases import flat
 from products import assert_product
 from torch import Tensor
 
 from fp4pass import ops
-from fp4pass._compat.torch import build_library
 from fp4pass.core.formats import Format, get_format
-from fp4pass.errors import BuildError
 from fp4pass.kernels.cpu import library
 from fp4pass.kernels.cpu import operators as cpu
 from fp4pass.kernels.cpu.library import function
@@ -143,22 +141,6 @@ def test_only_what_is_in_memory_as_it_is_read_goes_to_compiled_code(
     assert torch.equal(y, bias.expand(rows, 5))
 
 
-@pytest.mark.parametrize("rows", [3, 2 * FEW_ROWS])
-def test_tensors_that_do_not_fit_are_the_errors_of_torch(rows: int) -> None:
-    fmt = get_format("nvfp4")
-    packed, scale, number = stored(fmt, 5, 64)
-    for k in (32, 96, 128):
-        with pytest.raises(RuntimeError):
-            linear_cpu(torch.randn(rows, k), packed, scale, number, None, fmt)
-    for wrong in (scale[:, :2], scale[:3]):
-        with pytest.raises(RuntimeError):
-            linear_cpu(torch.randn(rows, 64), packed, wrong, number, None, fmt)
-        with pytest.raises(RuntimeError):
-            dequantize_cpu(packed, wrong, number, fmt, torch.float32)
-    with pytest.raises(RuntimeError):
-        linear_cpu(torch.randn(rows, 64), packed, scale, number, torch.randn(7), fmt)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_have_the_bits_of_dense_products(dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4")
@@ -271,15 +253,6 @@ def _no_compiler() -> str:
     from torch._inductor import exc
 
     raise exc.InvalidCxxCompiler()
-
-
-@pytest.mark.slow
-def test_an_error_of_the_compiler_is_one_line(tmp_path: Path) -> None:
-    source = tmp_path / "wrong.cpp"
-    source.write_text("int wrong() { return nothing; }\n")
-    with pytest.raises(BuildError) as error:
-        build_library(source, tmp_path / "wrong.so")
-    assert "\n" not in str(error.value) and not (tmp_path / "wrong.so").exists()
 
 
 @pytest.mark.slow

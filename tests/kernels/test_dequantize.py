@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import formats, seeded
+from kernel_cases import formats, seeded
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes

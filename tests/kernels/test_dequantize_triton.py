@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cases import DEVICE, dtypes, formats, quiet
+from kernel_cases import DEVICE, dtypes, formats, quiet
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import DTYPES, cases, flat
-from kernels.exact import (
+from exact_products import (
     DEVICE,
     GPU,
     assert_each_kernel_waits,
@@ -18,14 +17,15 @@ from kernels.exact import (
     products,
     weight,
 )
+from kernel_cases import DTYPES, cases, flat
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import triton as module
+from fp4pass.kernels.experts.matmul_triton import route
 from fp4pass.kernels.experts.naive import experts_quantize_ref
-from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.triton import ExpertTiles, config, experts_quantize_triton
 from fp4pass.kernels.linear.decode_triton import InputRows
 from fp4pass.kernels.quantize.naive import quantize_ref
@@ -134,13 +134,6 @@ def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
         run(fmt, torch.bfloat16, ids, 35, k, each=each, experts=3, tiles=tiles, biased=each)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_terms_of_other_dtypes(tiles: ExpertTiles, dtype: torch.dtype) -> None:
-    run(get_format("mxfp4"), dtype, routed(4, 2, 5), 20, 96, tiles=tiles)
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("last", [127, 252])
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
@@ -178,7 +171,7 @@ def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
 
 def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of each expert in their order, all in one tile, in more steps than one."""
-    monkeypatch.setattr("fp4pass.kernels.experts.routing_triton._BLOCK", 64)
+    monkeypatch.setattr("fp4pass.kernels.experts.matmul_triton._BLOCK", 64)
     for tokens, experts, rows in ((1, 3, 8), (70, 3, 16), (9, 12, 8)):
         ids = routed(tokens, 2, experts)
         order, tiles = route(ids, experts, rows)
@@ -205,22 +198,6 @@ def test_rows_do_not_meet() -> None:
         module.multiply(InputRows.of_numbers(x), ids, stored, y, True, fmt, tiles)
         assert y[:3].isfinite().all() and not y[3].isfinite().any()
         assert not y[2, 0].any()
-
-
-def test_any_memory_layout() -> None:
-    fmt, ids = get_format("nvfp4"), routed(3, 2, 5)
-    packed, scale, stored = stack(fmt, 5, 12, 96)
-    x = numbers(3, 96, dtype=torch.bfloat16)
-    expected = experts_linear_triton(x, ids, packed, scale, stored, None, fmt)
-    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(3, 96).copy_(x)
-    odd = torch.empty(packed.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(packed.shape)
-    odd.copy_(packed)
-    turned = scale.transpose(0, 2).contiguous().transpose(0, 2)
-    for a, i, p in (
-        (shifted, ids, odd),
-        (x.t().contiguous().t(), ids.t().contiguous().t(), packed),
-    ):
-        assert torch.equal(experts_linear_triton(a, i, p, turned, stored, None, fmt), expected)
 
 
 @pytest.mark.core
@@ -254,15 +231,6 @@ class TestGpu:
             for each, size in zip((False, True), sizes, strict=True):
                 chosen = dict(experts=experts, each=each, quantized=quantized, biased=each)
                 run(fmt, torch.bfloat16, ids, *size, **chosen)
-
-    def test_the_same_bits_every_time(self) -> None:
-        for tokens in (1, 16, 256, 2048):
-            ids = torch.rand(tokens, 128, device=DEVICE).topk(8, -1).indices
-            first, *others = (
-                run(get_format("nvfp4"), torch.bfloat16, ids, 1536, 2048, experts=128)
-                for _ in range(3)
-            )
-            assert all(torch.equal(other, first) for other in others)
 
     @pytest.mark.parametrize("tokens", [1, 16, 256, 1024])
     def test_each_kernel_waits_for_the_one_before(self, tokens: int) -> None:

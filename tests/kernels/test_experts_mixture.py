@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernels.cases import flat
-from kernels.exact import DEVICE, GPU, assert_each_kernel_waits, numbers, products
+from exact_products import DEVICE, GPU, assert_each_kernel_waits, numbers, products
+from kernel_cases import flat
 from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
+from fp4pass.kernels.experts.matmul_triton import route, route_and_arrange
 from fp4pass.kernels.experts.naive import Gate
-from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.triton import ExpertTiles, mix
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cases import DEVICE, DTYPES, gpu, quiet, seeded
+from kernel_cases import DEVICE, DTYPES, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
-from fp4pass.kernels.common.tiles import supports_e4m3
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_e4m3
 from fp4pass.kernels.linear.fp8_weights_triton import (
@@ -46,11 +45,6 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 def columns_of(fmt: Format) -> int:
     return 288 if fmt.has_float_scale else 96
-
-
-def test_which_formats_are_served() -> None:
-    assert all(map(supports_e4m3, [*FORMATS, get_format("mxfp8:16")]))
-    assert not any(supports_e4m3(get_format(name)) for name in ("nvfp4", "mxfp8_e5m2", "int8"))
 
 
 @pytest.mark.quick(2)

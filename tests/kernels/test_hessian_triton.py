@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import DEVICE, DTYPES, cases, dtypes, gpu, quiet, seeded
+from kernel_cases import DEVICE, DTYPES, cases, dtypes, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.kernels.statistics import triton as module

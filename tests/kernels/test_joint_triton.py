@@ -9,19 +9,23 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
-from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.search.blocks import as_blocks, block_hessians, losses, normalize, regular
 from fp4pass.kernels.search.gptq_reference import damp, gptq_ref
 from fp4pass.kernels.search.joint_reference import (
     CODES,
     Metric,
+    as_blocks,
+    block_hessians,
     candidate_scales,
     choose_blocks,
     joint_ref,
+    losses,
     make_metric,
+    normalize,
+    regular,
 )
 from fp4pass.kernels.search.joint_triton import (
     choose_blocks_triton,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import DEVICE, GPU, cases
-from kernels.exact import GPU as GPU_MARKS
-from kernels.exact import assert_each_kernel_waits, numbers, weight
+from exact_products import GPU as GPU_MARKS
+from exact_products import assert_each_kernel_waits, numbers, weight
+from kernel_cases import DEVICE, GPU, cases
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format

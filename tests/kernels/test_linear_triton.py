@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import DTYPES, cases, flat, formats_and_dtypes
-from kernels.exact import (
+from exact_products import (
     DEVICE,
     GPU,
     assert_each_kernel_waits,
@@ -20,6 +19,7 @@ from kernels.exact import (
     products,
     weight,
 )
+from kernel_cases import DTYPES, cases, flat, formats_and_dtypes
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -292,23 +292,6 @@ def test_many_quantized_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
 
 
-def test_any_memory_layout() -> None:
-    fmt = get_format("nvfp4")
-    packed, scale = weight(fmt, 12, 96)
-    x = numbers(2, 3, 96, dtype=torch.bfloat16)
-    expected = linear_triton(x, packed, scale, None, None, fmt)
-    assert expected.shape == (2, 3, 12)
-    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(2, 3, 96).copy_(x)
-    odd = torch.empty(packed.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(12, 48)
-    odd.copy_(packed)
-    strided = x.transpose(0, 2).contiguous().transpose(0, 2)
-    for a, p in itertools.product((x, shifted, strided), (packed, odd, packed.t().clone().t())):
-        y = linear_triton(a, p, scale.t().contiguous().t(), None, None, fmt)
-        assert torch.equal(y, expected)
-    one = linear_triton(x[1, 2], packed, scale, None, None, fmt)
-    check(one, x[1, 2], packed, scale, [], None, fmt)
-
-
 SIZES = [(33, 17), (1, 40, 16), (16, 16)]
 # Rows, columns and biases: one row, few rows, and rows that are no group's.
 PRODUCTS = [(1, 96, "all"), (1, 512, "none"), (3, 512, "all"), (8, 512, "some"), (9, 64, "none")]
@@ -378,13 +361,6 @@ class TestGpu:
         assert not linear_triton(row * 0, packed, scale, None, None, fmt).any()
         row[0, 7] = math.nan
         assert linear_triton(row, packed, scale, None, None, fmt).isnan().all()
-
-    def test_the_same_bits_every_time(self) -> None:
-        fmt = get_format("nvfp4")
-        for m in (1, 4, 64, 256):
-            first = run(fmt, torch.bfloat16, m, 4096, 4096)
-            for _ in range(20):
-                assert torch.equal(run(fmt, torch.bfloat16, m, 4096, 4096), first)
 
     @pytest.mark.parametrize("quantized", [False, True])
     @pytest.mark.parametrize("m", [1, 4, 16, 32, 64, 128, 300])

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
-from kernels.stable import assert_agree
+from kernel_cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
+from stable_codes import assert_agree
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from kernels.cases import divisor_of, flat, formats, seeded
+from kernel_cases import divisor_of, flat, formats, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, HESSIANS, ROWS, WEIGHTS, check_optimal, spectrum
-from kernels.cases import KEYS, cases, formats, seeded
+from kernel_cases import KEYS, cases, formats, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import FORMATS, Format, get_format

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from blocks import WEIGHTS, spectrum
-from kernels.cases import DEVICE, cases, seeded
+from kernel_cases import DEVICE, cases, seeded
 from torch import Tensor
 
 from fp4pass.core.elements import Element

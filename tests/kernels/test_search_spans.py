@@ -8,7 +8,7 @@ from fractions import Fraction
 import oracle
 import pytest
 import torch
-from kernels.cases import DEVICE, KEYS, cases, quiet, seeded
+from kernel_cases import DEVICE, KEYS, cases, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format

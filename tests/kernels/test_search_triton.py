@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import HESSIANS, ROWS, WEIGHTS, spectrum
-from kernels.cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from kernels.cases import DEVICE, flat, quiet, seeded
+from kernel_cases import DEVICE, flat, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.elements import Element

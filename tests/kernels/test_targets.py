@@ -24,16 +24,15 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernels.cases import flat
+from kernel_cases import flat
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
-from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
+from fp4pass.core.formats import MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.attention.triton import attention_span_triton
-from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.compute_fp8.operands_triton import (
     activate_round_triton,
     expanded,
@@ -84,15 +83,14 @@ BLACKWELL = {100: 227 * 1024, 103: 227 * 1024, 110: 227 * 1024, 120: 99 * 1024, 
 TARGETS |= BLACKWELL
 
 
-# How much is launched: each kernel once, what models in bf16 use, or all variants.
-KERNELS, MODELS, EVERYTHING = range(3)
+# How much is launched: each kernel in nvfp4 and bf16, or all variants.
+KERNELS, EVERYTHING = range(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "extent"),
-    [(80, KERNELS), (80, MODELS), (89, MODELS), (90, EVERYTHING)]
-    + [(arch, KERNELS) for arch in BLACKWELL],
+    [(90, EVERYTHING), *((arch, KERNELS) for arch in (80, 89, *BLACKWELL))],
 )
 def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequest) -> None:
     cache = request.config.cache.mkdir("triton")
@@ -157,93 +155,52 @@ def _record(
     _RECORDED[f"{function.__name__} {key}"] = (function, source, options)
 
 
-def _launch_each() -> None:
-    """Launch every kernel, in nvfp4 and bf16."""
-    fmt, one = NVFP4, _empty(1)
-    x, row = _empty(8192, 4096, dtype=torch.bfloat16), _empty(4096, dtype=torch.bfloat16)
-    dynamic_global_scale_triton(x, fmt)
-    quantize_triton(x, one, fmt)
-    norm_quantize_triton(x, x, row, row, "layer", 1e-6, one, fmt)
-    activate_quantize_triton(x, x, "silu", one, fmt)
-    _launch_rotations(fmt, torch.bfloat16, (32,))
-    observe_triton(x, _empty(128, 32, 32), _empty(1, dtype=torch.int64), _empty(1))
-    weight, hessian = _empty(96, 256, dtype=torch.bfloat16), _empty(8, 32, 32)
-    for objective in ("sse", "hessian"):
-        search_triton(weight, hessian, 1.0, fmt, objective)
-    _launch_choices(fmt, ("rtn",))
-    stored = _quantized(4096, 4096, fmt)
-    dequantize_triton(*stored, fmt, torch.bfloat16)
-    linear_triton(x[:1], *stored, None, fmt)
-    linear_triton(x[:2], *stored, None, fmt)
-    _launch_around(fmt, torch.bfloat16, 4096, 4096, (1, 64))
-    # Programs that share a sum of rows that are sorted before.
-    linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
-    _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
-    _launch_reductions([(fmt, torch.bfloat16)])
-    _launch_attention(torch.bfloat16, 1, 128, 1024)
-    # One row for each expert, few and more.
-    for tokens in (1, 64, 256):
-        _launch_experts(fmt, torch.bfloat16, tokens)
-    _launch_experts(fmt, torch.float32, 64)
-
-
 def _launch_all(every: bool) -> None:
-    """Call every wrapper over formats, blocks and dtypes, with shapes that choose all variants.
-
-    every: all of them, else what a model in bf16 uses.
-    """
-    cases = [(fmt, torch.bfloat16) for fmt in FORMATS.values() if supports(fmt)]
+    """Call every wrapper, in nvfp4 and bf16, or over all formats, dtypes and shapes of variants."""
+    cases = [(NVFP4, torch.bfloat16)]
     if every:
-        cases += [
-            (get_format("nvfp4:32"), torch.bfloat16),
-            (get_format("mxfp4:16"), torch.bfloat16),
-        ]
+        keys = ("mxfp4", "nvfp4:32", "mxfp4:16")
+        cases += [(get_format(key), torch.bfloat16) for key in keys]
         cases += [(NVFP4, torch.float16), (NVFP4, torch.float32)]
     for fmt, dtype in cases:
         _launch_searches(fmt, dtype)
         _launch_activations(fmt, dtype, 8192, 4096)
-        _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
-        for tokens in (1, 16, 256):
+        _launch_linears(fmt, dtype, 4096, 4096, (1, 2, 64))
+        # One row for each expert, few and more.
+        for tokens in (1, 16, 64, 256):
             _launch_experts(fmt, dtype, tokens)
+    _launch_experts(NVFP4, torch.float32, 64)
     _launch_reductions(cases)
-    for codebook in CODEBOOKS.values():
-        _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
-    for width, size in ((128, 1024), (64, 32768)):
-        _launch_attention(torch.bfloat16, 1, width, size)
     _launch_choices(NVFP4, CODES if every else ("rtn",))
-    _launch_searching(NVFP4, torch.bfloat16)
-    _launch_rotations(MXFP4, torch.bfloat16, ROTATIONS[1:] if every else (64,))
-    _launch_linears(NVFP4, torch.bfloat16, 4096, 14336, (16,))
-    _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (16,))
-    # All tiles; on the last target also for other shapes and a K that no step divides.
-    _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256, 512))
+    _launch_rotations(NVFP4, torch.bfloat16, ROTATIONS[1:] if every else (32,))
+    _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+    _launch_attention(torch.bfloat16, 1, 128, 1024)
+    if not every:
+        return
+    _launch_attention(torch.bfloat16, 1, 64, 32768)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for queries, width, size in ((1, 80, 300), (16, 128, 8192), (4, 256, 8192), (4, 128, 16)):
+            _launch_attention(dtype, queries, width, size)
+    _launch_choices(MXFP4, ("rtn",))
+    for fmt, dtype in (*cases[:2], (NVFP4, torch.float16), (NVFP4, torch.float32)):
+        _launch_searching(fmt, dtype)
+    _launch_rotations(MXFP4, torch.float32, (64,))
+    for rows, columns in ((64, 256), (7, 48)):
+        _launch_activations(NVFP4, torch.bfloat16, rows, columns)
+    # All tiles, and a K that no step divides.
+    for n, k, rows in (
+        (4096, 4096, (8, 16, 32, 256, 512)), (4096, 14336, (16,)), (2560, 9728, (8, 16)),
+        (14336, 4096, (8, 16, 256)), (9728, 2560, (8, 16)), (96, 48, (1, 7, 17)),
+    ):  # fmt: skip
+        _launch_linears(NVFP4, torch.bfloat16, n, k, rows)
     for tokens in (100, 512, 2048, 4096):
         _launch_experts(NVFP4, torch.bfloat16, tokens)
-    _launch_experts(NVFP4, torch.float32, 64)
-    if every:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for queries, width, size in (
-                (1, 80, 300),
-                (16, 128, 8192),
-                (4, 256, 8192),
-                (4, 128, 16),
-            ):
-                _launch_attention(dtype, queries, width, size)
-        _launch_choices(MXFP4, ("rtn",))
-        for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
-            _launch_searching(fmt, dtype)
-        _launch_rotations(NVFP4, torch.float32, (32,))
-        _launch_activations(NVFP4, torch.bfloat16, 64, 256)
-        _launch_activations(NVFP4, torch.bfloat16, 7, 48)
-        _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (8, 16, 256))
-        _launch_linears(NVFP4, torch.bfloat16, 9728, 2560, (8, 16))
-        _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (8,))
-        _launch_linears(NVFP4, torch.bfloat16, 96, 48, (1, 7, 17))
-        for codebook in CODEBOOKS.values():
-            _launch_codebook(codebook, torch.float16, 4096, 11008)
-            _launch_codebook(codebook, torch.float32, 33, 1001)
-        for block in (16, 4096):
-            _launch_codebook(get_codebook("nf4", block), torch.bfloat16, 4096, 11008)
+    for codebook in CODEBOOKS.values():
+        _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
+        _launch_codebook(codebook, torch.float16, 4096, 11008)
+        _launch_codebook(codebook, torch.float32, 33, 1001)
+    for block in (16, 4096):
+        _launch_codebook(get_codebook("nf4", block), torch.bfloat16, 4096, 11008)
 
 
 def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
@@ -487,10 +444,7 @@ def _main(arch: int, extent: int) -> None:
         shared_memory_per_block_optin=TARGETS[arch],
     )
     torch.cuda.get_device_properties = lambda device=None: properties
-    if extent == KERNELS:
-        _launch_each()
-    else:
-        _launch_all(extent == EVERYTHING)
+    _launch_all(extent == EVERYTHING)
     if arch >= 89:
         _launch_fp8(extent == EVERYTHING)
     _launch_e4m3(extent == EVERYTHING)

@@ -64,8 +64,8 @@ def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
     assert_same_bits(model, before)
     assert 5.0 < found.bits <= 6.0 and found.uniform is not None
     assert found.kl <= found.uniform.kl
-    assert found.bytes == sum(g.costs[g.scheme].bytes for g in found.groups)
-    assert found.predicted == pytest.approx(sum(g.costs[g.scheme].kl for g in found.groups))
+    assert found.chosen.bytes == sum(g.costs[g.scheme].bytes for g in found.groups)
+    assert found.chosen.predicted == pytest.approx(sum(g.costs[g.scheme].kl for g in found.groups))
     assert [point.bytes for point in found.curve] == sorted(p.bytes for p in found.curve)
     assert all(a.predicted >= b.predicted for a, b in itertools.pairwise(found.curve))
     # The recipe makes the model that was measured.
@@ -80,7 +80,7 @@ def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
         if isinstance(module, fp4pass.nn.QuantizedLinear)
     )
     floats = [group for group in found.groups if group.scheme == FLOAT]
-    assert stored == found.bytes - sum(group.costs[FLOAT].bytes for group in floats)
+    assert stored == found.chosen.bytes - sum(group.costs[FLOAT].bytes for group in floats)
 
 
 def test_the_held_out_kl_is_that_of_the_converted_model() -> None:
@@ -122,7 +122,7 @@ def test_a_kl_is_met_by_the_smallest_model_that_was_found() -> None:
     wanted = small.kl / 3
     found = allocated(model, kl=wanted)
     assert found.kl <= wanted and small.bits < found.bits < 16
-    smaller = [each for each in found.measured if each.bytes < found.bytes]
+    smaller = [each for each in found.measured if each.bytes < found.chosen.bytes]
     assert all(each.kl > wanted for each in smaller)
     tries = [each for each in found.measured if each.label == "allocated"]
     assert 1 <= len(tries) <= 6
@@ -296,7 +296,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
     "unknown": ({"bits": 5, "schemes": ("nvfp5", "bf16")}, OptionError, "Did you mean 'nvfp4'"),
     "one": ({"bits": 5, "schemes": ("nvfp4a16",)}, OptionError, "Add 'bf16' to leave layers"),
     "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "at least one that quantizes"),
-    "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt"),
+    "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt. Leave"),
     "two methods": (
         {"bits": 5, "method": "sse", "quality": "good"},
         OptionError,
@@ -335,7 +335,7 @@ def test_models_that_it_is_not_for() -> None:
     with pytest.raises(StateError, match="a causal language model"):
         allocated(nn.Sequential(nn.Linear(32, 32)).eval(), bits=5, data=[torch.ones(2, 32)] * 3)
     traced = fp4pass.trace(decoder(), (windows(2),))
-    with pytest.raises(StateError, match="Allocate before the model is traced"):
+    with pytest.raises(StateError, match="is prepared, or a graph"):
         allocated(traced, bits=5)
 
 
@@ -343,7 +343,7 @@ def test_choices_follow_the_costs() -> None:
     """The best within bytes and the smallest within a KL are two sides of one curve."""
     found = allocated(decoder(), bits=6.0)
     costs = [dict(group.costs) for group in found.groups]
-    best = best_within(costs, found.bytes)
+    best = best_within(costs, found.chosen.bytes)
     assert best is not None
     size = total(costs, best)
     small = smallest_within(costs, size.kl * (1 + 1e-9))

@@ -255,21 +255,17 @@ def test_it_trains_where_gradients_are_off(mode: Any) -> None:
 
 
 def test_models_that_cannot_be_trained() -> None:
-    with torch.inference_mode():
-        model, original = pair()
-    with pytest.raises(StateError, match=r"embedding\.weight: it was made in inference mode"):
-        distilled(model, original)
     # NaN that only training batches reach.
     model, original = pair()
     before = copy.deepcopy(model)
     original.embedding.weight.data[3] = math.nan
-    with pytest.raises(NonFiniteError, match=r"^embedding\.weight of the original holds NaN"):
+    with pytest.raises(NonFiniteError, match="The KL of step 1 is NaN"):
         distilled(model, original, held_out=windows() * 0)
     assert_same_bits(model, before)
     # No weight of it is NaN.
     model, original = pair()
     original.register_forward_hook(lambda module, args, logits: logits * math.nan)
-    with pytest.raises(NonFiniteError, match="The KL of the held-out batches is not finite"):
+    with pytest.raises(NonFiniteError, match=r"The KL is NaN\. A model returns NaN"):
         distilled(model, original)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from blocks import HESSIANS, VARIANTS
-from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass import ops
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
@@ -88,29 +85,6 @@ def test_what_is_collected() -> None:
     assert once is not None and twice is not None and torch.equal(twice, 2 * once)
 
 
-@pytest.mark.parametrize("columns, dtype", [(48, torch.float32), (64, torch.bfloat16)])
-@pytest.mark.core
-def test_observe_full(dtype: torch.dtype, columns: int) -> None:
-    """The whole of what `observe` has the blocks of."""
-    state = (torch.zeros(columns, columns), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    blocks = (torch.zeros(math.ceil(columns / 32), 32, 32), *(each.clone() for each in state[1:]))
-    for shape in ((3, columns), (0, columns), (2, 5, columns), (columns,)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-        torch.library.opcheck(
-            ops.observe_full,
-            (x, *state),
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-        )
-    for each in state:
-        each.zero_()
-    for i in range(3):
-        x = torch.randn(7, columns, generator=torch.Generator().manual_seed(i)).to(dtype)
-        ops.observe_full(x, *state)
-        ops.observe(x, *blocks)
-    assert torch.equal(state[1], blocks[1]) and torch.equal(state[2], blocks[2])
-    torch.testing.assert_close(diagonal_blocks(state[0]), blocks[0])
-
-
 def test_the_precision_of_products_is_put_back() -> None:
     cuda, precision = torch.backends.cuda.matmul, "high"
     before = torch.get_float32_matmul_precision()
@@ -125,15 +99,6 @@ def test_the_precision_of_products_is_put_back() -> None:
     finally:
         cuda.allow_fp16_accumulation = False
         torch.set_float32_matmul_precision(before)
-
-
-def test_after_an_interruption(tmp_path: Path) -> None:
-    whole = converted("gptq")
-    assert_same_bits(whole, converted("gptq", resume=tmp_path / "r"))
-    assert_same_bits(whole, converted("gptq", resume=tmp_path / "r"))
-    found = sorted(path.name for path in (tmp_path / "r").iterdir())
-    converted(Gptq(sweeps=2), resume=tmp_path / "r")
-    assert len(found) == 2 and len(list((tmp_path / "r").iterdir())) == 4
 
 
 @pytest.mark.parametrize(

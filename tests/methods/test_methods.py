@@ -9,8 +9,9 @@ import oracle
 import pytest
 import torch
 from blocks import VARIANTS
-from torch import Tensor
+from torch import Tensor, nn
 
+import fp4pass
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import DtypeError, Fp4PassError, NonFiniteError, OptionError, ShapeError
@@ -163,3 +164,21 @@ def test_weights_that_cannot_be_quantized(
     stats = Stats(torch.eye(32).repeat(1, 1, 1), 1, 1.0, torch.eye(32))
     with pytest.raises(error, match=message):
         method.quantize(weight, stats, get_format("nvfp4"), 1.0, method.options())
+
+
+def test_what_few_tokens_say() -> None:
+    """Percent of the output on other tokens, as docs/search.md has them."""
+    found = {}
+    for method, tokens in (
+        ("naive", 1), ("sse", 1), *(("hessian", count) for count in (1, 2, 4, 8, 512))
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        linear, x = nn.Linear(256, 256, bias=False).eval(), torch.randn(4096, 256)
+        wanted = linear(x)[2048:]
+        fp4pass.prepare(linear, method)
+        fp4pass.calibrate(linear, [x[:tokens]], progress=False)
+        fp4pass.convert(linear, method=method, weight_only=True)
+        error = (linear(x[2048:]) - wanted).norm() / wanted.norm()
+        found[method, tokens] = 100 * float(error.detach())
+    expected = [10.2, 8.4, 28.3, 14.5, 10.5, 9.6, 8.4]
+    assert list(found.values()) == pytest.approx(expected, abs=0.15)

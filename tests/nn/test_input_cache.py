@@ -514,24 +514,6 @@ def test_no_value_outlives_a_forward_that_fails() -> None:
     assert torch.equal(model.k(x), model.k(x.clone()))
 
 
-def test_a_model_in_a_model_keeps_the_slot_of_the_outer_one() -> None:
-    class Outer(Attention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Attention()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.q(x) + self.inner(x) + self.k(x)
-
-    model = converted(Outer)
-    with unshared():
-        expected = model(batch())
-    with counted() as seen:
-        assert torch.equal(model(batch()), expected)
-    # q with k, the three of the inner one, and its o.
-    assert len(seen) == 3
-
-
 class Behind(Attention):
     """Writes between its layers what torch does not count."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import ALL
-from kernels.cases import cases
+from kernel_cases import cases
 from torch import Tensor
 
 from fp4pass import ops

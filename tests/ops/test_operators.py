@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.cases import DEVICE, flat, gpu
+from kernel_cases import DEVICE, flat, gpu
 from kernels.conftest import poisoned  # noqa: F401 (a fixture)
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import VARIANTS
-from kernels.cases import cases
+from kernel_cases import cases
 from ops.test_operators import divisor_of, packed_weight, seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,56 +58,6 @@ def test_rotations_say_what_they_want() -> None:
         ops.rotate(x.int(), 32)
     with pytest.raises(OptionError, match="naive"):
         ops.rotate_quantize(x, 32, None, "mxfp4", "best")
-
-
-@pytest.mark.core
-def test_norms_say_what_they_want() -> None:
-    x, row = torch.randn(3, 32), torch.randn(32)
-    layer, rms = (("layer", 1e-6, None, "mxfp4"), ("rms", 1e-6, None, "mxfp4"))
-    for error, match, arguments in (
-        (ShapeError, "weight of a norm", (x, x, row[1:], None, *rms)),
-        (ShapeError, "weight of a norm", (x, None, row.half(), None, *rms)),
-        (ShapeError, "The bias of a norm", (x, None, row, row.half(), *layer)),
-        (ShapeError, "The residual: expected", (x, row, None, None, *layer)),
-        (ShapeError, "The residual: expected", (x, x.half(), row, None, *rms)),
-        (ShapeError, "multiple of 32", (x[:, :16], None, None, None, *layer)),
-        (OptionError, "expected a weight and no bias", (x, None, row, row, *rms)),
-        (OptionError, "expected a weight and no bias", (x, None, None, None, *rms)),
-        (OptionError, "Norm 'batch'", (x, None, row, row, "batch", *layer[1:])),
-    ):
-        with pytest.raises(error, match=match):
-            ops.norm_quantize(*arguments)
-
-
-@pytest.mark.core
-def test_activations_say_what_they_want() -> None:
-    x = torch.randn(3, 32)
-    with pytest.raises(ShapeError, match="The factor: expected"):
-        ops.activate_quantize(x, x[:1], "silu", None, "mxfp4")
-    with pytest.raises(OptionError, match="gelu_tanh"):
-        ops.activate_quantize(x, x, "relu", None, "mxfp4")
-    with pytest.raises(DtypeError):
-        ops.activate_quantize(x.int(), None, "silu", None, "mxfp4")
-
-
-@pytest.mark.core
-def test_what_is_around_products_has_to_fit_them() -> None:
-    packed, scale = packed_weight(FORMATS["nvfp4"], 6)
-    x, one = torch.randn(3, 64), [[packed], [scale], [None], [None]]
-    rows = (torch.ones(3, 4), torch.ones(64), 1e-6)
-    for error, match, arguments in (
-        (OptionError, "Activation 'relu'", (x, "relu")),
-        (ShapeError, "expected packed codes of two in one shape", (x[:, :64], "silu")),
-        (ShapeError, "The residual: expected", (x, None, torch.ones(3, 5))),
-        (ShapeError, "squares: expected", (x, None, None, rows[0][:, :3], *rows[1:])),
-        (ShapeError, "weight of a norm", (x, None, None, rows[0], rows[1][:5], 1e-6)),
-        (DtypeError, "Rounded rows: expected", (x, None, None, None, None, 0.0, torch.ones(3, 1))),
-        (DtypeError, "expected float32", (x.int(), None)),
-    ):
-        first, *around = arguments
-        stored = one if match[:8] != "expected" or error is DtypeError else [e * 3 for e in one]
-        with pytest.raises(error, match=match):
-            ops.linear_group(first, *stored, "nvfp4", "input", *around)
 
 
 @formats

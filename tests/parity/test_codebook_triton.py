@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import cases
+from kernel_cases import cases
 from kernels.conftest import poisoned as poisoned
 from torch import Tensor
 

@@ -56,13 +56,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     ),
     "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}, True),
     "causal with weights": ({}, {"attn_mask": CAUSAL, "is_causal": True}, True),
-    "bias_k": ({"add_bias_kv": True}, {"attn_mask": FLOAT[1]}, False),
-    "add_zero_attn": ({"add_zero_attn": True}, {"need_weights": False}, False),
-    "both and a mask": (
-        {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
-        {"key_padding_mask": PADDING, "need_weights": False},
-        False,
-    ),
     "kdim and vdim": ({"kdim": 32, "vdim": 48}, {"attn_mask": BOOLEAN}, False),
 }
 

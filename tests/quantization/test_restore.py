@@ -9,7 +9,7 @@ from typing import Any
 import mixtures
 import pytest
 import torch
-from small_models import TINY, converted, language_model, logits, tokens
+from small_models import TINY, converted, language_model, logits
 from torch import Tensor, nn
 
 import fp4pass
@@ -171,21 +171,6 @@ def test_experts_are_their_class_again() -> None:
     model.dequantize()
     assert [type(each) for each in model.modules()] == kinds and list(model.state_dict()) == names
     torch.testing.assert_close(mixtures.logits(model), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_quantized_cache_goes_too() -> None:
-    model = language_model(dtype=torch.float32)
-    names = list(model.state_dict())
-    fp4pass.prepare(model, "sse", kv_cache="fp8")
-    fp4pass.calibrate(model, [tokens()], progress=False)
-    fp4pass.convert(model, weight_only=True)
-    model.dequantize()
-    assert list(model.state_dict()) == names
-    import caches
-
-    out = model.generate(tokens(1, 8), max_new_tokens=2, return_dict_in_generate=True)
-    assert type(caches.kept(out).layers[0]).__name__ == "DynamicLayer"
-    assert caches.kept(out).layers[0].keys.dtype == torch.float32
 
 
 def test_what_cannot_be_made_dense_is_refused_whole() -> None:

@@ -26,7 +26,7 @@ GATES = {name: mul(activation, UP) for name, activation in ACTIVATIONS.items()}
 # A group has lists of the first four, and what is around the products (`Around`) last.
 _WEIGHT, _OPTIONS, _AROUND = slice(1, 5), slice(5, 7), slice(7, None)
 
-# What is around products, where nodes stand for its tensors.
+# The record of what is around products, where nodes stand for its tensors.
 AROUND: Any = Around
 
 

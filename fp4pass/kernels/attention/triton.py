@@ -170,9 +170,11 @@ def attention_kernel(
     row, d, e = tl.arange(0, ROWS), tl.arange(0, SIZES.d), tl.arange(0, E)
     head, query = (group * count + row // queries).to(tl.int64), (row % queries).to(tl.int64)
     kept = row < count * queries
-    span = cache.span + text * counts.span
-    k = cache.keys + text * strides.k[0] + group.to(tl.int64) * strides.k[1]
-    v = cache.values + text * strides.v[0] + group.to(tl.int64) * strides.v[1]
+    # By place: Triton's tuples have values of their own.
+    keys, values, mask, span, counters, scale = cache
+    span += text * counts.span
+    k = keys + text * strides.k[0] + group.to(tl.int64) * strides.k[1]
+    v = values + text * strides.v[0] + group.to(tl.int64) * strides.v[1]
     if OVERLAP:
         # A span that is not written yet costs time, and nothing else.
         begin, end, _ = part_of(span, split, counts.size, SIZES)
@@ -202,7 +204,7 @@ def attention_kernel(
             write_new(rows, mine, text, group, token, new, strides, SIZES)
             tl.debug_barrier()
     of_mask = counts.mask
-    mask = cache.mask + (text * of_mask[0] + head * of_mask[1] + query * of_mask[2])[:, None]
+    mask += (text * of_mask[0] + head * of_mask[1] + query * of_mask[2])[:, None]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS, E), tl.float32)
@@ -215,7 +217,7 @@ def attention_kernel(
         value_tile = tl.load(value_at, mask=inside[:, None] & (e < OUT_WIDTH)[None, :], other=0.0)
         read = inside[None, :] & kept[:, None]
         bias = tl.load(mask + place[None, :] * strides.keys, mask=read, other=0)
-        logits = product(x, key_tile) * (cache.scale * _LOG2E)
+        logits = product(x, key_tile) * (scale * _LOG2E)
         if mask.dtype.element_ty != tl.uint8:
             logits += bias.to(tl.float32) * _LOG2E
         logits = tl.where(read & is_read(bias), logits, float("-inf"))
@@ -243,8 +245,8 @@ def attention_kernel(
         tl.store(sums + at[:, None] * OUT_WIDTH + e[None, :], found, mask=there)
         # The last to finish adds all parts, in their order; the atomic orders the memory.
         tl.debug_barrier()
-        if tl.atomic_add(cache.counters + pair, 1) == parts - 1:
-            tl.store(cache.counters + pair, 0)
+        if tl.atomic_add(counters + pair, 1) == parts - 1:
+            tl.store(counters + pair, 0)
             for start in range(0, count * queries, SIZES.chunk):
                 add_parts(sums, tops, totals, out, start, parts, group, counts, SIZES)
 

@@ -1,4 +1,7 @@
-"""Round float32 tensors to elements and scales: to nearest, ties to the even code."""
+"""Round float32 tensors to elements and scales: to nearest, ties to the even code.
+
+Below, float32 scales of tiles of a weight, or of parts of rows, and their places.
+"""
 
 from __future__ import annotations
 

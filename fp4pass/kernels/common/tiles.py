@@ -1,4 +1,7 @@
-"""Pieces of kernels of several operators, without Triton's float8 types (docs/kernels.md)."""
+"""Pieces of kernels of several operators, without Triton's float8 types (docs/kernels.md).
+
+Those for 4-bit codes come first, those for E4M3 codes last.
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
-from .decode_triton import decode_e4m3, operand
-from .operands_triton import Rows, expanded, operands, sorted_rows
+from .operands_triton import Rows, decode_e4m3, expanded, operand, operands, sorted_rows
 
 # From the largest, measured on an H200.
 SIZES = (

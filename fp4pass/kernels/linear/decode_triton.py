@@ -1,4 +1,7 @@
-"""Make the operands of products: decode codes in registers, and sort x to follow their columns."""
+"""Make the operands of products: decode codes in registers, and sort x to follow their columns.
+
+The PTX that decodes codes is last.
+"""
 
 from __future__ import annotations
 

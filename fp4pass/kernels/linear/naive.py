@@ -27,7 +27,7 @@ class RowNorm(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a call of products computes beside them; it crosses the operator by its fields."""
+    """The work of a call beside its products; it crosses the operator by its fields."""
 
     # The activation of a gate. The weights are those of the gate and of its factor, or one that has
     # both, in this order.

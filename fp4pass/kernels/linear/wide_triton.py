@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..._compat.triton import barrier_of_threads, tile_loader
 from ..common.tiles import global_multiplier, power
-from ..compute_fp8.decode_triton import table_assembly
-from ..compute_fp8.operands_triton import row_factor, shift_from, two_to_the
+from ..compute_fp8.operands_triton import row_factor, shift_from, table_assembly, two_to_the
 from .decode_triton import offset, scale_assembly, wide_assembly
 
 barrier, load_tile = barrier_of_threads(), tile_loader()

@@ -1,4 +1,8 @@
-"""Quantize activations, or a function of them, on a GPU: a lane takes a block."""
+"""Quantize activations, or a function of them, on a GPU.
+
+Of 4-bit codes a lane takes a block, and after a norm a program takes rows. Of E4M3 codes a program
+takes a row.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ...core.elements import scale_table
 from ...core.formats import Format
 from ...core.packing import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_
-from .blocks import (
+from .joint_reference import (
     as_blocks,
     block_hessians,
     dequantized,

@@ -22,9 +22,18 @@ from ...core.formats import Format
 from ...core.packing import empty_weight, pack_codes
 from ..common.rounding import band_of, bands, round_to_codes_, round_to_values_, spread
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
-from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .float_scales import in_blocks, search_float_scales
-from .joint_reference import REFERENCE, Chooser, Metric, Solution, make_metric
+from .joint_reference import (
+    REFERENCE,
+    Chooser,
+    Metric,
+    Solution,
+    as_blocks,
+    make_metric,
+    normalize,
+    step_sizes,
+    upper_factor,
+)
 
 # Rows at a time: they share nothing but the Hessian. Bits may depend on it, for products of other
 # shapes add in another order.

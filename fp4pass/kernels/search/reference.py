@@ -19,8 +19,8 @@ from ...core.elements import scale_table
 from ...core.formats import Format
 from ...core.packing import empty_weight, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
-from .blocks import block_hessians, normalize, step_sizes
 from .float_scales import search_float_scales
+from .joint_reference import block_hessians, normalize, step_sizes
 
 OBJECTIVES = ("naive", "sse", "hessian")
 

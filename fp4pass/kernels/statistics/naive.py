@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,3 +123,20 @@ def weight_amax(weight: Tensor) -> float:
     """Return the largest magnitude in float32, not finite if any element is not."""
     low, high = torch.aminmax(weight.detach())
     return max(abs(float(low.float())), abs(float(high.float())))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros on the CPU, in memory that the system gives once they are read or written."""
+    # A whole Hessian on its way to a GPU would otherwise be written here first.
+    size = math.prod(shape) * dtype.itemsize
+    if size < mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+def moved_totals(totals: Sequence[Tensor], device: torch.device, has_seen: bool) -> list[Tensor]:
+    """Return totals on a device; made there, and not copied, before anything was added."""
+    # A compiler would merge those that two observers make in one graph.
+    if has_seen or torch.compiler.is_compiling():
+        return [total.to(device) for total in totals]
+    return [torch.zeros(total.shape, dtype=total.dtype, device=device) for total in totals]

@@ -77,12 +77,6 @@ class CalledAttention(nn.MultiheadAttention):
         if padding is not None:
             padding = padding.unflatten(-1, (1, 1, -1))
             mask = padding if mask is None else mask + padding
-        for extra in self._extra_keys(q):
-            k, v = (
-                torch.cat((x, each.to(x.dtype).expand(len(x), -1, -1, -1)), 2)
-                for x, each in zip((k, v), extra, strict=True)
-            )
-            mask = None if mask is None else F.pad(mask, (0, 1))
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
             scores = (q * self.head_dim**-0.5) @ k.mT
@@ -104,15 +98,6 @@ class CalledAttention(nn.MultiheadAttention):
             x = x.transpose(0, 1)
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _extra_keys(self, q: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values [1, H, 1, D] that all queries see beside those given."""
-        if self.bias_k is not None and self.bias_v is not None:
-            split = (self.num_heads, 1, self.head_dim)
-            yield self.bias_k.unflatten(-1, split)[0], self.bias_v.unflatten(-1, split)[0]
-        if self.add_zero_attn:
-            zeros = q.new_zeros(1, self.num_heads, 1, self.head_dim)
-            yield zeros, zeros
-
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return a mask as numbers to add to scores: -inf where a boolean one is True."""
@@ -122,13 +107,18 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Return whether a module is torch's own attention, with parameters of its own."""
+    """Return whether a module is torch's own attention, with parameters of its own.
+
+    Keys of its own (`add_bias_kv`, `add_zero_attn`) are not for layers.
+    """
     # Hooks of accelerate replace forward, and parametrizations a parameter.
     names = _STACKED[:1] if getattr(module, "_qkv_same_embed_dim", False) else _WEIGHTS
     parameters = module._parameters
     return (
         type(module) is nn.MultiheadAttention
         and "forward" not in module.__dict__
+        and module.bias_k is None
+        and not module.add_zero_attn
         and type(module.out_proj) is NonDynamicallyQuantizableLinear
         and all(parameters.get(name) is not None for name in names)
     )

@@ -152,17 +152,6 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
             module.register_buffer(key, room.to(next(module.parameters()).device))
 
 
-def scales_apart(root: nn.Module) -> list[str]:
-    """Return the names of the scales of a converted model's cache that no layout has a place for.
-
-    Engines take `k_scale` for FP8's, and refuse tensors that they do not know.
-    """
-    fmt = cache_format_of(root)
-    if fmt is None or fmt.blocks is None:
-        return []
-    return [f"{path}.{key}" for path in cached_attention(root) for key in fmt.scales]
-
-
 def cache_format_of(model: nn.Module) -> CacheFormat | None:
     """Return the format of the cache of a converted model, None where it stays in float."""
     state = get_state(unwrap(model))

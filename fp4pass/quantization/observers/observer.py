@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import CalibrationError
 from ...graph.rewrite import OBSERVERS
-from ...kernels.statistics.naive import diagonal_blocks
-from ...kernels.statistics.totals import moved_totals, zeros
+from ...kernels.statistics.naive import diagonal_blocks, moved_totals, zeros
 from ...methods import STATISTICS, ExpertInputs, Stats
 from ...nn.experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ...nn.input_cache import compute_once
@@ -40,17 +39,13 @@ class _Sequence:
 
 
 class _Seen:
-    """The statistics of a sequence of inputs, for the observers that have seen just these inputs.
-
-    Attributes:
-        state: Changed in place only by a single holder, which then makes a new object of it.
-        holders: The number of observers that it belongs to.
-        sequence: Names the inputs; None if there are none yet.
-        stats: One object for all holders, once any was asked for its statistics.
-    """
+    """The statistics of a sequence of inputs, for the observers that have seen just these."""
 
     def __init__(self, state: State, sequence: _Sequence | None) -> None:
-        self.state, self.sequence, self.holders = state, sequence, 1
+        # Changed in place only by a single holder, which then makes a new object of it.
+        self.state, self.holders = state, 1
+        # Names the inputs; None if there are none yet.
+        self.sequence = sequence
         self.stats: Stats | None = None
 
 
@@ -62,14 +57,8 @@ class Observer(nn.Module):
     that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
     torch.compile would merge the tensors that two observers make in one graph.
 
-    Args:
-        needs: Fields of Stats to collect.
-        columns: K, the width of the input.
-        sharers: The number of layers that a graph feeds it for, 0 for a hook.
-
-    Attributes:
-        part: The tokens of an exported graph that it is fed with (visible_tokens.py).
-        unmapped: A mask that hides tokens, but is not of the rows that it saw.
+    It collects the fields `needs` of Stats of inputs of width `columns`; `sharers` is the number of
+    layers that a graph feeds it for, 0 for a hook.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
@@ -82,6 +71,7 @@ class Observer(nn.Module):
         super().__init__()
         self.needs = needs
         self.columns, self.sharers = columns, sharers
+        # The tokens of an exported graph that it is fed with, and a mask that hides others.
         self.part, self.unmapped, self.is_unmapped_said = "", None, False
         self._hessian = _hessian_name(needs)
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
@@ -203,12 +193,8 @@ def _state_of(seen: weakref.ref[_Seen]) -> State | None:
 class ExpertObserver:
     """Accumulates the statistics of a stack of experts, expert by expert.
 
-    Args:
-        needs: Fields of Stats to collect.
-        experts: E.
-        columns: K, the width of the input.
-        second: Whether the experts read activations of their own products.
-        keep: Keep the inputs in place of whole Hessians, which takes less memory.
+    second: whether the experts read activations of their own products; keep: keep the inputs in
+    place of whole Hessians, which takes less memory.
     """
 
     sharers = 0

@@ -80,24 +80,15 @@ class Tokens:
 
 
 class Reading:
-    """The tokens that layers read.
-
-    Attributes:
-        own: those of a model, an encoder or a decoder.
-        decoder: those of the decoder, where it has no hooks of its own.
-        memory: the outputs of the encoder that a decoder reads.
-        encoder: the tokens of the memory.
-        beyond: a mask that hides other tokens than these.
-        mask: a mask that hides tokens, None if nothing is hidden.
-    """
+    """The tokens that layers read."""
 
     def __init__(
         self,
-        own: Tokens | None = None,
-        decoder: Tokens | None = None,
-        memory: Tensor | None = None,
-        encoder: Tokens | None = None,
-        beyond: Tensor | None = None,
+        own: Tokens | None = None,  # of a model, an encoder or a decoder
+        decoder: Tokens | None = None,  # where it has no hooks of its own
+        memory: Tensor | None = None,  # outputs of an encoder that a decoder reads
+        encoder: Tokens | None = None,  # of the memory
+        beyond: Tensor | None = None,  # a mask that hides other tokens than these
     ) -> None:
         self.own, self.decoder, self.memory, self.encoder = own, decoder, memory, encoder
         self.beyond = beyond
