@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from native import gpt_oss
 from safetensors.torch import load_file
-from small_models import assert_same_bits, bits, change, language_model, logits
+from small_models import assert_same_bits, bits, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
@@ -78,11 +79,10 @@ DENSE = [("*.self_attn.*", None)]
 
 
 @pytest.mark.filterwarnings("ignore:.*MXFP4")
-@pytest.mark.parametrize("method", ["naive", "sse"])
-def test_transformers_loads_what_save_writes(tmp_path: Path, method: str) -> None:
+def test_transformers_loads_what_save_writes(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "float", packed=False)
     model = language_model(tmp_path / "float")
-    fp4pass.convert(model, "mxfp4", method, weight_only=True, rules=DENSE)
+    fp4pass.convert(model, "mxfp4", "naive", weight_only=True, rules=DENSE)
     fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "mxfp4"
@@ -107,3 +107,20 @@ def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=message):
             dict(read_experts(tmp_path / "d"))
         shutil.rmtree(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"self_attn\.q_proj: .*only experts are packed. Skip the others with a rule"),
+        ({"rules": DENSE, "weight_only": False}, "experts with 4-bit inputs"),
+        ({"rules": DENSE, "fmt": "nvfp4"}, "no place for nvfp4"),
+    ],
+    ids=str,
+)
+def test_what_the_layout_cannot_hold(options: Any, message: str, tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path / "float", packed=False)
+    fp4pass.convert(model, **{"fmt": "mxfp4", "method": "naive", "weight_only": True} | options)
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
+    assert not (tmp_path / "q").exists()
