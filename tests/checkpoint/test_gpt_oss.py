@@ -11,7 +11,7 @@ import pytest
 import torch
 from native import gpt_oss
 from safetensors.torch import load_file
-from small_models import assert_same_bits, bits, language_model, logits
+from small_models import assert_same_bits, bits, change, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
