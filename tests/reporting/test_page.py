@@ -160,13 +160,6 @@ def test_names_are_text_and_not_markup() -> None:
     assert "<img" not in text and text.count("</script>") == 1
 
 
-def test_a_page_says_which_tokens_no_digest_has(mixed: tuple[dict[str, Any], str]) -> None:
-    calibration = {"tokens": 64, "batches": 1, "hidden": 12, "own_tokens": 24}
-    text = render({**mixed[0], "calibration": calibration})
-    beside = "64 tokens in 1 batch, beside 12 that attention_mask hides"
-    assert f"{beside}, 24 of them by calls outside of fp4pass.calibrate</dd>" in text
-
-
 def test_a_page_asks_nobody_for_anything(mixed: tuple[dict[str, Any], str]) -> None:
     data, text = mixed
     assert "://" not in text and "default-src 'none'" in text and "@import" not in text
@@ -231,53 +224,6 @@ def test_a_browser_shows_it(mixed: tuple[dict[str, Any], str], tmp_path: Path) -
         len(re.findall('<svg role="img"', done.stdout)) == 6
         and "model.layers.3.mlp.down_proj" in done.stdout
     )
-
-
-# For each element with text: its color, and the colors behind it, the nearest first.
-_COLORS = """
-const page = document.querySelector("iframe").contentDocument, view = page.defaultView;
-const behind = each => [...(function*() {
-  for (; each; each = each.parentElement) yield view.getComputedStyle(each).backgroundColor; })()];
-const own = each => [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim());
-const texts = [...page.body.querySelectorAll("*")].filter(own).map(each => {
-  const style = view.getComputedStyle(each);
-  return [each.tagName == "text" ? style.fill : style.color, behind(each), each.textContent]; });
-document.title = JSON.stringify(texts);
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme, dark", [(1, False), (0, True)])
-def test_text_is_read_in_the_light_and_in_the_dark(
-    mixed: tuple[dict[str, Any], str], scheme: int, dark: bool, tmp_path: Path
-) -> None:
-    style = "border: 0; color-scheme: light dark"
-    frame = f'<iframe width="1280" style="{style}" srcdoc="{escape(mixed[1])}"></iframe>'
-    script = f"<script>window.onload = () => {{{_COLORS}}}</script>"
-    text = f'<html style="color-scheme: light dark"><title></title>{frame}{script}'
-    option = f"--blink-settings=preferredColorScheme={scheme}"
-    shown = browse(text, tmp_path, option).stdout
-    title = shown.partition("<title>")[2].partition("</title>")[0]
-    texts = json.loads(unescape(title))
-    drawn = {"rgb(255, 255, 255)", "rgb(0, 0, 0)"}
-    seen = 0
-    for color, behind, what in texts:
-        ground = next(each for each in behind if "rgba" not in each)
-        assert (brightness(ground) < 0.1) == dark, what
-        # The numbers of a map lie on their cells, in white or in black.
-        if color in drawn and what.replace(".", "").isdigit():
-            continue
-        ends = sorted((brightness(color), brightness(ground)))
-        assert (ends[1] + 0.05) / (ends[0] + 0.05) >= 4.5, (what, color, ground)
-        seen += 1
-    assert seen > 100
-
-
-def brightness(color: str) -> float:
-    """The relative luminance of a color, as WCAG 2 has it."""
-    parts = [int(each) / 255 for each in re.findall(r"\d+", color)[:3]]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_charts_have_the_colors_of_the_page(mixed: tuple[dict[str, Any], str]) -> None:
