@@ -99,32 +99,6 @@ def test_names_are_those_of_the_float_models_folder(name: str, tmp_path: Path) -
         assert foreign.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llava", "deepseek_v4"))]
-)
-def test_every_way_to_a_folder_gives_the_same_names(name: str, tmp_path: Path) -> None:
-    built = more_mixtures.build(name)
-    built.save_pretrained(tmp_path / "float")
-    # It keeps some tensors in float32.
-    model = type(built).from_pretrained(tmp_path / "float", dtype=torch.bfloat16)
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
-    save(model, tmp_path / "memory")
-    save(model, tmp_path / "own", layout="fp4pass")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"weight_only": True, "progress": False}
-        fp4pass.quantize_checkpoint(
-            tmp_path / "float", tmp_path / "stream", "nvfp4", "naive", **options
-        )
-    transcode(tmp_path / "memory", tmp_path / "modelopt", "modelopt")
-    transcode(tmp_path / "modelopt", tmp_path / "back", "compressed-tensors")
-    names = names_in(tmp_path / "memory")
-    assert {SUFFIX.sub(".weight", each) for each in names} == names_in(tmp_path / "float")
-    assert names_in(tmp_path / "stream") == names == names_in(tmp_path / "back")
-    for folder in ("memory", "own", "stream", "modelopt", "back"):
-        assert_same_bits(fp4pass.load(tmp_path / folder), model)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "save_pretrained"])
 def test_ignore_has_the_names_of_the_folder_and_of_the_model(layout: str, tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ SIGNED = {
         r"shape: expected two or three sizes above 0, got \(96,\)",
     ),
     "a dtype": (in_layer(weight_dtype="x"), "weight_dtype: expected a dtype, got 'x'"),
-    "transposed": (in_layer(transposed="no"), "transposed: expected True or False, got 'no'"),
     "a new option": (in_config(bits=4), "unexpected keyword argument 'bits'"),
     "rows": (lambda own: own["report"].update(rows=[{"name": "0"}]), "KeyError"),
     "out of it": (lambda own: own.update(weights="../model.safetensors"), "a name in the folder"),

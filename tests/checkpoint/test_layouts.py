@@ -238,22 +238,6 @@ def test_a_layout_stores_and_declares_what_it_holds(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("multiplies", [False, True])
-def test_global_scales_keep_their_direction(name: str, multiplies: bool) -> None:
-    layout = LAYOUTS[name]
-    config = dataclasses.replace(LinearConfig("nvfp4", "sse", True), multiplies=multiplies)
-    layers = {"a": PackedLayer(config, "bfloat16", False, (32, 64))}
-    if GLOBAL in layout.parts:
-        state = {"a.weight_global_scale": torch.tensor([0.25])}
-        stored = layout.to_stored(state, layers)
-        is_kept = not layout.engines or layout.multiplies == multiplies
-        assert [each.item() for each in stored.values()] == [0.25 if is_kept else 4.0]
-        again = layout.from_stored(stored, layers)
-        assert torch.equal(again["a.weight_global_scale"], torch.tensor([0.25]))
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("each_part", [False, True])
 @pytest.mark.parametrize("inputs", [None, [0.5], [0.5, 0.25, 0.125]], ids=str)

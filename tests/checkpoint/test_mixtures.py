@@ -15,9 +15,7 @@ from small_models import assert_same_bits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.checkpoint.source_files import write_manifest
 from fp4pass.errors import CheckpointError
-from fp4pass.reporting.data import gather
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -147,18 +145,6 @@ def test_transformers_reads_dense_folders(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(dense.eval()), logits(reference))
 
 
-def test_transformers_looks_for_weights_of_identities(tmp_path: Path) -> None:
-    """It has rows of gate and up for experts that only give back their input, and reads them."""
-    model = converted("longcat_flash", "mxfp4")
-    (warning,) = save(model, tmp_path / "q")
-    assert CANNOT in warning and "experts that only give back their input" in warning
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")
-    stack = model.model.layers[0].mlp.experts.gate_up_proj
-    assert stack.weight.shape == (6, 64, 64) and stack.weight_packed.shape[0] == 4
-    assert stack.weight[:4].any(2).all() and not stack.weight[4:].any()
-
-
 def test_transformers_drops_the_global_scales_of_nvfp4(tmp_path: Path) -> None:
     """Once this fails, transformers has mended it: then `save` need not warn any more."""
     model = converted("qwen3_moe")
@@ -172,39 +158,3 @@ def test_transformers_drops_the_global_scales_of_nvfp4(tmp_path: Path) -> None:
     assert theirs.abs().max() > 100
     with pytest.raises(CheckpointError, match=r"fp4pass\.save\(model, dir\)"):
         model.save_pretrained(tmp_path / "r")
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "name", ["mixtral", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"]
-)
-def test_reports_of_folders_and_models_agree(name: str, tmp_path: Path) -> None:
-    original, model = build(name, torch.bfloat16), converted(name)
-    original.save_pretrained(tmp_path / "float")
-    save(model, tmp_path / "q")
-    sources: dict[str, tuple[Any, Any]] = {
-        "memory": (model, original),
-        "packed folder": (tmp_path / "q", original),
-        "float folder": (model, tmp_path / "float"),
-        "folders": (tmp_path / "q", tmp_path / "float"),
-    }
-    pages = [gather(a, reference=b, progress=False) for a, b in sources.values()]
-    rows = fp4pass.report(model).converted
-    for page in pages:
-        assert [row["name"] for row in page["layers"]] == [r["name"] for r in pages[0]["layers"]]
-        assert page["summary"]["layers"] == len(rows)
-        assert page["scales"] == pages[0]["scales"] and page["offsets"] == pages[0]["offsets"]
-        blocks = sum(each["blocks"] for each in page["offsets"])
-        assert blocks == sum(torch.Size(row.shape).numel() // 16 for row in rows)
-
-
-def test_a_parameter_that_cannot_have_the_stack_is_refused(tmp_path: Path) -> None:
-    save(converted("longcat_flash"), tmp_path / "q", layout="fp4pass")
-    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
-    del own["sha256"]
-    layer = own["layers"]["model.layers.0.mlp.experts.gate_up_proj"]
-    assert layer["stored_shape"] == [6, 64, 64]
-    layer["stored_shape"] = [9, 9, 9]
-    write_manifest(tmp_path / "q", own)
-    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
-        open_checkpoint(tmp_path / "q")

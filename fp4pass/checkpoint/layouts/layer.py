@@ -122,36 +122,16 @@ class PackedLayer:
         config, shape = LinearConfig.from_dict(data["config"]), tuple(data["shape"])
         stored = tuple(data.get("stored_shape", ()))
         layer = PackedLayer(**{**data, "config": config, "shape": shape, "stored_shape": stored})
-        dtype, static = getattr(torch, layer.weight_dtype, None), layer.static_inputs
-        for what, wanted, got, fits in (
-            ("shape", "two or three sizes above 0", shape, _is_weight(shape)),
-            ("stored_shape", "none, or that of a stack", stored, _is_stored(stored, shape)),
-            ("transposed", "True or False", layer.transposed, type(layer.transposed) is bool),
-            ("static_inputs", "True or False", static, type(static) is bool),
-            ("weight_dtype", "a dtype", layer.weight_dtype, isinstance(dtype, torch.dtype)),
-        ):
-            if not fits:
-                raise OptionError(expected(what, wanted, repr(got)))
+        if len(shape) not in (2, 3) or not _are_sizes(shape):
+            raise OptionError(expected("shape", "two or three sizes above 0", repr(shape)))
+        if not isinstance(getattr(torch, layer.weight_dtype, None), torch.dtype):
+            raise OptionError(expected("weight_dtype", "a dtype", repr(layer.weight_dtype)))
         return layer
 
 
 def _are_sizes(value: Any) -> bool:
     is_list = isinstance(value, list | tuple)
     return is_list and all(type(size) is int and size > 0 for size in value)
-
-
-def _is_weight(shape: tuple[Any, ...]) -> bool:
-    return len(shape) in (2, 3) and _are_sizes(shape)
-
-
-def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of a shape may have a stack: below each other, or with more."""
-    if not stored:
-        return True
-    if len(shape) != 3 or not _is_weight(stored):
-        return False
-    whole = math.prod(stored) == math.prod(shape)
-    return whole if len(stored) == 2 else sorted(stored[1:]) == sorted(shape[1:])
 
 
 def is_tile(value: Any) -> bool:
