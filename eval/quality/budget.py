@@ -115,7 +115,7 @@ def tested(trials: Any, found: Allocation, model: Any, test: Tensor) -> dict[str
     """Return the KL of a choice and of the best uniform one on text that chose nothing."""
 
     def evaluated(each: Candidate) -> Any:
-        packed = trials.converter.convert(trials.recipe(each.schemes))
+        packed = trials.model.convert(trials.recipe(each.schemes))
         return fp4pass.evaluate(packed, None, test, model, progress=False)
 
     ours = evaluated(found.chosen)

@@ -204,9 +204,11 @@ GRIDS["inputs"] = [
 ]
 # What learns behind a conversion, from the best start in each scheme.
 _LEARNED: dict[str, dict[str, Any]] = {
-    "distill": {"distill": {"steps": 300, "travel": 1.7, "tokens": 1 << 17}},
-    "distill, share 0": {"distill": {"steps": 300, "travel": 1.7, "share": 0.0, "tokens": 1 << 17}},
-    "distill, 1200 steps": {"distill": {"steps": 1200, "travel": 3.5, "tokens": 1 << 18}},
+    "distill": {"distill": {"steps": 300, "travel": 0.85, "tokens": 1 << 17}},
+    "distill, share 0": {
+        "distill": {"steps": 300, "travel": 0.85, "share": 0.0, "tokens": 1 << 17}
+    },
+    "distill, 1200 steps": {"distill": {"steps": 1200, "travel": 1.75, "tokens": 1 << 18}},
 }
 _CROSS = {"name": "gptq", "target": "cross"}
 _STARTS: list[dict[str, Any]] = [

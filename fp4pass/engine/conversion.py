@@ -86,7 +86,7 @@ class Conversion:
         checks.require_batch(root, plan, before)
         if recording is not None:
             recording.require_calls()
-            recording.warn_of_unfollowed(stacklevel=5)
+            recording.warn_of_unfollowed(stacklevel=4)
         stacks = [] if recording is None else recording.stacks
         first = with_statistics(outside(plan, stacks))
         if before is not None and any(layer.stats.tokens for layer in first.layers):

@@ -91,7 +91,7 @@ class Engine:
                     self.device.look_ahead(ahead[i + 1 :])
                     self._run_layer(work, place)
         unmapped |= {} if self.recording is None else self.recording.unmapped
-        warn_of_unmapped(unmapped, stacklevel=5)
+        warn_of_unmapped(unmapped, stacklevel=4)
         return self.rows
 
     def _run_layer(self, work: Work, place: torch.device) -> None:

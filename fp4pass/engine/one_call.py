@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,7 +60,6 @@ class OneCall:
     plan: Plan
     tokens: int  # that the model writes itself if there is no data; 0 if it needs none
     smoothing: float  # the strength of `fp4pass.smooth` before anything else; 0 for none
-    text: OwnText = OwnText()
 
     @staticmethod
     def of(
@@ -99,7 +99,9 @@ class OneCall:
         sequential = by_layers or (recipe is not None and recipe.sequential)
         # Options that only serve layers one after the other ask for that.
         sequential = sequential or any("cross" in each.needs for each in configs)
-        tokens = INPUT_TOKENS if any(map(_has_input_scale, configs)) else 0
+        # For a scale of inputs that `save` needs.
+        scaled = any(not each.weight_only and each.format.has_input_scale for each in configs)
+        tokens = INPUT_TOKENS if scaled else 0
         if kv_cache is not None or any(each.needs for each in configs):
             tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
         smoothing = 0.0
@@ -124,34 +126,26 @@ class OneCall:
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
-        if isinstance(data, OwnText):
-            return self.writing(data).batches(None, tokenizer)
+        text = data if isinstance(data, OwnText) else None
         if not self.tokens:
-            if data is not None:
-                _log.info("%s needs no data: %s is not read.", self.label, as_option("data"))
+            if data is not None and text is None:
+                _log.info("%s needs no data: %s is not read.", self._label, as_option("data"))
             return None
-        if data is not None:
+        if data is not None and text is None:
             made = calibration.batches(data, tokenizer, model=self.root)
             found = list(made)
             return found if made is data else self._in_turn(found)
         if tokenizer is None and not self.needs_data:
             return None
+        text, tokens, group = text or OwnText(), self.tokens, ranks()
         reader = Processor(tokenizer, self.root).processor
-        return self.own_text(reader)
-
-    def writing(self, text: OwnText) -> OneCall:
-        """Return the call with another text that the model writes, if it writes any."""
-        tokens = self.tokens
-        if tokens and text.samples is not None:
+        if text.samples is not None:
             tokens = text.samples * Target.of(self.root).fitting(text.seq_len)
-        return dataclasses.replace(self, text=text, tokens=tokens)
-
-    def own_text(self, tokenizer: Any) -> list[Any]:
-        """Return batches of text that the model writes itself; each process writes its part."""
-        group, length = ranks(), self.text.seq_len
-        tokens = max(self.tokens // group.size, length)
-        seed = self.text.seed * group.size + group.rank
-        windows = calibration.sample(self.root, tokenizer, tokens=tokens, seq_len=length, seed=seed)
+        # Each process writes its part.
+        tokens, seed = max(tokens // group.size, text.seq_len), text.seed * group.size + group.rank
+        windows = calibration.sample(
+            self.root, reader, tokens=tokens, seq_len=text.seq_len, seed=seed
+        )
         return self._in_turn(list(windows.split(_BATCH)))
 
     @contextmanager
@@ -162,17 +156,19 @@ class OneCall:
                 # Late, for tracing takes a while to import.
                 from .smoothing import smoothed_unless_it_fails
 
-                few = _first(batches, INPUT_TOKENS)
+                # The first batches, so many that they have the tokens together.
+                ends = [0, *itertools.accumulate(map(size_of, batches))]
+                few = [each for each, end in zip(batches, ends, strict=False) if end < INPUT_TOKENS]
                 try:
                     folds = stack.enter_context(
                         smoothed_unless_it_fails(self.root, self.smoothing, few)
                     )
                     _log.info(
-                        "%s smoothed the inputs of %d groups of layers", self.label, len(folds)
+                        "%s smoothed the inputs of %d groups of layers", self._label, len(folds)
                     )
                 except (StateError, TraceError) as error:
                     _log.info(
-                        "%s: inputs are not smoothed, which needs a graph: %s", self.label, error
+                        "%s: inputs are not smoothed, which needs a graph: %s", self._label, error
                     )
             yield
 
@@ -185,22 +181,43 @@ class OneCall:
         return [windows[:1], *windows[1:].split(_BATCH)] if len(windows) > 1 else batches
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """The name of the recipe, for people."""
         if self.quality is not None:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
-    def rules_beside_text(self, what: str = "text") -> list[Rule]:
+    def rules_beside_text(self) -> list[Rule]:
         """Return rules that skip layers beside the text part that data did not reach, and log them.
 
-        what: the name of the data.
+        Such layers are a vision tower, for example, in a model with a text config inside its own.
         """
-        rules, globs = _rules_beside_text(self.root, self.plan, bool(self.config.needs))
+        model: Any = self.root
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "get_text_config") or config.get_text_config() is config:
+            return []
+        recording = recording_of(get_state(self.root))
+        inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+        passed, stacked = set[str](), set[nn.Module]()
+        if recording is not None:
+            passed = {each.name for each in recording.passed_by(self.plan).layers}
+            stacked = {m for s in recording.stacks for layer in s.layers for m in layer.modules()}
+        unreached: list[str] = []
+        others: list[str] = []
+        for layer in self.plan.layers:
+            own, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
+            seen = any(each.has_seen for each in observers) or layer.module in inside
+            seen = seen or (layer.module in stacked and layer.name not in passed)
+            # Some need nothing of calibration, and for others the user has decided.
+            kept = (own.weight_only and not own.needs) or own.unreached != "error"
+            (others if seen or kept else unreached).append(layer.name)
+        globs = covering_globs(unreached, others)
         if globs:
             names = ", ".join(globs)
-            _log.warning("%s does not reach %s: these layers are skipped", what, names)
-        return rules
+            _log.warning("text does not reach %s: these layers are skipped", names)
+        # Recorded layers have no statistics before convert runs them.
+        skips = bool(self.config.needs) and recording is None
+        return [(glob, {"unreached": "skip"} if skips else None) for glob in globs]
 
     def record(self) -> None:
         """Have the recipe of the converted model name the quality."""
@@ -209,23 +226,6 @@ class OneCall:
         if self.quality is not None:
             recipe = {QUALITY: self.quality, **state.recipe}
             set_state(self.root, dataclasses.replace(state, recipe=recipe))
-
-
-def _first(batches: Sequence[Any], tokens: int) -> list[Any]:
-    """Return the first batches, so many that they have the tokens together."""
-    found: list[Any] = []
-    seen = 0
-    for each in batches:
-        if seen >= tokens:
-            break
-        found.append(each)
-        seen += size_of(each)
-    return found
-
-
-def _has_input_scale(config: LinearConfig) -> bool:
-    """Return whether `save` needs a scale of inputs that comes from data."""
-    return not config.weight_only and config.format.has_input_scale
 
 
 def _rules_alone(
@@ -262,34 +262,3 @@ def _rules_alone(
         rest = [*others, *(n for key, each in by_rule.items() if key != index for n in each)]
         found += [(glob, {**(given or {}), **recipe.alone}) for glob in covering_globs(names, rest)]
     return found
-
-
-def _rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:
-    """Return rules that skip layers outside the text part that text did not reach, and globs.
-
-    Such layers are a vision tower, for example, in a model with a text config inside its own.
-    needs: whether the method of most layers needs data.
-    """
-    model: Any = root
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or config.get_text_config() is config:
-        return [], []
-    recording = recording_of(get_state(root))
-    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    passed, stacked = set[str](), set[nn.Module]()
-    if recording is not None:
-        passed = {each.name for each in recording.passed_by(plan).layers}
-        stacked = {m for s in recording.stacks for layer in s.layers for m in layer.modules()}
-    unreached: list[str] = []
-    others: list[str] = []
-    for layer in plan.layers:
-        own, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
-        seen = any(each.has_seen for each in observers) or layer.module in inside
-        seen = seen or (layer.module in stacked and layer.name not in passed)
-        # Some need nothing of calibration, and for others the user has decided.
-        kept = (own.weight_only and not own.needs) or own.unreached != "error"
-        (others if seen or kept else unreached).append(layer.name)
-    globs = covering_globs(unreached, others)
-    # Recorded layers have no statistics before convert runs them.
-    skipped = {"unreached": "skip"} if needs and recording is None else None
-    return [(glob, skipped) for glob in globs], globs

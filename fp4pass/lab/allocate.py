@@ -427,11 +427,11 @@ def measured(
             if smoothing and not all(each.weight_only for each in configs.values()):
                 root = _smoothed(root, smoothing, parts["calibration"])
                 plans = {name: plan_layers(root, each, rules) for name, each in configs.items()}
-        layers = _Layers(root, plans, rules)
+        source = _Model(root, plans, rules, options, quality, folder, parts["calibration"])
         with _finely(root):
             reference = Reference(root, parts["measured"])
-            groups = layers.groups(_inputs(root, layers.callers, parts["measured"]))
-        unreached = layers.unreached(groups)
+            groups = source.groups(_inputs(root, source.callers, parts["measured"]))
+        unreached = source.unreached(groups)
         if not groups:
             raise StateError(
                 f"No window reaches {some(unreached)}. Give data that does, as batches of the "
@@ -441,8 +441,7 @@ def measured(
             _log.warning(
                 "the text does not reach %s: these layers stay as they are", some(unreached)
             )
-        convert_copy = _Converter(root, layers, options, quality, folder, parts["calibration"])
-        costs = _measure(convert_copy, groups, reference, names)
+        costs = _measure(source, groups, reference, names)
         for cost, group in zip(costs, groups, strict=True):
             if (keeps_float and not group.is_fixed) or not cost:
                 cost[FLOAT] = Cost(group.dense_bytes, 0.0)
@@ -450,7 +449,7 @@ def measured(
             reference = Reference(root, parts["held_out"])
         candidates = (*names, FLOAT) if keeps_float else names
         tokens = {name: token_count(part) for name, part in parts.items()}
-        yield Trials(convert_copy, groups, costs, reference, candidates, tokens)
+        yield Trials(source, groups, costs, reference, candidates, tokens)
 
 
 def _parts(
@@ -544,11 +543,31 @@ class _Group:
         self.callers = {caller_of(layer.module) for layer in layers}
 
 
-class _Layers:
-    """The plan of a model in each scheme, and the rules of its user."""
+class _Model:
+    """A float model that is quantized in parts: its plan in each scheme, and conversions of it.
 
-    def __init__(self, root: nn.Module, plans: Mapping[str, Plan], rules: tuple[Rule, ...]) -> None:
-        self.plans, self.rules = plans, rules
+    Attributes:
+        root: the model.
+        plans: by the name of the scheme.
+        rules: of the user.
+        options: fields of `LinearConfig` beside the scheme, those of a quality left out.
+        quality: as `convert` takes it.
+        searches: a folder for finished searches.
+        data: batches to calibrate on.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plans: Mapping[str, Plan],
+        rules: tuple[Rule, ...],
+        options: Mapping[str, Any],
+        quality: str | None,
+        searches: str,
+        data: Sequence[Any],
+    ) -> None:
+        self.root, self.plans, self.rules = root, plans, rules
+        self.options, self.quality, self.searches, self.data = options, quality, searches, data
         entries = next(iter(plans.values())).entries
         found = {each.name: each for plan in plans.values() for each in plan.layers}
         self.names = [each.name for each in entries]
@@ -594,6 +613,28 @@ class _Layers:
         """Return the layers that are in no group."""
         inside = {name for group in groups for name in group.names}
         return [layer.name for layer in self.planned if layer.name not in inside]
+
+    def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
+        """Return the recipe of a model with a scheme for each layer, `main` for all others."""
+        config = LinearConfig(main, **self.options)
+
+        def completed(rule: Rule) -> Rule:
+            """Rules for the other kind of inputs get the method that the quality has for it."""
+            kind = None if rule[1] is None else rule[1].get("weight_only")
+            if self.quality is None or kind in (None, config.weight_only):
+                return rule
+            return rule[0], {**get_quality(self.quality).options_for(kind), **(rule[1] or {})}
+
+        rules = tuple(map(completed, self.rules_for(chosen)))
+        return Recipe(config, rules, quality=self.quality)
+
+    def convert(self, recipe: Recipe) -> nn.Module:
+        """Return a converted copy of the model."""
+        # Inference tensors could not be written to.
+        with torch.inference_mode(False):
+            model = copy.deepcopy(self.root)
+        data = list(self.data) if any(map(_needs_text, recipe.configs())) else None
+        return convert(model, **recipe.arguments(), data=data, resume=self.searches)
 
     def rules_for(self, chosen: Mapping[str, str]) -> list[Rule]:
         """Return rules that give layers a scheme, FLOAT for none, and then all other rules."""
@@ -663,49 +704,6 @@ def _inputs(
     return found
 
 
-@dataclass
-class _Converter:
-    """Converts copies of a float model by one method, whose finished searches it keeps.
-
-    Attributes:
-        root: in floating point.
-        layers: of it.
-        options: fields of `LinearConfig` beside the scheme, those of a quality left out.
-        quality: as `convert` takes it.
-        searches: a folder for finished searches.
-        data: batches to calibrate on.
-    """
-
-    root: nn.Module
-    layers: _Layers
-    options: Mapping[str, Any]
-    quality: str | None
-    searches: str
-    data: Sequence[Any]
-
-    def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
-        """Return the recipe of a model with a scheme for each layer, `main` for all others."""
-        config = LinearConfig(main, **self.options)
-
-        def completed(rule: Rule) -> Rule:
-            """Rules for the other kind of inputs get the method that the quality has for it."""
-            kind = None if rule[1] is None else rule[1].get("weight_only")
-            if self.quality is None or kind in (None, config.weight_only):
-                return rule
-            return rule[0], {**get_quality(self.quality).options_for(kind), **(rule[1] or {})}
-
-        rules = tuple(map(completed, self.layers.rules_for(chosen)))
-        return Recipe(config, rules, quality=self.quality)
-
-    def convert(self, recipe: Recipe) -> nn.Module:
-        """Return a converted copy of the model."""
-        # Inference tensors could not be written to.
-        with torch.inference_mode(False):
-            model = copy.deepcopy(self.root)
-        data = list(self.data) if any(map(_needs_text, recipe.configs())) else None
-        return convert(model, **recipe.arguments(), data=data, resume=self.searches)
-
-
 @contextmanager
 def _finely(*models: nn.Module) -> Iterator[None]:
     """Have models compute in float32, if there is memory for it.
@@ -724,7 +722,7 @@ def _finely(*models: nn.Module) -> Iterator[None]:
 
 
 def _measure(
-    converter: _Converter,
+    model: _Model,
     groups: Sequence[_Group],
     reference: Reference,
     schemes: Sequence[str],
@@ -744,12 +742,12 @@ def _measure(
             chosen = {name: FLOAT for group in groups for name in group.names}
             chosen |= {name: scheme for i in part for name in groups[i].names}
             main = scheme if scheme in schemes else schemes[0]
-            model = converter.convert(converter.recipe(main, chosen))
-            with _finely(converter.root, model):
+            converted = model.convert(model.recipe(main, chosen))
+            with _finely(model.root, converted):
                 for i in part:
-                    with _swapped(converter.root, groups[i].callers, model):
-                        sums = reference.compare(converter.root)
-                    packed = [model.get_submodule(name) for name in groups[i].owners]
+                    with _swapped(model.root, groups[i].callers, converted):
+                        sums = reference.compare(model.root)
+                    packed = [converted.get_submodule(name) for name in groups[i].owners]
                     tensors = [x.get_buffer(name) for x in packed for name in (PACKED, SCALE)]
                     if math.isfinite(kl := mean_kl(sums)):
                         found[i][scheme] = Cost(sum(each.nbytes for each in tensors), kl)
@@ -782,7 +780,7 @@ class Trials:
         found: those that were measured for a budget, in order.
     """
 
-    converter: _Converter
+    model: _Model
     groups: Sequence[_Group]
     costs: Sequence[Mapping[str, Cost]]
     reference: Reference
@@ -858,14 +856,13 @@ class Trials:
 
     def recipe(self, schemes: Schemes) -> Recipe:
         """Return the recipe of a model, whose main scheme is that of most of its weights."""
-        layers = self.converter.layers
-        sizes = dict.fromkeys(layers.plans, 0)
-        chosen = dict.fromkeys(layers.unreached(self.groups), FLOAT)
+        sizes = dict.fromkeys(self.model.plans, 0)
+        chosen = dict.fromkeys(self.model.unreached(self.groups), FLOAT)
         for group, scheme in zip(self.groups, schemes, strict=True):
             if scheme in sizes:
                 sizes[scheme] += group.weights
             chosen |= dict.fromkeys(group.names, scheme)
-        return self.converter.recipe(max(sizes, key=lambda each: sizes[each]), chosen)
+        return self.model.recipe(max(sizes, key=lambda each: sizes[each]), chosen)
 
     def _measure(self, schemes: Schemes, label: str) -> Candidate:
         """Return a model, once it is measured; one that stays as it is has no KL.
@@ -877,7 +874,7 @@ class Trials:
             facts = (8 * cost.bytes / self.weights, cost.bytes, cost.kl)
             measured: tuple[float, float | None, float | None] = (0.0, 0.0, 0.0)
             if set(schemes) != {FLOAT}:
-                model = self.converter.convert(self.recipe(schemes))
+                model = self.model.convert(self.recipe(schemes))
                 with fast_dtype(model):
                     sums = self.reference.compare(model)
                 table = np.full((len(sums), len(SUMS)), np.nan)
@@ -984,7 +981,10 @@ def cheapest(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> l
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 0.0},
     )
-    return [int(found.x[owner == i].argmax()) for i in range(len(groups))]
+    places = [int(found.x[owner == i].argmax()) for i in range(len(groups))]
+    sums = math.fsum(choices[place][0] for choices, place in zip(groups, places, strict=True))
+    # Within its tolerance the solver may be above the limit.
+    return places if sums <= room else cheapest(groups, limit - (sums - limit))
 
 
 def _ends(costs: Costs) -> tuple[Schemes, Schemes]:

@@ -113,7 +113,7 @@ def distill(
     held_out: Any = None,
     steps: int = 400,
     batch_size: int = 8,
-    travel: float = 1.0,
+    travel: float = 0.5,
     share: float = 0.5,
     others: float = 0.05,
     seed: int = 0,

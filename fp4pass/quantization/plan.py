@@ -243,23 +243,19 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
 
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
     """Raise RuleError for layers of one weight in several configs: it is packed once."""
-    entries = list(entries)
     first: dict[int, LayerPlan] = {}
+    entries = sorted(entries, key=lambda entry: isinstance(entry, SkippedLayer))
     for entry in entries:
         if isinstance(entry, LayerPlan):
             other = first.setdefault(entry.weight_key, entry)
-            if entry.config != other.config:
-                raise RuleError(
-                    f"{other.name} and {entry.name} share one weight, but the rules give them "
-                    "different options. Give both the same."
-                )
-    for entry in entries:
-        if isinstance(entry, SkippedLayer) and entry.skip_reason.startswith("rule ("):
-            if entry.weight_key in first:
-                raise RuleError(
-                    f"{first[entry.weight_key].name} and {entry.name} share one weight, and the "
-                    f"{entry.skip_reason} skips one of them. Give it a pattern for both."
-                )
+            differs = entry.config != other.config
+        else:
+            differs = entry.weight_key in first and entry.skip_reason.startswith("rule (")
+        if differs:
+            raise RuleError(
+                f"{first[entry.weight_key].name} and {entry.name} share one weight, but the rules "
+                "give them different options, or skip one of them. Give a rule for both."
+            )
 
 
 def with_statistics(plan: Plan) -> Plan:
@@ -274,7 +270,7 @@ def with_statistics(plan: Plan) -> Plan:
             stats = collect(observers_of([layer.module for layer in members]), members[0].label)
             # Batches without tokens reach a layer and say nothing about it.
             local.append(stats if stats.tokens else Stats())
-    searchers = divide([_work(members[0]) for members in weights], group.size)
+    searchers = divide([_seconds(members[0]) for members in weights], group.size)
     sums = summed_statistics(group, local, searchers, list(STATISTICS))
     known: dict[int, dict[str, Any]] = {
         members[0].weight_key: {"stats": stats, "searchers": each}
@@ -283,15 +279,22 @@ def with_statistics(plan: Plan) -> Plan:
     return plan.map(lambda layer: dataclasses.replace(layer, **known[layer.weight_key]))
 
 
-def _work(layer: LayerPlan) -> tuple[float, list[float]]:
-    """Return about how much work a search is: before its parts, and each of them."""
+def _seconds(layer: LayerPlan) -> tuple[float, list[float]]:
+    """Return about how long a search takes on an H200: before its parts, and each of them."""
+    # As measured (docs/quality.md, docs/large-models.md).
     columns, parts = layer.columns, layer.parts
-    counts = [layer.rows if rows is None else rows.stop - rows.start for _, rows in parts]
     if "hessian" not in layer.config.needs:
-        return 0.0, [float(count * columns) for count in counts]
-    # Of a Hessian, which is factored first, for each matrix of a stack.
-    first, each = float(columns**3), [float(count * columns**2) for count in counts]
-    return (first, each) if layer.matrices == 1 else (0.0, [first + one for one in each])
+        return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)
+    factor = 1.45e-14 * columns**3
+    # Launches take longer than the work in them, for few rows as for many: two visits of each
+    # block, whose scales and codes are chosen, with a product for each part of the rows.
+    blocks = columns / max(layer.config.format.block, 1)
+    begin, each = factor + 1e-4 * blocks, 1e-4 * blocks
+    rate = 2e-12 * columns * blocks
+    if layer.matrices > 1:
+        return 0.0, [begin + each + rate * layer.rows] * len(parts)
+    counts = [layer.rows if rows is None else rows.stop - rows.start for _, rows in parts]
+    return begin, [each + rate * count for count in counts]
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
