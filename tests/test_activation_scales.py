@@ -9,8 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from commands import CALIBRATED, run, run_json
-from small_models import TINY, assert_same_bits, language_model, linears, logits, tokens
+from small_models import assert_same_bits, language_model, linears, logits, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,23 +63,6 @@ def test_operators_refuse_scales_that_there_are_not() -> None:
             call()
 
 
-@pytest.mark.parametrize(
-    ("operator", "arguments"),
-    [
-        (OPS.quantize, ()),
-        (OPS.norm_quantize, (None, torch.ones(64), None, "rms", 1e-6)),
-        (OPS.norm_quantize, (batch(), torch.ones(64), None, "layer", 1e-6)),
-        (OPS.activate_quantize, (None, "silu")),
-    ],
-)
-def test_operators_searching(operator: Any, arguments: tuple[Any, ...]) -> None:
-    divisor = torch.tensor([16.0])
-    x = batch().requires_grad_()
-    torch.library.opcheck(operator, (x, *arguments, divisor, "nvfp4", "sse"))
-    found = operator(x, *arguments, divisor, "nvfp4", "sse")[-1]
-    assert not torch.equal(found, operator(x, *arguments, divisor, "nvfp4")[-1])
-
-
 def two_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
@@ -102,32 +84,12 @@ def test_rules_recipes_and_wrong_names() -> None:
         Recipe(rules=(("2", {"activation_scales": "best"}),))
 
 
-def test_live_models_search_too() -> None:
-    model = fp4pass.convert(two_layers(), "mxfp4", "naive", activation_scales="sse")
-    layers = [copy.deepcopy(model[i]) for i in (0, 2)]
-    x = batch()
-    assert torch.equal(model(x), layers[1](F.gelu(layers[0](x))))
-    model[0].activation_scales = "naive"
-    layers[0].activation_scales = "naive"
-    assert torch.equal(model(x), layers[1](F.gelu(layers[0](x))))
-
-
 @pytest.mark.slow
 def test_compiled_graphs_search_too() -> None:
     model = fp4pass.convert(two_layers(), "mxfp4", "naive", activation_scales="sse")
     x = batch()
     wanted = model(x)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), wanted)
-
-
-def test_exported_graphs_search_too() -> None:
-    x = batch()
-    exported = torch.export.export(two_layers(), (x,)).module()
-    wanted = fp4pass.convert(two_layers(), "mxfp4", "naive", activation_scales="sse")(x)
-    graph = fp4pass.convert(exported, "mxfp4", "naive", activation_scales="sse")
-    torch.testing.assert_close(graph(x), wanted)
-    quantizers = [node for node in graph.graph.nodes if node.target is OPS.quantize.default]
-    assert [node.args[-1] for node in quantizers] == ["sse", "sse"]
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +118,3 @@ def test_checkpoints_keep_it(searched: tuple[nn.Module, Path]) -> None:
     for layer in linears(naive).values():
         layer.config = layer.config.override({"activation_scales": "naive"})
     assert not torch.equal(logits(naive), logits(model))
-
-
-@pytest.mark.slow
-def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    found = run_json("inspect", searched[1])["layers"]
-    assert {row["activation_scales"] for row in found} == {"naive", "sse"}
-    options = ("--method", "naive", *CALIBRATED, "--activation-scales", "sse")
-    out = run("quantize", TINY, "-o", tmp_path / "q", *options).stdout
-    assert "nvfp4, input scales by sse" in out and "nvfp4 " not in out
-    # Exits with an error if the outputs are not those of inputs rounded so.
-    run("verify", tmp_path / "q", "--reference", TINY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fp4pass.errors import OptionError, ShapeError
 from fp4pass.kernels.search.float_scales import CANDIDATES
 from fp4pass.lab import trainable
 from fp4pass.methods import Hessian
-from fp4pass.nn.linear import PACKED, SCALE, QuantizedLinear
 from fp4pass.parallel.linear import ColumnLinear, RowLinear, require_whole_blocks
 from fp4pass.record.config import LinearConfig
 
@@ -104,32 +102,6 @@ def test_naive_scales_reach_amax(fmt: Format) -> None:
     assert (dense - weight).norm() < 0.04 * weight.norm()
 
 
-def test_an_unexcited_input_is_searched_by_squares() -> None:
-    weight, dead = weights(), torch.zeros(math.ceil(K / 32), 32, 32)
-    for fmt in FLOATS:
-        by_hessian = ops.search(weight, dead, 1.0, fmt.key, "hessian")
-        for found, wanted in zip(
-            by_hessian, ops.search(weight, None, 1.0, fmt.key, "sse"), strict=True
-        ):
-            assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("shape", [(K,), (N, K), (2, N, K), (3, 2, 5, 7), ()])
-@formats
-def test_tensors_of_any_shape(fmt: Format, shape: tuple[int, ...], tmp_path: Path) -> None:
-    x = normal(*shape)
-    state = fp4pass.quantize(x, fmt.key)
-    dense = fp4pass.dequantize(state)
-    assert dense.shape == x.shape and (dense - x).norm() <= 0.04 * x.norm()
-    if len(shape) > 2:
-        # Matrices share no scale.
-        part = fp4pass.quantize(x[0], fmt.key)
-        assert torch.equal(part.qdata, state.qdata[0]) and torch.equal(part.scale, state.scale[0])
-    state.save(tmp_path / "x.safetensors")
-    again = fp4pass.QuantState.load(tmp_path / "x.safetensors")
-    assert torch.equal(again.scale, state.scale) and torch.equal(fp4pass.dequantize(again), dense)
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp8_block"])
 def test_inputs_have_a_scale_by_amax(name: str) -> None:
     """As compressed-tensors quantizes tokens, and groups of them: amax / 448, ties to even."""
@@ -173,18 +145,6 @@ def test_products_are_rounded_once(scheme: str, dtype: torch.dtype) -> None:
         rtol=eps,
         atol=float(exact.abs().max()) * 2e-6 + (eps if dtype.itemsize < 4 else 0) * 0.01,
     )
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_move_and_are_never_cast(scheme: str) -> None:
-    model = layer(scheme)
-    before = model(normal(3, model[0].in_features))
-    scale = model[0].weight_scale
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(normal(3, model[0].in_features)), before)
-    twin.bfloat16()
-    assert twin[0].weight_scale.dtype == scale.dtype and torch.equal(twin[0].weight_scale, scale)
 
 
 def test_gradients_are_those_of_the_dense_weight() -> None:
@@ -271,13 +231,6 @@ def test_a_traced_model_is_converted() -> None:
     assert calls.count("fp4pass.quantize.default") == 1
 
 
-def test_a_layer_is_exported() -> None:
-    model = layer("fp8_block")
-    x = normal(3, K)
-    program = torch.export.export(model, (x,))
-    assert torch.equal(program.module()(x), model(x))
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gptq_is_better_on_the_outputs(scheme: str) -> None:
     torch.manual_seed(0)
@@ -327,13 +280,3 @@ def test_a_split_cuts_no_tile(scheme: str, shape: Any, kind: Any, why: str) -> N
         return
     with pytest.raises(ShapeError, match=why):
         require_whole_blocks("x", model[0], kind, 2)
-
-
-def test_buffers_have_the_shapes_that_the_format_says() -> None:
-    for fmt in FLOATS:
-        linear = layer(fmt.key)[0]
-        assert isinstance(linear, QuantizedLinear)
-        assert linear.buffer_layout() == {
-            PACKED: ((N, K), torch.uint8),
-            SCALE: (fmt.scale_shape(N, K), torch.float32),
-        }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from blocks import ALL, COLUMNS, HESSIANS, ROWS, WEIGHTS
+from blocks import COLUMNS, HESSIANS, ROWS, WEIGHTS
 from kernel_cases import KEYS, cases, formats, seeded
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from fp4pass.kernels.search.joint_reference import (
     as_blocks,
     block_hessians,
     choose_blocks,
-    from_blocks,
     joint_ref,
     losses,
     make_metric,
@@ -199,22 +197,6 @@ def test_same_bits_again_and_row_by_row(
         assert all(torch.equal(a, b[start:stop]) for a, b in zip(part, tiled, strict=True))
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
-def test_all_formats_and_one_block(fmt: Format) -> None:
-    """With one block nothing compensates for it: the joint choice by itself."""
-    generator = seeded(0)
-    w = torch.randn(7, fmt.block, generator=generator)
-    hessian = correlated(fmt.block, 2 * fmt.block)
-    g = fmt.global_scale_for(w.abs().max().item())
-    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS)
-    assert packed.shape == (7, fmt.packed_columns(fmt.block)) and scale.shape == (7, 1)
-    q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)
-    x, unit = normalize(w, g, fmt, 1)
-    metric = make_metric(damp(hessian, 0.01).unsqueeze(0))
-    alone, _, _ = choose_blocks(as_blocks(x, fmt.block), metric, unit.t(), fmt, "joint")
-    assert torch.equal(from_blocks(alone).double() * (g / unit.double()), q)
-
-
 @formats
 def test_columns_that_no_token_excited_round_to_nearest(fmt: Format) -> None:
     w, hessian = weight(), correlated()
@@ -317,28 +299,3 @@ def test_joint_is_never_worse(key: str, curvature: str, name: str) -> None:
     assert (cost[1][0] <= cost[0][0] + 1e-14 * cost[0][1]).all()
     if curvature in ("mild", "steep") and name == "normal":
         assert cost[1][0].sum() < 0.9 * cost[0][0].sum()
-
-
-def test_a_tiny_weight_against_all_codes() -> None:
-    """Two blocks of two columns: the search is near the best of all scales and codes there are."""
-    fmt = dataclasses.replace(get_format("nvfp4"), block=2, blocks=(2,))
-    hessian = correlated(4, 40)
-    damped = damp(hessian, 0.01)
-    w = torch.randn(10, 4, generator=seeded(5))
-    g = fmt.global_scale_for(w.abs().max().item())
-    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS | {"sweeps": 2})
-    q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)
-    values = torch.tensor(sorted({v for v in fmt.element.values}), dtype=torch.float64)
-    steps = torch.tensor(fmt.scale.values, dtype=torch.float64)[60:118:6] * g
-    # All pairs of codes at every sixth scale, for both blocks.
-    pairs = (
-        (torch.cartesian_prod(values, values) * steps.view(-1, 1, 1)).flatten(0, 1).unique(dim=0)
-    )
-    ours, best = 0.0, 0.0
-    for row, found in zip(w.double(), q, strict=True):
-        one, two = row[:2] - pairs, row[2:] - pairs
-        cost = ((one @ damped[:2, :2]) * one).sum(1, keepdim=True)
-        cost = cost + ((two @ damped[2:, 2:]) * two).sum(1) + 2 * (one @ damped[:2, 2:]) @ two.t()
-        best += float(cost.min())
-        ours += float((row - found) @ damped @ (row - found))
-    assert ours < 4 * best

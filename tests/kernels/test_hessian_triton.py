@@ -73,15 +73,6 @@ def test_any_shape(
     check(x, hessian)
 
 
-TOKENS = [0, 1, 127, 128, 129, 1100]
-SHARES = [*((torch.bfloat16, tokens) for tokens in TOKENS), (torch.float32, 129)]
-
-
-@pytest.mark.parametrize(("dtype", "tokens"), cases(SHARES, itertools.product(DTYPES, TOKENS)))
-def test_shares_of_tokens(dtype: torch.dtype, tokens: int) -> None:
-    check(heavy_tailed((tokens, 96)).to(dtype))
-
-
 @dtypes
 def test_small_integers_give_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     x = torch.randint(-9, 10, (300, 80), generator=seeded(0))

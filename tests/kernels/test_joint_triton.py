@@ -152,20 +152,6 @@ def test_given_scales(key: str, codes: str) -> None:
     )
 
 
-@pytest.mark.parametrize("codes", [pytest.param("rtn", marks=pytest.mark.slow), "babai"])
-def test_the_scale_is_the_best_of_the_candidates(codes: str) -> None:
-    fmt = get_format("mxfp4:16")
-    x, unit, hessian = problem(fmt, 2 if GPU else 1)
-    arguments = (put(x), put(make_metric(hessian)), put(unit), fmt, codes)
-    _, byte, loss = choose_blocks_triton(*arguments)
-    candidates = put(candidate_scales(x, unit, fmt))
-    each = [choose_blocks_triton(*arguments, candidates[:, i])[2] for i in range(6)]
-    assert candidates.shape[1] == 6
-    least, at = torch.stack(each, 1).min(1)
-    assert torch.equal(loss, least)
-    assert torch.equal(byte, candidates.gather(1, at.unsqueeze(1))[:, 0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_warps_that_share_the_scales_of_a_block_choose_the_same(

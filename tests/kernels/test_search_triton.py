@@ -155,21 +155,6 @@ def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: f
         check(weight, spectrum(0.9)[:1], g, fmt, objective)
 
 
-POWERS = (-150, -60, 60, 118)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("key", "power"),
-    cases([("mxfp4:16", power) for power in POWERS], itertools.product(KEYS, POWERS)),
-)
-def test_the_size_of_a_hessian_does_not_matter(key: str, power: int) -> None:
-    fmt = get_format(key)
-    weight = WEIGHTS["bfloat16"](seeded(0))[:, :32]
-    hessian = spectrum(0.95)[:1].double().mul(2.0**power).float()
-    check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
-
-
 SHAPES = [(0, 2), (1, 1), (3, 5), (33, 1)]
 SHAPED = [
     *(("mxfp4:16", objective, shape) for objective in OBJECTIVES for shape in SHAPES),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.errors import ShapeError
-from fp4pass.nn.experts import QuantizedExpertStack, cut_rows
+from fp4pass.nn.experts import QuantizedExpertStack
 from fp4pass.nn.linear import StoredWeight, quantized_linear
 
 pytest.importorskip("transformers")
@@ -73,17 +73,6 @@ def test_an_expert_computes_with_its_own_numbers(weight_only: bool, parts: int, 
     assert y.shape == (4, 2, 64)
     assert torch.allclose(y, of_experts(stack, x, routing), rtol=1e-5, atol=1e-5)
     assert not y[3].any()
-
-
-@pytest.mark.core
-def test_the_dense_stack_has_the_numbers_of_each_part() -> None:
-    stack = converted(True).get_submodule(f"{FIRST}.gate_up_proj")
-    before = stack.weight
-    unlike(stack, 2, False)
-    factors = torch.linspace(0.7, 1.9, 10).view(5, 2, 1, 1)
-    wanted = before.view(5, 2, 32, 64) / factors
-    assert torch.allclose(stack.weight.view(5, 2, 32, 64), wanted, rtol=1e-6)
-    assert cut_rows(stack.packed_weight).packed.shape == (10, 32, 32)
 
 
 def test_gradients_are_those_of_the_dense_experts() -> None:

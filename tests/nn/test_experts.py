@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import warnings
 from collections.abc import Callable
@@ -24,13 +23,9 @@ from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.evaluation import output_errors
 from fp4pass.kernels.rotate.naive import rotate_weight
-from fp4pass.methods import ExpertInputs, Stats
-from fp4pass.nn.experts import ExpertStack, QuantizedExperts, QuantizedExpertStack, in_order
-from fp4pass.nn.linear import QuantizedLinear, quantize_input
-from fp4pass.quantization.observers.observer import OBSERVERS, ExpertObserver, collect
+from fp4pass.nn.experts import QuantizedExperts, QuantizedExpertStack, in_order
+from fp4pass.quantization.observers.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.quantize import with_shared_scales
-from fp4pass.quantization.search import search_parts
 from fp4pass.record.config import LinearConfig
 
 pytest.importorskip("transformers")
@@ -213,54 +208,6 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core
-def test_statistics_are_blended_by_hand() -> None:
-    own = torch.rand(3, 1, 32, 32)
-    whole = torch.rand(3, 32, 32)
-    known = {"counts": torch.tensor([5, 0, 3]), "tokens": 8, "input_amax": 2.0}
-    stats = Stats(block_hessian=own, hessian=whole, **known)
-    found = stats.matrix(1, None)
-    assert found.tokens == 0 and found.input_amax == 2.0
-    torch.testing.assert_close(found.block_hessian, own[1] + 32 * own.sum(0) / 8)
-    torch.testing.assert_close(found.hessian, whole[1] + 16 * whole.sum(0) / 8)
-    torch.testing.assert_close(stats.matrix(0, 4.0).hessian, whole[0] + 4 * whole.sum(0) / 8)
-    assert torch.equal(stats.matrix(0, 0).block_hessian, own[0])
-    shown = {"prior_block_hessian": torch.rand(3, 1, 32, 32), "prior_counts": torch.tensor([9] * 3)}
-    found = Stats(block_hessian=own, **known, **shown).matrix(2, None)
-    average = shown["prior_block_hessian"][2] / 9
-    torch.testing.assert_close(found.block_hessian, own[2] + 32 * average)
-
-
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.core
-def test_whole_hessians_of_kept_inputs(second: bool) -> None:
-    observers = [ExpertObserver(("hessian",), 4, 32, second, keep) for keep in (False, True)]
-    for seed in range(2):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(20, *([3] if second else []), 32, generator=generator)
-        # The last is none of these experts, and the one before it is never chosen.
-        chosen = torch.tensor([0, 1, 2, 4])[torch.randint(4, (20, 3), generator=generator)]
-        weights = torch.rand(20, 3, generator=generator)
-        every = torch.arange(4).expand(5, 4)
-        shown = torch.randn(5, 4, 32, generator=generator)
-        for observer in observers:
-            observer.hook(nn.Identity(), (x, chosen, weights), {})
-            if second:
-                observer.add_prior(shown, every)
-    whole, kept = (observer.stats() for observer in observers)
-    assert isinstance(kept, ExpertInputs) and kept.hessian is None and kept.has("hessian")
-    assert torch.equal(whole.counts, kept.counts) and torch.equal(whole.routing, kept.routing)
-    exact = kept.matrix(1, 0).hessian
-    assert exact is not None and whole.hessian is not None
-    assert torch.equal(exact, whole.hessian[1])
-    for found, expected in ((kept, whole), (kept.merged(kept), whole.merged(whole))):
-        for index in range(4):
-            ours, theirs = (each.matrix(index, None) for each in (found, expected))
-            assert ours.tokens == theirs.tokens and ours.input_amax == theirs.input_amax
-            torch.testing.assert_close(ours.hessian, theirs.hessian)
-            torch.testing.assert_close(ours.block_hessian, theirs.block_hessian)
-
-
 class _Largest(TorchDispatchMode):
     """Keeps the number of elements of the largest float32 tensor that is made."""
 
@@ -331,18 +278,6 @@ def test_a_stack_that_no_batch_reached() -> None:
             assert second.config.method_name == "sse" and second.config.weight_only
 
 
-def test_preparing_twice_keeps_what_was_seen() -> None:
-    model = fp4pass.prepare(build("qwen3_moe"))
-    reference = logits(build("qwen3_moe"))
-    assert torch.equal(logits(model), reference)
-    fp4pass.prepare(model)
-    observers = modules(model)[f"{FIRST}.down_proj"].__dict__[OBSERVERS]
-    owner = model.model.layers[0].mlp.experts
-    assert len(observers) == 1 and len(owner._forward_pre_hooks) == 1
-    assert collect(observers, "").tokens == 160
-    assert list(model.state_dict()) == list(build("qwen3_moe").state_dict())
-
-
 def test_cross_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match=rf"^{FIRST}\.gate_up_proj: other tokens reach"):
         fp4pass.prepare(build("qwen3_moe"), fp4pass.Gptq(target="cross"), sequential=True)
@@ -398,32 +333,6 @@ def test_inputs_are_rounded_once_for_all_experts(name: str) -> None:
     model = converted(name, method="naive", weight_only=False, rules=rules)
     swap_experts(reference, get_format("nvfp4"), False)
     assert torch.equal(logits(model), logits(reference))
-
-
-def test_float16_autocast_and_rotation() -> None:
-    model = converted("mixtral", dtype=torch.float16)
-    assert torch.equal(logits(model), logits(twin(build("mixtral", torch.float16), model)))
-    model, original = converted("gpt_oss"), build("gpt_oss")
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = logits(model), logits(twin(original, model))
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * float(expected.abs().max()))
-    model = converted("gpt_oss", fmt="mxfp4", rotation=32)
-    reference = logits(twin(build("gpt_oss"), model))
-    torch.testing.assert_close(logits(model), reference, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@torch.no_grad()
-def test_rotated_inputs_are_rounded(fmt: str) -> None:
-    model = converted("gpt_oss", fmt=fmt, rotation=32, weight_only=False)
-    stack: Any = modules(model)[f"{FIRST}.gate_up_proj"]
-    x, chosen = torch.randn(6, 64), torch.tensor([[0, 1], [3, 3]] * 3)
-    codes = quantize_input(x, stack.packed_weight, stack.config)
-    dense = torch.ops.fp4pass.dequantize(*codes, fmt, torch.float32)
-    weight = stack.stored_weight(torch.float32)
-    expected = torch.einsum("tk,tenk->ten", dense, weight[chosen])
-    torch.testing.assert_close(stack(x, chosen), expected, rtol=1e-5, atol=1e-4)
 
 
 CHOICES: dict[str, Callable[[], Tensor]] = {
@@ -552,32 +461,6 @@ def test_a_conversion_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
             call(model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
-def test_adapters_go_on_linears_and_not_on_stacks() -> None:
-    peft = pytest.importorskip("peft")
-    model = converted("qwen3_moe")
-    before = logits(model)
-    names = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    with pytest.raises(OptionError, match=r"target_parameters=.*whose weight is packed"):
-        config = peft.LoraConfig(target_parameters=["mlp.experts.down_proj"], target_modules=[])
-        peft.get_peft_model(model, config)
-    config = peft.LoraConfig(r=4, target_modules="all-linear")
-    adapted = peft.get_peft_model(model, config)
-    assert torch.equal(logits(adapted), before) and len(names) == 8
-    adapted(ids()).logits.square().sum().backward()
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert len(trained) == 16 and all(p.grad is not None for p in trained)
-
-
-def test_nothing_of_stacks_stays_in_a_model_that_has_none_packed() -> None:
-    model = fp4pass.prepare(build("qwen3_moe"), "sse")
-    fp4pass.convert(model, weight_only=True, rules=[("*.experts.*", None)])
-    assert not any(isinstance(m, ExpertStack | QuantizedExperts) for m in model.modules())
-    original = twin(build("qwen3_moe"), model)
-    original.set_experts_implementation(model.config._experts_implementation)
-    assert torch.equal(logits(model), logits(original))
-
-
 @pytest.mark.slow
 def test_no_router_of_any_architecture_is_planned() -> None:
     """Built on meta with the sizes that transformers gives them, but few layers and experts."""
@@ -639,31 +522,6 @@ def test_both_orders_of_the_sum_over_experts(dtype: torch.dtype) -> None:
     assert torch.equal(found, total)
 
 
-GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def test_each_expert_is_searched_by_its_own_statistics() -> None:
-    """What is packed is what a search of the expert alone finds, and no other expert's."""
-    model = fp4pass.prepare(build("qwen3_moe"))
-    logits(model)
-    stack: Any = modules(model)[GATE_UP]
-    stats: Any = collect(stack.__dict__[OBSERVERS], GATE_UP)
-    weight = stack.weight.detach().clone()
-    fp4pass.convert(model, weight_only=True)
-    packed: Any = modules(model)[GATE_UP]
-    differ = 0
-    for i, matrix in enumerate(weight):
-        g = 1 / packed.weight_global_scale[i].item()
-        for j in range(len(weight)):
-            hessian = stats.matrix(j, None).block_hessian
-            codes, scale = fp4pass.ops.search(matrix, hessian, g, "nvfp4", "hessian")
-            same = torch.equal(codes, packed.weight_packed[i])
-            same &= torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
-            assert same or i != j
-            differ += not same
-    assert differ
-
-
 @pytest.mark.parametrize("how", ["at once", "rotated", "resumed"])
 def test_a_stack_is_searched_at_once(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -695,30 +553,26 @@ def test_a_stack_is_searched_at_once(
             assert torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
 
 
-@pytest.mark.core
-def test_a_process_searches_its_experts_at_once() -> None:
-    """What it finds of some experts is what is found of all."""
-    plan = with_shared_scales(plan_layers(build("qwen3_moe"), LinearConfig(method="sse")))
-    layer = next(layer for layer in plan.layers if layer.is_stack)
-    searchers = tuple(i % 2 for i in range(layer.shape[0]))
-    shared = dataclasses.replace(layer, searchers=searchers)
-    expected = search_parts(layer, 0, None)
-    for rank in (0, 1):
-        found = search_parts(shared, rank, None)
-        assert len(found) == searchers.count(rank)
-        for (a, squares), (b, others) in zip(found, expected[rank::2], strict=True):
-            assert torch.equal(a.state.qdata, b.state.qdata) and squares == others
-            assert a.state.global_scale == b.state.global_scale
+GATE_UP = f"{FIRST}.gate_up_proj"
 
 
-def test_gradients_of_rotated_inputs() -> None:
-    """As if rounding were the identity: those of the product with the dense stack."""
-    fmt = {"fmt": "mxfp4", "rotation": 32, "weight_only": False, "method": "sse"}
-    model = fp4pass.convert(build("qwen3_moe"), **fmt)
+def test_each_expert_is_searched_by_its_own_statistics() -> None:
+    """What is packed is what a search of the expert alone finds, and no other expert's."""
+    model = fp4pass.prepare(build("qwen3_moe"))
+    logits(model)
     stack: Any = modules(model)[GATE_UP]
-    chosen = torch.tensor([[0, 3], [4, 1], [2, 0]])
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    grad = torch.randn(3, 2, stack.out_features, generator=torch.Generator().manual_seed(1))
-    stack(x, chosen).backward(grad)
-    wanted = torch.einsum("tkn,tknc->tc", grad, stack.weight[chosen])
-    torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-4)
+    stats: Any = collect(stack.__dict__[OBSERVERS], GATE_UP)
+    weight = stack.weight.detach().clone()
+    fp4pass.convert(model, weight_only=True)
+    packed: Any = modules(model)[GATE_UP]
+    differ = 0
+    for i, matrix in enumerate(weight):
+        g = 1 / packed.weight_global_scale[i].item()
+        for j in range(len(weight)):
+            hessian = stats.matrix(j, None).block_hessian
+            codes, scale = fp4pass.ops.search(matrix, hessian, g, "nvfp4", "hessian")
+            same = torch.equal(codes, packed.weight_packed[i])
+            same &= torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
+            assert same or i != j
+            differ += not same
+    assert differ

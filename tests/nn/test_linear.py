@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fp4pass
 import fp4pass.parity
-from fp4pass.errors import DtypeError, ShapeError, StateError, TraceError
+from fp4pass.errors import DtypeError, StateError, TraceError
 from fp4pass.nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 
 K, N = 64, 96
@@ -150,14 +150,6 @@ def test_the_weight_is_read_only() -> None:
     assert torch.equal(linear.weight, before)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.core
-def test_a_dense_weight_is_not_loaded(strict: bool) -> None:
-    model = nn.Sequential(converted())
-    with pytest.raises(RuntimeError, match=r"0 .*expected packed buffers, got a dense weight"):
-        model.load_state_dict(nn.Sequential(nn.Linear(K, N)).state_dict(), strict=strict)
-
-
 # They are deprecated, and warn of shapes that are compared.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @both_ways
@@ -243,21 +235,6 @@ def test_autocast_decides_the_dtype() -> None:
     assert y.dtype == torch.bfloat16 and wide.dtype == torch.float64
     weight = linear.weight.bfloat16()
     assert torch.equal(y, F.linear(x.bfloat16(), weight, linear.bias.bfloat16()))
-
-
-def test_what_is_no_float_is_refused() -> None:
-    for weight_only in (True, False):
-        with pytest.raises(DtypeError, match="int64"):
-            converted(weight_only=weight_only)(torch.ones(3, K, dtype=torch.int64))
-        with pytest.raises(DtypeError, match="expected a tensor, got list"):
-            converted(weight_only=weight_only)([1.0] * K)
-        with pytest.raises(ShapeError, match=r"got \(\)"):
-            converted(weight_only=weight_only)(torch.tensor(1.0))
-
-
-def test_the_module_says_what_it_is() -> None:
-    assert "nvfp4a16" in repr(converted())
-    assert ", mxfp4)" in repr(converted("mxfp4", weight_only=False))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
@@ -355,59 +332,6 @@ def test_transforms_of_torch_func(kind: str) -> None:
         dual = layer(torch.autograd.forward_ad.make_dual(x, moved))
         found = torch.autograd.forward_ad.unpack_dual(dual).tangent
     torch.testing.assert_close(found, F.linear(moved, weight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vmap_is_a_loop_without_a_warning(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    layer, x = layer_of_kind(kind).requires_grad_(False), batch(3, 2)
-    one_by_one = torch.stack([layer(each) for each in x])
-    assert torch.equal(torch.func.vmap(layer)(x), one_by_one)
-
-    def loss(x: Tensor) -> Tensor:
-        return layer(x).square().sum()
-
-    each = torch.stack([torch.func.grad(loss)(example) for example in x])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), each)
-    assert "batching rule" not in capfd.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_the_gradient_of_a_bias_through_torch_func() -> None:
-    layer, x = converted(), batch(3)
-    bias = {"bias": layer.bias.detach()}
-
-    def call(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(layer, parameters, (x,))
-
-    found = torch.func.grad(lambda parameters: call(parameters).sum())(bias)["bias"]
-    assert torch.equal(found, torch.full((N,), 3.0))
-    _, tangent = torch.func.jvp(call, (bias,), (bias,))
-    torch.testing.assert_close(tangent, bias["bias"].expand(3, N))
-
-
-class OtherWeight(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(64, 64, bias=False)
-        self.weight = nn.Parameter(self.weight[:32].detach().clone())
-
-
-@both_ways
-@pytest.mark.parametrize("sizes", [{"in_features": 32}, {"out_features": -1}, None])
-@pytest.mark.core
-def test_the_weight_says_how_large_a_layer_is(sizes: Any, weight_only: bool) -> None:
-    """Attributes are for people: a float layer does not read them, and they may be edited."""
-    torch.manual_seed(0)
-    linear = OtherWeight() if sizes is None else nn.Linear(K, N)
-    shape = (linear.weight.shape[1], linear.weight.shape[0])
-    twin = nn.Linear(*shape, bias=linear.bias is not None)
-    twin.load_state_dict(linear.state_dict())
-    vars(linear).update(sizes or {})
-    for each in (linear, twin):
-        fp4pass.prepare(each)
-        each(batch())
-        fp4pass.convert(each, weight_only=weight_only)
-    assert torch.equal(linear(batch()), twin(batch()))
-    assert (linear.in_features, linear.out_features) == shape
 
 
 def _ragged(layout: torch.layout) -> Tensor:

@@ -61,25 +61,6 @@ def test_rotations_say_what_they_want() -> None:
 
 
 @formats
-def test_groups_are_their_members(fmt: Format) -> None:
-    """Weights of several sizes, some with a bias."""
-    weights = [(*packed_weight(fmt, rows), divisor_of(fmt)) for rows in (5, 3, 8)]
-    biases = [torch.randn(5), None, torch.randn(8)]
-    group = [*map(list, zip(*weights, strict=True)), biases]
-    for shape in ((4, 64), (2, 3, 64), (0, 64), (64,)):
-        x = torch.randn(shape)
-        quantized = (*ops.quantize(x, divisor_of(fmt), fmt.key), divisor_of(fmt))
-        cases = (
-            (ops.linear, ops.linear_group, (x,)),
-            (ops.linear_quantized, ops.linear_quantized_group, (x, *quantized)),
-        )
-        for one, several, activations in cases:
-            found = several(*activations, *group, fmt.key)
-            for y, weight, bias in zip(found, weights, biases, strict=True):
-                assert torch.equal(y, one(*activations, *weight, bias, fmt.key))
-
-
-@formats
 def test_gradients_of_norms_are_those_of_the_sum(fmt: Format) -> None:
     x, residual = (torch.randn(4, 64, generator=seeded(i), requires_grad=True) for i in (0, 1))
     rest = (None, None, "layer", 1e-6, divisor_of(fmt), fmt.key)
@@ -233,14 +214,6 @@ def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     with pytest.raises(ShapeError, match=r"got \(64, 64\)"):
         ops.observe_full(torch.ones(3, columns), torch.zeros(64, 64), *state[1:])
     assert not any(tensor.any() for tensor in state)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_observe_keeps_what_is_not_finite(bad: float) -> None:
-    batch = torch.ones(3, 32)
-    batch[1, 2] = bad
-    _, _, amax = observed([torch.ones(2, 32), batch, torch.ones(2, 32)], 32)
-    assert not amax.isfinite()
 
 
 def test_what_a_gpu_cannot_run_is_said_once(

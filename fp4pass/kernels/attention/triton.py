@@ -66,17 +66,6 @@ class Strides(NamedTuple):
     new: tuple[int, ...] | None
 
 
-class Counts(NamedTuple):
-    """Numbers that kernels are not compiled for."""
-
-    mask: tuple[int, ...]  # strides in texts, heads and queries
-    span: int  # stride in texts
-    size: int
-    groups: int
-    queries: int
-    count: int  # heads of a group
-
-
 def attention_triton(q: Tensor, cache: Cache) -> Tensor:
     """Attend with few queries (`attention_ref`), in one launch."""
     return attend(q, None, cache)
@@ -117,9 +106,9 @@ def attend(q: Tensor, new: NewTokens | None, cache: Cache) -> Tensor:
         rows = (*new.k.stride()[:3], *new.v.stride()[:3])
         of_new = (*rows, *(stride for each in tables for stride in each), new.places.ndim)
     strides = Strides(q.stride(), keys.stride(), values.stride(), mask.stride(3), of_new)
-    counts = Counts(tuple(of_mask), 2 if len(span) > 1 else 0, size, groups, queries, count)
     attention_kernel[(sizes.splits, pairs)](
-        q, cache._replace(mask=plain_mask(mask)), new, sums, tops, out, strides, counts,
+        q, cache._replace(mask=plain_mask(mask)), new, sums, tops, out, strides,
+        *of_mask, 2 if len(span) > 1 else 0, size, groups, queries, count,
         SIZES=sizes, num_warps=_WARPS, **overlapping(q.device, True), **LAUNCH,
     )  # fmt: skip
     return out
@@ -150,9 +139,13 @@ def sizes_of(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["counts"])
+_LOOSE = ["m_b", "m_h", "m_t", "span_stride", "size", "groups", "queries", "count"]
+
+
+@triton.jit(do_not_specialize=_LOOSE)
 def attention_kernel(
-    q, cache, new, sums, tops, out, strides, counts,
+    q, cache, new, sums, tops, out, strides,
+    m_b, m_h, m_t, span_stride, size, groups, queries, count,
     SIZES: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Attend with all heads that read one head of keys, to a part of these."""
@@ -165,19 +158,18 @@ def attention_kernel(
     E: tl.constexpr = SIZES.e
     KEYS: tl.constexpr = SIZES.keys
     split, pair = tl.program_id(0), tl.program_id(1)
-    groups, queries, count = counts.groups, counts.queries, counts.count
     text, group = (pair // groups).to(tl.int64), pair % groups
     row, d, e = tl.arange(0, ROWS), tl.arange(0, SIZES.d), tl.arange(0, E)
     head, query = (group * count + row // queries).to(tl.int64), (row % queries).to(tl.int64)
     kept = row < count * queries
     # By place: Triton's tuples have values of their own.
     keys, values, mask, span, counters, scale = cache
-    span += text * counts.span
+    span += text * span_stride
     k = keys + text * strides.k[0] + group.to(tl.int64) * strides.k[1]
     v = values + text * strides.v[0] + group.to(tl.int64) * strides.v[1]
     if OVERLAP:
         # A span that is not written yet costs time, and nothing else.
-        begin, end, _ = part_of(span, split, counts.size, SIZES)
+        begin, end, _ = part_of(span, split, size, SIZES)
         fetch(k, strides.k[2], strides.k[3], begin, end, WIDTH, SIZES.d, KEYS * 2)
         fetch(v, strides.v[2], strides.v[3], begin, end, OUT_WIDTH, E, KEYS * 2)
     wait(OVERLAP, RELEASES)
@@ -187,7 +179,7 @@ def attention_kernel(
         x = tl.load(x_at[:, None] + d[None, :] * strides.q[3], mask=there, other=0.0)
     else:
         x = turned(x_at, kept, new.q_weight, text, query, new, strides, SIZES)
-    begin, end, parts = part_of(span, split, counts.size, SIZES)
+    begin, end, parts = part_of(span, split, size, SIZES)
     if split >= parts:
         return
     if SIZES.tokens > 0:
@@ -197,14 +189,13 @@ def attention_kernel(
         slot += token * (1 - step)
         # Each program writes what it reads; the first and the last also what nobody reads.
         low = tl.where(split == 0, 0, begin)
-        high = tl.where(split == parts - 1, counts.size, end)
+        high = tl.where(split == parts - 1, size, end)
         mine = (slot >= low) & (slot < high) & (token < queries)
         if tl.max(mine.to(tl.int32), 0) > 0:
             rows = (k + slot * strides.k[2], v + slot * strides.v[2])
             write_new(rows, mine, text, group, token, new, strides, SIZES)
             tl.debug_barrier()
-    of_mask = counts.mask
-    mask += (text * of_mask[0] + head * of_mask[1] + query * of_mask[2])[:, None]
+    mask += (text * m_b + head * m_h + query * m_t)[:, None]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS, E), tl.float32)
@@ -248,7 +239,9 @@ def attention_kernel(
         if tl.atomic_add(counters + pair, 1) == parts - 1:
             tl.store(counters + pair, 0)
             for start in range(0, count * queries, SIZES.chunk):
-                add_parts(sums, tops, totals, out, start, parts, group, counts, SIZES)
+                add_parts(
+                    sums, tops, totals, out, start, parts, group, groups, queries, count, SIZES
+                )
 
 
 @triton.jit
@@ -281,12 +274,13 @@ def fetch(
 
 
 @triton.jit
-def add_parts(sums, tops, totals, out, start, parts, group, counts, SIZES: tl.constexpr):
+def add_parts(
+    sums, tops, totals, out, start, parts, group, groups, queries, count, SIZES: tl.constexpr
+):
     """Add the parts of some rows, a few at a time, and divide by the sum of their weights."""
     OUT_WIDTH: tl.constexpr = SIZES.out_width
     CHUNK: tl.constexpr = SIZES.chunk
     E: tl.constexpr = SIZES.e
-    queries, count = counts.queries, counts.count
     row, e = start + tl.arange(0, CHUNK), tl.arange(0, E)
     kept = row < count * queries
     highest = tl.full((CHUNK,), float("-inf"), tl.float32)
@@ -310,7 +304,7 @@ def add_parts(sums, tops, totals, out, start, parts, group, counts, SIZES: tl.co
         found = found * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
     found = found / tl.where(whole > 0, whole, 1.0)[:, None]
     head, query = group * count + row // queries, row % queries
-    at = out + (query * (counts.groups * count) + head)[:, None] * OUT_WIDTH + e[None, :]
+    at = out + (query * (groups * count) + head)[:, None] * OUT_WIDTH + e[None, :]
     columns = kept[:, None] & (e < OUT_WIDTH)[None, :]
     tl.store(at, rounded(found, out.dtype.element_ty), mask=columns)
 
