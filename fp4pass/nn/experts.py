@@ -258,7 +258,7 @@ def product(owner: nn.Module, name: str, x: Tensor, ids: Tensor) -> Tensor:
 def stage_inputs(
     owner: nn.Module, x: Tensor, ids: Tensor
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the names of stacks that read one input, and that input; hooks of stacks see nothing."""
+    """Yield the names of stacks that read one input, and that input; no hook of a stack runs."""
     adapter, stacks = require_adapter(owner), stacks_of(owner)
     products: list[Tensor] = []
     for stage in adapter.stages:

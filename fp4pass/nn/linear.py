@@ -53,7 +53,7 @@ def needs_dynamic_scale(weight: StoredWeight, config: LinearConfig) -> bool:
 
 
 def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
-    """Return packed codes [..., P], scales [..., J] and global scale of an input, or of its proxy."""
+    """Return packed codes [..., P], scales [..., J] and global scale of an input or its proxy."""
     # The global scale is that of calibration if there is one; a float32 scale is in the scales.
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
