@@ -243,23 +243,19 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
 
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
     """Raise RuleError for layers of one weight in several configs: it is packed once."""
-    entries = list(entries)
     first: dict[int, LayerPlan] = {}
+    entries = sorted(entries, key=lambda entry: isinstance(entry, SkippedLayer))
     for entry in entries:
         if isinstance(entry, LayerPlan):
             other = first.setdefault(entry.weight_key, entry)
-            if entry.config != other.config:
-                raise RuleError(
-                    f"{other.name} and {entry.name} share one weight, but the rules give them "
-                    "different options. Give both the same."
-                )
-    for entry in entries:
-        if isinstance(entry, SkippedLayer) and entry.skip_reason.startswith("rule ("):
-            if entry.weight_key in first:
-                raise RuleError(
-                    f"{first[entry.weight_key].name} and {entry.name} share one weight, and the "
-                    f"{entry.skip_reason} skips one of them. Give it a pattern for both."
-                )
+            differs = entry.config != other.config
+        else:
+            differs = entry.weight_key in first and entry.skip_reason.startswith("rule (")
+        if differs:
+            raise RuleError(
+                f"{first[entry.weight_key].name} and {entry.name} share one weight, but the rules "
+                "give them different options, or skip one of them. Give a rule for both."
+            )
 
 
 def with_statistics(plan: Plan) -> Plan:

@@ -277,10 +277,7 @@ def resolve_compute(
 ) -> tuple[LinearConfig, str]:
     """Return the config that packed weights can have, and why it is not the one that was asked for.
 
-    Args:
-        config: as it was asked for.
-        weights: packed codes [..., N, P] and scale bits [..., N, K / block].
-        kind: the class of the layer.
+    weights: packed codes [..., N, P] and scale bits [..., N, K / block]; kind: of the layer.
     """
     why = ""
     if config.compute == "input":

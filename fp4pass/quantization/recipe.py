@@ -180,12 +180,8 @@ def recipe_of(
 ) -> dict[str, Any]:
     """Return the recipe of a conversion as plain values, for fp4pass.json.
 
-    Args:
-        config: of layers that no rule matches.
-        rules: as given.
-        tokens: the most that a layer saw.
-        own_tokens: those of them that came from other calls of the model than `calibrate`.
-        before: the state of `prepare`.
+    tokens: the most that a layer saw; own_tokens: those of them that came from other calls of the
+    model than `calibrate`; before: the state of `prepare`.
     """
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:

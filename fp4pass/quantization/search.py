@@ -236,10 +236,7 @@ def gather_parts(
 ) -> dict[int, list[Found]]:
     """Return the results of each weight by its key, on its owner alone if nobody shares it.
 
-    Args:
-        group: the ranks, which all make the call.
-        weights: a layer of each.
-        own: the results of this rank.
+    weights: a layer of each; own: the results of this rank. All ranks must make the call.
     """
     found = dict(own)
     shares = [
@@ -298,13 +295,9 @@ def shared_tensor_scales(
 ) -> dict[int, float]:
     """Return the scale of each weight that shares one, by its key.
 
-    It is the best of those that a search tries for all of them as one matrix. Layers whose
-    statistics are missing share none. The ranks must all make the call.
-
-    Args:
-        layers: those of a plan.
-        largest: the largest magnitudes of each, by its name.
-        group: the ranks.
+    Engines keep one for the layers that they fuse, and round the codes of the others again. It is
+    the best of those that a search tries for all of them as one matrix. Layers whose statistics are
+    missing share none. All ranks must make the call; largest: the magnitudes of each layer.
     """
     fused = _fused(layers)
     candidates = [_candidates(members, largest) for members in fused]

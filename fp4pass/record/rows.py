@@ -189,12 +189,7 @@ def _percent(value: float | None) -> str:
 def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machine") -> str:
     """Return a sentence on layers whose inputs are quantized for tensor cores that are missing.
 
-    Args:
-        configs: of the layers.
-        machine: what the sentence calls this machine.
-
-    Returns:
-        The sentence; "" where this machine has FP4 tensor cores, or no such layer is there.
+    It is "" where this machine, which the sentence calls `machine`, has them, or no layer does so.
     """
     # FP4 tensor cores multiply these alone.
     keys = {

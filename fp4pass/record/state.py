@@ -182,12 +182,7 @@ def has_adapters(model: nn.Module) -> bool:
 def unwrap(model: nn.Module, *others: object) -> nn.Module:
     """Return the model itself, also when it is wrapped by torch.compile.
 
-    Args:
-        model: what was given as the model.
-        *others: what was given beside it, among which the model may be.
-
-    Raises:
-        OptionError: `model` is no module.
+    Raises OptionError for what is no module; others: given beside it, where the model may be.
     """
     if not isinstance(model, nn.Module):
         hint = ""
