@@ -198,7 +198,7 @@ class PackedBlocks(PackedLinear, ABC):
         weight_dtype: torch.dtype,
         **own: Any,
     ) -> None:
-        """Give a module with a dense weight this class and the buffers of `buffers_of`, in place."""
+        """Give a module with a dense weight this class and buffers (`buffers_of`), in place."""
         packed: Any = tensors[PACKED]
         sizes = {
             "out_features": packed.shape[-2],
