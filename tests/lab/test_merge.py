@@ -191,14 +191,6 @@ def test_what_engines_fuse_keeps_one_global_scale(caplog: pytest.LogCaptureFixtu
     assert not any(name.endswith("gate_proj") for name in found.rescaled)
 
 
-def test_scales_stay_where_they_reach() -> None:
-    model = converted()
-    before = {name: global_scale_of(each) for name, each in layers(model).items()}
-    found = fp4pass.merge(adapted(model, size=0.01), "sse")
-    assert not found.rescaled
-    assert before == {name: global_scale_of(each) for name, each in layers(model).items()}
-
-
 @pytest.mark.parametrize("size", [0.01, 100.0])
 def test_what_engines_fuse_keeps_one_scale_of_tensors(size: float) -> None:
     model = converted(fmt="fp8_tensora16")
@@ -319,16 +311,6 @@ def test_adapters_that_transformers_holds(tmp_path: Path) -> None:
     with torch.no_grad():
         again = fp4pass.load(tmp_path / "out")(tokens()).logits
         assert torch.equal(again, model(tokens()).logits)
-
-
-def test_a_model_that_had_adapters_when_it_was_converted() -> None:
-    tuned = adapted(CASES["llama"].build())
-    fp4pass.convert(tuned, "nvfp4a16", "sse")
-    found = fp4pass.merge(tuned, "sse", data=DATA)
-    rows = fp4pass.report(found.model)
-    plain = fp4pass.report(converted())
-    assert [row.name for row in rows.rows] == [row.name for row in plain.rows]
-    assert set(found.layers) <= set(layers(found.model)) == {row.name for row in rows.converted}
 
 
 def test_quantized_inputs_keep_their_scales() -> None:
