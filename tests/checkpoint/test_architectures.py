@@ -1,8 +1,7 @@
 """Every architecture of transformers that can be made small: stock transformers reads our folder.
 
 Either each tensor comes back to the bit, or `save` has warned that it cannot, or loading raises;
-never random weights in silence. `python tests/checkpoint/test_architectures.py` writes what is
-found into docs/readers.md.
+never random weights in silence. eval/architectures.py keeps what is found.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
-import tempfile
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,9 +56,6 @@ FORMATS = ("nvfp4", "mxfp4")
 RULE = ("*.experts.*", {"fmt": "mxfp4a16"})
 RULED, DROPPED = "nvfp4, experts mxfp4", "said: it drops the global scales of experts"
 CANNOT = "transformers cannot load this folder by itself"
-PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
-BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by hand. -->"
-END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
 
 
 def shrink(data: dict[str, Any]) -> dict[str, Any]:
@@ -199,91 +192,12 @@ def has_same_bits(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
     return torch.equal(bits(theirs), bits(ours))
 
 
-def outcomes(folder: Path) -> dict[str, dict[str, str]]:
-    """Return what becomes of every architecture, by the format and the type of its model."""
-    found: dict[str, dict[str, str]] = {case: {} for case in (*FORMATS, RULED)}
-    for kind, name in architectures():
-        for fmt in FORMATS:
-            what = outcome(fmt, kind, name, folder)
-            if what not in ("-", "no linear layer"):
-                found[fmt][kind] = what
-        if found["nvfp4"].get(kind) == DROPPED:
-            found[RULED][kind] = outcome("nvfp4", kind, name, folder, [RULE])
-    return found
-
-
-def silent(found: dict[str, dict[str, str]]) -> list[str]:
-    return [
-        f"{fmt}, {kind}: {what}"
-        for fmt, kinds in found.items()
-        for kind, what in kinds.items()
-        if what.startswith("silent")
-    ]
-
-
-def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
-    """Return the page of readers with what was found."""
-    heads = ("equal", "equal: dequantized", "own layout", "said", "raises")
-    table = [
-        "| format | model types | equal bits | of these dense | fp4pass alone | `save` warns "
-        "| error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for fmt, kinds in found.items():
-        counts = [sum(each.startswith(head) for each in kinds.values()) for head in heads]
-        table.append(f"| {fmt} | {len(kinds)} | {' | '.join(map(str, counts))} |")
-    outcomes = {
-        each: each.removeprefix("said: ").replace("it ", "`save` warns that transformers ", 1)
-        for each in sorted({each for kinds in found.values() for each in kinds.values()})
-        if each.startswith("said")
-    }
-    outcomes["equal: dequantized"] = "transformers loads them dense, by `dequantize`"
-    outcomes |= {"raises": "loading raises an error"} if named(found, "raises") else {}
-    said = (
-        f"transformers {transformers.__version__} with every model type that can be made small, "
-        "inputs in float. No folder loads silently with wrong weights."
-    )
-    rows = [f"| {words} | {named(found, start)} |" for start, words in outcomes.items()]
-    parts = (
-        textwrap.fill(said, 118),
-        "\n".join(table),
-        "Only fp4pass reads transposed weights, and experts that folders keep stacked.",
-        "\n".join(["| outcome | model types |", "|---|---|", *rows]),
-    )
-    text = "\n\n".join(parts)
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
-
-
-def named(found: dict[str, dict[str, str]], start: str) -> str:
-    """Return the types of models with an outcome, after the format where it is that of one only."""
-    formats: dict[str, list[str]] = {}
-    for fmt in FORMATS:
-        for kind, what in found[fmt].items():
-            if what.startswith(start):
-                formats.setdefault(kind, []).append(fmt)
-    groups: dict[str, list[str]] = {}
-    for kind, each in sorted(formats.items()):
-        before = "" if len(each) == len(FORMATS) else f"{', '.join(each)}: "
-        groups.setdefault(before, []).append(f"`{kind}`")
-    return "; ".join(before + ", ".join(kinds) for before, kinds in sorted(groups.items()))
-
-
 @pytest.mark.slow
-def test_no_architecture_is_read_wrongly_in_silence(tmp_path: Path) -> None:
-    found = outcomes(tmp_path / "q")
-    assert silent(found) == []
-    for fmt in FORMATS:
-        assert sum(each.startswith("equal") for each in found[fmt].values()) >= 250
-    assert {each.partition(":")[0] for each in found[RULED].values()} == {"equal"}
-    page = PAGE.read_text("utf-8")
-    if f"transformers {transformers.__version__} with every" in page:
-        assert with_outcomes(page, found) == page
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        known = outcomes(Path(scratch) / "q")
-    if wrong := silent(known):
-        sys.exit("\n".join(wrong))
-    PAGE.write_text(with_outcomes(PAGE.read_text("utf-8"), known), "utf-8")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_no_architecture_is_read_wrongly_in_silence(fmt: str, tmp_path: Path) -> None:
+    found = {kind: outcome(fmt, kind, name, tmp_path / "q") for kind, name in architectures()}
+    assert not {kind: what for kind, what in found.items() if what.startswith("silent")}
+    assert sum(each.startswith("equal") for each in found.values()) >= 250
+    names = dict(architectures())
+    for kind in (kind for kind, what in found.items() if what == DROPPED):
+        assert outcome(fmt, kind, names[kind], tmp_path / "q", [RULE]).startswith("equal")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import fp8_folders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import assert_same_bits, change, change_json
+from small_models import change, change_json
 
 import fp4pass
-from fp4pass.checkpoint import LAYOUTS, open_checkpoint, transcode
+from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.doctor.check import check_basics
 from fp4pass.errors import CheckpointError, UnreadError
 from fp4pass.nn.linear import PACKED, SCALE
@@ -197,34 +196,3 @@ def test_what_is_not_read_says_so(folders: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(UnreadError, match="expected a format of"):
         open_checkpoint(folder)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.filterwarnings("ignore:vLLM joins", "ignore:transformers cannot load this folder")
-@pytest.mark.parametrize(
-    ("options", "layouts", "groups"),
-    [
-        ({"fmt": "fp8"}, (_CT, _MO), 1),
-        ({"fmt": "fp8_block"}, (_CT, _FINE), 1),
-        ({"fmt": "mxfp8a16"}, (_CT,), 1),
-        ({"fmt": "nvfp4a16", "rules": [("*self_attn*", {"fmt": "fp8", "weight_only": False})]},
-         (_CT, _MO), 2),
-    ],
-)  # fmt: skip
-def test_a_converted_model_is_saved_for_others(
-    options: Any, layouts: Any, groups: int, tmp_path: Path
-) -> None:
-    model = fp4pass.convert(fp8_folders.dense_model(), method="naive", progress=False, **options)
-    for layout in (_CT, _MO, _FINE):
-        folder = tmp_path / layout
-        if layout not in layouts:
-            with pytest.raises(CheckpointError, match=f"{layout} has "):
-                fp4pass.save(model, folder, layout=layout, progress=False)
-            continue
-        fp4pass.save(model, folder, layout=layout, progress=False)
-        assert_same_bits(model, fp4pass.load(folder, progress=False))
-        (folder / "fp4pass.json").unlink()
-        assert open_checkpoint(folder).layout is LAYOUTS[layout]
-        assert_same_bits(model, fp4pass.load(folder, progress=False))
-        declared = json.loads((folder / "config.json").read_text())["quantization_config"]
-        assert layout == _FINE or len(declared["config_groups"]) == groups

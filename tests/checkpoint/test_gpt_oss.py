@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from native import gpt_oss
 from safetensors.torch import load_file
-from small_models import assert_same_bits, bits, language_model, logits
+from small_models import assert_same_bits, bits, change, language_model, logits
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
@@ -91,6 +92,21 @@ def test_transformers_loads_what_save_writes(tmp_path: Path) -> None:
     assert torch.equal(logits(stock), logits(model))
     (tmp_path / "q" / "fp4pass.json").unlink()
     assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+
+
+def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    for part, edit, message in (
+        ("_scales", lambda t: t[:, :-1].clone(), r"expected U8 \[3, 64, 3\]"),
+        ("_scales", lambda t: torch.full_like(t, 255), "NaN or a negative"),
+        ("_scales", lambda t: None, "no .*down_proj_scales"),
+        ("_blocks", lambda t: t[..., :8].clone(), r"expected U8 \[3, 64, 3, 16\]"),
+    ):
+        shutil.copytree(packed_experts, tmp_path / "d")
+        change(tmp_path / "d", name + part, edit)
+        with pytest.raises(CheckpointError, match=message):
+            dict(read_experts(tmp_path / "d"))
+        shutil.rmtree(tmp_path / "d")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,22 @@ def test_the_counts_are_those_of_the_page_of_readers(rows: dict[str, Any]) -> No
         assert f"\n| {' | '.join(map(str, line))} |\n" in page, line
 
 
+def test_the_page_of_readers_names_the_types_that_it_warns_of(rows: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "readers.md").read_text("utf-8")
+    heads = {"equal: dequantized": "| transformers loads them dense, by `dequantize` |"}
+    found = {each["outcome"] for row in rows.values() for each in row["formats"].values()}
+    for said in (each for each in found if each.startswith("said: it ")):
+        heads[said] = f"| `save` warns that transformers {said.removeprefix('said: it ')} |"
+    for outcome, head in heads.items():
+        (line,) = (each for each in page.splitlines() if each.startswith(head))
+        kinds = {
+            kind
+            for kind, row in rows.items()
+            if any(each["outcome"] == outcome for each in row["formats"].values())
+        }
+        assert set(re.findall("`(.+?)`", line.removeprefix(head))) == kinds, outcome
+
+
 def test_every_type_has_a_page_and_a_line(rows: dict[str, Any], made: dict[str, str]) -> None:
     assert made.keys() == {"architectures.md", *(f"architectures/{kind}.md" for kind in rows)}
     linked = re.findall(

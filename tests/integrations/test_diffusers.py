@@ -221,26 +221,6 @@ def test_it_is_cast_as_a_converted_model(tmp_path: Path) -> None:
     assert_same(loaded, model.to(torch.bfloat16))
 
 
-def test_a_copy_is_saved_as_itself(tmp_path: Path) -> None:
-    model = packed("sd3")
-    again = copy.deepcopy(model)
-    fp4pass.dequantize(model)
-    again.save_pretrained(tmp_path)
-    assert_same(type(model).from_pretrained(tmp_path), again)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan"])
-def test_repeated_blocks_compile(name: str) -> None:
-    """As diffusers compiles."""
-    model = packed(name)
-    _, call = make(name)
-    expected = run(model, call)
-    model.compile_repeated_blocks(fullgraph=True)
-    torch.testing.assert_close(run(model, call), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_adapters_go_on_and_off(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = packed("flux")
@@ -401,17 +381,6 @@ def test_a_pipeline_saves_and_loads_packed_models(tmp_path: Path) -> None:
     assert torch.equal(image(loaded), image(made))
     again = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")
     assert_same(again, made.transformer)
-
-
-def test_a_pipeline_packs_while_it_loads(tmp_path: Path) -> None:
-    made = pipeline()
-    made.save_pretrained(tmp_path)
-    mapping = {"transformer": Fp4PassConfig(), "text_encoder": Fp4PassConfig()}
-    config = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
-    loaded = diffusers.FluxPipeline.from_pretrained(tmp_path, quantization_config=config, **NONE)
-    fp4pass.convert(made.transformer, "nvfp4a16", "sse", progress=False)
-    assert_same(loaded.transformer, made.transformer)
-    assert fp4pass.report(loaded.text_encoder).converted
 
 
 def test_a_pipeline_is_no_model() -> None:

@@ -294,35 +294,6 @@ def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
     assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
-def test_stock_transformers_reads_the_scales(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("compressed_tensors")
-    model = converted(name)
-    model.save_pretrained(tmp_path / "a")
-    with caplog.at_level("INFO", "fp4pass"):
-        fp4pass.save(model, tmp_path / "b")
-    assert "not by transformers (from 5.24 on keys and values stay in float" in caplog.text
-    for folder in ("a", "b"):
-        ours = fp4pass.load(tmp_path / folder)
-        stock: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / folder, dtype=torch.bfloat16
-        )
-        ours.to(torch.bfloat16)
-        # Rotary tables stay in float32 when a model is loaded.
-        ours.model.rotary_emb = stock.model.rotary_emb
-        with torch.no_grad():
-            theirs = stock.eval()(ids(2, 20)).logits
-        if caches.NAME == "cache":
-            # compressed-tensors looks for the former name, and leaves the cache in float.
-            assert torch.equal(theirs, ours(ids(2, 20), use_cache=False).logits)
-            continue
-        assert torch.equal(theirs, cached_logits(ours, quantized_cache(ours)))
-        for mine, attention in zip(ours.model.layers, stock.model.layers, strict=True):
-            assert torch.equal(attention.self_attn.k_scale, mine.self_attn.k_scale)
-
-
 def test_calls_out_of_order() -> None:
     with pytest.raises(StateError, match="not prepared for it"):
         fp4pass.convert(decoder(), method="sse", weight_only=True, kv_cache="fp8")
@@ -359,12 +330,6 @@ def test_models_without_such_a_cache() -> None:
         broken.model.layers[1].self_attn.v_proj.weight[0] = float("inf")
     with pytest.raises(NonFiniteError, match="keys or values held NaN"):
         fp4pass.convert(prepared(broken), rules=[("*.1.*", None)], weight_only=True)
-
-
-def test_llama_too() -> None:
-    model = converted("fp8", decoder("Llama"))
-    given = model.generate(ids(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    assert caches.kept(given).layers[0].keys.dtype == torch.uint8
 
 
 def test_recipes_have_it(tmp_path: Path) -> None:
