@@ -32,19 +32,12 @@ _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 @dataclass(frozen=True)
 class FloatModel:
-    """The float model of a config, without memory.
-
-    Attributes:
-        shapes: of its tensors, by their names.
-        linears: the names of its linear layers.
-        tied: names that it has of other tensors.
-        names: the name in the model of each tensor of the folder.
-    """
+    """The float model of a config, without memory."""
 
     shapes: Mapping[str, tuple[int, ...]]
     linears: frozenset[str]
-    tied: frozenset[str]
-    names: Mapping[str, str]
+    tied: frozenset[str]  # names that it has of other tensors
+    names: Mapping[str, str]  # those in the model of the tensors of the folder
 
 
 def build_model(found: Folder) -> tuple[FloatModel | None, str]:

@@ -126,13 +126,6 @@ def test_rows_of_one_shape_are_a_batch() -> None:
     assert [len(batch["input_ids"]) for batch in alone] == [1, 2]
 
 
-def test_texts_beside_images_are_windows() -> None:
-    rows = [{"image": picture(), "text": "a"}, {"image": None, "text": "a list"}]
-    image, text = batches(rows, processor())
-    assert image["pixel_values"].shape == (1, 3, 28, 28)
-    assert processor().tokenizer.decode(text[0]) == "<|doc|>a list"
-
-
 def test_calibration_on_images_reaches_all_layers() -> None:
     rows = [{"image": picture(i), "text": "a list"} for i in range(3)]
     model = fp4pass.prepare(vision_model())

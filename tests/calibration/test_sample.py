@@ -259,20 +259,3 @@ def test_models_that_cannot_write_are_refused_with_what_to_pass(make: Any, probl
     with pytest.raises(OptionError, match=problem) as error:
         sample(make(), tokenizer(), **SMALL)
     assert 'data=["a text"' in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"tokens": 0}, "tokens: expected a positive number, got 0"),
-        ({"seq_len": 1.5}, "seq_len: expected a positive number, got 1.5"),
-        ({"batch_size": 0}, "batch_size: expected a positive number, got 0"),
-        ({"temperature": 0}, "temperature: expected a positive number, got 0"),
-        ({"chat_share": 2}, r"chat_share: expected a number in \[0, 1\], got 2"),
-        ({"tokenizer": None}, "tokenizer: expected the tokenizer or processor"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(options: dict[str, Any], problem: str) -> None:
-    given = {"model": writer(), "tokenizer": tokenizer(), **SMALL, **options}
-    with pytest.raises(OptionError, match=problem):
-        sample(**given)

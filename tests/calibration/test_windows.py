@@ -115,13 +115,3 @@ def test_tokens_belong_to_documents():
     others = [{"window": 6}, {"window": 7, "stride": 6}, {"window": 7, "within_documents": True}]
     digests = {cut_windows(Tokens(), text, **options).digest for options in others}
     assert len(digests | {cut.digest}) == 4
-
-
-def test_strides_that_cannot_be():
-    for stride in (0, 6):
-        with pytest.raises(OptionError, match=f"expected 1 to 5, the window, got {stride}"):
-            cut_windows(Tokens(), "abcdefghi", window=5, stride=stride)
-    with pytest.raises(OptionError, match="cut already"):
-        cut_windows(None, torch.arange(12).view(3, 4), stride=2)
-    with pytest.raises(OptionError, match="whose documents are not known"):
-        cut_windows(None, torch.arange(1000), within_documents=True)

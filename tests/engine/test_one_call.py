@@ -217,17 +217,6 @@ def _raise(error: type[BaseException]) -> Any:
     raise error("stop")
 
 
-@pytest.mark.core
-def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = language_model()
-    end = "fp4pass.engine.conversion.finish"
-    monkeypatch.setattr(end, lambda *a, **b: _raise(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        in_one(model=model)
-    with pytest.raises(StateError, match="interrupted"):
-        get_state(model)
-
-
 @pytest.mark.slow
 def test_a_model_without_data_writes_its_own(writes: list[dict[str, Any]]) -> None:
     model = in_one(data=None, tokenizer=Reader)
@@ -313,14 +302,3 @@ def llava() -> Any:
         image_token_index=7,
     )
     return transformers.LlavaForConditionalGeneration(config).eval()
-
-
-def test_layers_in_turn_begin_with_one_window() -> None:
-    """The first batch runs through whole layers, and of texts it is small."""
-    call = OneCall.of(language_model(), "best", {"fmt": "nvfp4a16"})
-    assert [len(each) for each in call._in_turn([tokens(8), tokens(4)])] == [1, 8, 3]
-    whole = OneCall.of(language_model(), "good", {"fmt": "nvfp4a16"})
-    assert [len(each) for each in whole._in_turn([tokens(8), tokens(4)])] == [8, 4]
-    # Rows of several lengths, and what is no windows, stay as they are.
-    assert len(call._in_turn([tokens(2, 16), tokens(2, 32)])) == 2
-    assert call._in_turn([{"input_ids": tokens(2)}])[0]["input_ids"].shape[0] == 2

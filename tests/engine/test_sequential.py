@@ -340,25 +340,6 @@ def test_what_no_batch_reaches_says_what_is_packed() -> None:
         fp4pass.convert(model, "nvfp4", method="gptq")
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
-def test_offloaded_weights_come_by_their_hooks(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate")
-    found = []
-    for name in ("llama", "llama_cpu_offload"):
-        source = fp4pass.prepare(CASES[name].build(), method, sequential=True)
-        found.append(fp4pass.convert(run_case(CASES[name], source), "nvfp4", method=method))
-    assert all(linear.weight_packed.is_meta for linear in linears(found[1]).values())
-    assert torch.equal(*(CASES["llama"].run(each, 1) for each in found))
-    source = fp4pass.prepare(CASES["llama_cpu_offload"].build(), method, sequential=True)
-    # As if there were a GPU.
-    monkeypatch.setattr("fp4pass.quantization.checks.require_device", lambda name, what: None)
-    with pytest.raises(OptionError, match=r"accelerate runs model\.layers\.0 on 'cpu'"):
-        fp4pass.convert(run_case(CASES["llama"], source), "nvfp4", method=method, device="cuda")
-
-
 def test_after_an_interruption(tmp_path: Path) -> None:
     whole = converted(model(), CROSS, rules=NO_HEAD)
     assert_same_bits(whole, converted(model(), CROSS, rules=NO_HEAD, resume=tmp_path / "r"))

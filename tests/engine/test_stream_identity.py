@@ -163,26 +163,6 @@ def test_other_data_are_other_layers(sequential: bool, own_loop: bool, tmp_path:
     assert not set(before) & set(identities(tmp_path))
 
 
-@torch.no_grad()
-def test_offloaded_weights_are_read_where_they_lie(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    layers = tmp_path / "layers"
-    expected = converted(made(), stream=layers)
-    before = identities(layers)
-
-    def offloaded(name: str) -> Any:
-        model = made()
-        changes(model)["weight"]() if name == "other" else None
-        return accelerate.disk_offload(model, tmp_path / name, execution_device=torch.device("cpu"))
-
-    found = converted(offloaded("same"), stream=layers)
-    assert identities(layers) == before
-    fp4pass.save(found, tmp_path / "q")
-    assert_same_bits(fp4pass.load(tmp_path / "q", model=made()), expected)
-    converted(offloaded("other"), stream=layers)
-    assert [a == b for a, b in zip(before, identities(layers), strict=True)] == [True, False, True]
-
-
 @pytest.mark.core
 @torch.no_grad()
 def test_what_cannot_be_identified_is_quantized_again(

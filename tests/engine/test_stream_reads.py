@@ -22,7 +22,7 @@ from fp4pass.checkpoint import finished, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic
 from fp4pass.core import machine as memory_limits
-from fp4pass.engine import layer_device, layer_runner, layer_stack
+from fp4pass.engine import layer_device, layer_stack
 from fp4pass.errors import CalibrationError
 
 pytest.importorskip("transformers")
@@ -87,17 +87,6 @@ def test_an_offloaded_layer_is_brought_once(
     assert len(reads) == len([name for name in language_model().state_dict() if ".layers." in name])
     fp4pass.save(model, tmp_path / "q")
     assert_same_bits(fp4pass.load(tmp_path / "q"), convert(language_model(), method))
-
-
-@pytest.mark.core
-def test_methods_that_need_no_data_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = language_model()
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda *_: pytest.fail("a module ran"))
-    monkeypatch.setattr(layer_runner.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
-    convert(model, "sse", stream=tmp_path)
 
 
 class _Alive:

@@ -172,15 +172,6 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(X), encoder()(X))
 
 
-def test_attention_with_a_forward_of_its_own_stays() -> None:
-    class Own(nn.MultiheadAttention):
-        pass
-
-    model = nn.ModuleDict({"own": Own(64, 4), "up": nn.Linear(64, 64)})
-    with pytest.raises(RuleError, match=r"own.q_proj"):
-        fp4pass.convert(model, "nvfp4", method="sse", rules=[("own.q_proj", {})])
-
-
 def test_transformers_are_told(tmp_path: Path) -> None:
     """Which has no layers of these names, and would leave its own random."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
