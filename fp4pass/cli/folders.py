@@ -146,9 +146,11 @@ def _compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
     found = compare_folders(a, b)
     failed: list[str] = []
     if fail_above is not None:
-        differ = [each for key in ("layers", "other") for each in found[key]]
-        failed = [each["name"] for each in differ if not each["difference"] <= fail_above]
-        failed += [*found["only_in_first"], *found["only_in_second"]]
+        layers, beside = (
+            [each["name"] for each in found[key] if not each["difference"] <= fail_above]
+            for key in ("layers", "other")
+        )
+        failed = [*layers, *found["only_in_first"], *found["only_in_second"], *beside]
         found["failed"] = failed
     if as_json:
         screen.print_json(found)

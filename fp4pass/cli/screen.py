@@ -48,7 +48,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, as logging calls it."""
-        complain(self.format(record))
+        note(self.format(record))
 
 
 @contextmanager
@@ -60,8 +60,6 @@ def news() -> Iterator[None]:
         for name in ("calibration", "checkpoint", "engine.one_call", "lab")
     ]
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
-    # Of several processes one speaks.
-    notes.addFilter(lambda _: os.environ.get("RANK", "0") == "0")
     log.addHandler(notes)
     for room in rooms:
         room.setLevel(logging.INFO)

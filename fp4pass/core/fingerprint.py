@@ -13,6 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -97,11 +98,13 @@ def identity_of(*values: Any) -> str:
         pickler.dump(values)
     except _FAULTS as error:
         raise Unknown(str(error).partition("\n")[0]) from error
-    for tensor in pickler.tensors.values():
-        plain = tensor.detach()
-        if type(plain) is not Tensor or plain.is_meta or plain.layout is not torch.strided:
-            raise Unknown("a tensor that is not in memory, or is of a class of its own")
-        _add(total, plain)
+    tensors = [tensor.detach() for tensor in pickler.tensors.values()]
+    if any(type(x) is not Tensor or x.is_meta or x.layout is not torch.strided for x in tensors):
+        raise Unknown("a tensor that is not in memory, or is of a class of its own")
+    # A core hashes half a gigabyte in a second, less than a disk reads.
+    with ThreadPoolExecutor() as pool:
+        for digest in pool.map(digest_of, tensors):
+            total.update(digest.encode())
     return total.hexdigest()
 
 

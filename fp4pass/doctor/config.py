@@ -12,10 +12,17 @@ from torch import nn
 
 from .._compat.transformers import config_faults, meta_model, tied_weights, vocabulary_files
 from .._compat.transformers_loading import names_in_model
-from ..checkpoint import TOKENIZER_FILES, config_changes, model_class, read_json, well_formed
-from ..checkpoint.layouts import CACHE_SCALES, matches
+from ..checkpoint import (
+    CACHE_SCALES,
+    TOKENIZER_FILES,
+    config_changes,
+    matches,
+    model_class,
+    read_json,
+    well_formed,
+)
 from ..errors import CheckpointError, Fp4PassError
-from ..nn.linear import PACKED
+from ..nn import PACKED
 from .folder import EXPERT, Folder
 
 # Words in the names of models that answer chats.
@@ -32,19 +39,12 @@ _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 @dataclass(frozen=True)
 class FloatModel:
-    """The float model of a config, without memory.
-
-    Attributes:
-        shapes: of its tensors, by their names.
-        linears: the names of its linear layers.
-        tied: names that it has of other tensors.
-        names: the name in the model of each tensor of the folder.
-    """
+    """The float model of a config, without memory."""
 
     shapes: Mapping[str, tuple[int, ...]]
     linears: frozenset[str]
-    tied: frozenset[str]
-    names: Mapping[str, str]
+    tied: frozenset[str]  # names that it has of other tensors
+    names: Mapping[str, str]  # those in the model of the tensors of the folder
 
 
 def build_model(found: Folder) -> tuple[FloatModel | None, str]:

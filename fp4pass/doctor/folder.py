@@ -13,28 +13,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checkpoint import (
-    MANIFEST,
-    open_checkpoint,
-    read_json,
-    read_manifest,
-    unread_layers,
-    well_formed,
-)
-from ..checkpoint.layouts import (
     LAYOUTS,
+    MANIFEST,
     WEIGHTS,
     Layout,
     PackedLayer,
     expected_shapes,
     fused_problems,
     join,
+    open_checkpoint,
+    read_json,
     read_layers,
+    read_manifest,
     side_files,
+    unread_layers,
+    well_formed,
 )
-from ..core.formats import FORMATS
+from ..core import FORMATS
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
-from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..record.config import LinearConfig
+from ..nn import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..record import LinearConfig
 from .kinds import Finding
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
@@ -72,33 +70,20 @@ class Stored(NamedTuple):
 
 @dataclass
 class Folder:
-    """A folder as far as it can be read, and what is wrong with its files and layers.
-
-    Attributes:
-        path: where it is.
-        config: config.json, {} without one or where it is damaged.
-        own: fp4pass.json, None without one, of another version, or where it is damaged.
-        sides: the JSON of the other files that declare a layout, by their names.
-        layout: that of the tensors.
-        declared: the quantization_config, None where nothing says it.
-        tensors: all that the files hold, by names.
-        findings: what is wrong.
-        records: how each layer is packed whose parts fit each other.
-        parts: the tensors of these layers, by their part.
-        broken: the names of the tensors of other layers.
-        unread: layers that are quantized in a way that fp4pass does not read, and their tensors.
-    """
+    """A folder as far as it can be read, and what is wrong with its files and layers."""
 
     path: Path
-    config: Mapping[str, Any]
-    own: Mapping[str, Any] | None
-    sides: Mapping[str, Mapping[str, Any]]
-    layout: Layout
-    declared: Mapping[str, Any] | None
+    config: Mapping[str, Any]  # {} without one, or where it is damaged
+    own: Mapping[str, Any] | None  # fp4pass.json; of another version it is as none
+    sides: Mapping[str, Mapping[str, Any]]  # the other files that declare a layout
+    layout: Layout  # that of the tensors
+    declared: Mapping[str, Any] | None  # the quantization_config, where one is of the tensors
     tensors: Mapping[str, Stored]
     findings: list[Finding]
+    # The layers whose parts fit each other, and their tensors.
     records: dict[str, PackedLayer] = field(default_factory=dict)
     parts: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    # The names of the tensors of other layers, and the layers that fp4pass does not read.
     broken: set[str] = field(default_factory=set)
     unread: dict[str, list[str]] = field(default_factory=dict)
 
@@ -166,29 +151,18 @@ def read_folder(path: Path) -> Folder:
         own, what = None, f"expected what save wrote: {error}"
         findings.append(Finding("json-damaged", MANIFEST, MANIFEST, what))
     with well_formed(path / "config.json"):
-        found = _known(path, config, own, known, findings)
+        declared = config.get("quantization_config") or next(iter(known.values()), None)
+        chosen = None if own is None else LAYOUTS.get(str(own["layout"]))
+        if chosen is None and isinstance(declared, Mapping):
+            chosen = next((each for each in LAYOUTS.values() if each.detect(declared)), None)
+        tensors = _tensors(path, WEIGHTS if chosen is None else chosen.weights, findings)
+        layout = _layout_of(path, chosen, declared, tensors, findings)
+        if own is None and chosen is not layout:
+            declared = None
+        found = Folder(path, config, own, known, layout, declared, tensors, findings)
         _find_layers(found, records)
         _check_names(found)
     return found
-
-
-def _known(
-    path: Path,
-    config: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
-    sides: Mapping[str, Mapping[str, Any]],
-    findings: list[Finding],
-) -> Folder:
-    """Return a folder with its tensors and their layout, and no layer yet."""
-    declared = config.get("quantization_config") or next(iter(sides.values()), None)
-    chosen = None if own is None else LAYOUTS.get(str(own["layout"]))
-    if chosen is None and isinstance(declared, Mapping):
-        chosen = next((each for each in LAYOUTS.values() if each.detect(declared)), None)
-    tensors = _tensors(path, WEIGHTS if chosen is None else chosen.weights, findings)
-    layout = _layout_of(path, chosen, declared, tensors, findings)
-    if own is None and chosen is not layout:
-        declared = None
-    return Folder(path, config, own, sides, layout, declared, tensors, findings)
 
 
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any] | None:

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..checkpoint import SERVED
-from ..checkpoint.layouts import fused_problems
-from ..core.elements import element_table, scale_table
-from ..core.formats import Format
-from ..core.packing import unpack_codes
-from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..checkpoint import SERVED, fused_problems
+from ..core import Format, element_table, scale_table, unpack_codes
+from ..nn import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .folder import EXPERT, Folder, Stored
 
 # Bits of the magnitudes in a byte of codes; minus zero is a zero, too.
@@ -61,21 +58,13 @@ _AT_ONCE = 1 << 25
 
 @dataclass
 class Statistics:
-    """Statistics of a layer, kept after its tensors were read.
+    """Statistics of a layer, kept after its tensors were read."""
 
-    Attributes:
-        rms: the root mean square of its weights as the layout reads them, 0 if it is not known.
-        columns: log2 of the norm of each column [E, K], of one matrix or some of a stack.
-        rows: log2 of the norm of each row [E, N].
-        is_tiled: its scales lie in tiles of a kernel, and not row by row.
-        scalars: its global scales as multipliers, by their part.
-    """
-
-    rms: float = 0.0
-    columns: Tensor | None = None
-    rows: Tensor | None = None
-    is_tiled: bool = False
-    scalars: dict[str, float] = field(default_factory=dict)
+    rms: float = 0.0  # of its weights as the layout reads them, 0 if it is not known
+    columns: Tensor | None = None  # log2 of their norms [E, K], of one matrix or some of a stack
+    rows: Tensor | None = None  # log2 of their norms [E, N]
+    is_tiled: bool = False  # scales lie in tiles of a kernel, and not row by row
+    scalars: dict[str, float] = field(default_factory=dict)  # global scales as multipliers
 
 
 def check_numbers(found: Folder, layer: str, only_scales: bool = False) -> Statistics:

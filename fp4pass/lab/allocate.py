@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 import math
 import tempfile
@@ -244,8 +245,10 @@ class Allocation:
             >>> sorted(found.to_dict())[:4]
             ['budget', 'chosen', 'curve', 'groups']
         """
-        plain = {name: _plain(value) for name, value in vars(self).items() if name != "recipe"}
-        return {**plain, "recipe": self.recipe.to_dict()}
+        found = dataclasses.asdict(self)
+        found["recipe"] = self.recipe.to_dict()
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
 
     def __str__(self) -> str:
         asked = " ".join(f"{name}={value:g}" for name, value in self.budget.items())
@@ -278,15 +281,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (rows[0], rule, *rows[1:])
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Return values as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if dataclasses.is_dataclass(value):
-        return _plain(vars(value))
-    return list(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def allocate(

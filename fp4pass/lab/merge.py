@@ -230,14 +230,12 @@ def merge(
 
 def _require_converted(outer: nn.Module, root: nn.Module) -> ConvertedState:
     """Return the record of a converted model that can be merged into."""
-    if any(isinstance(each, fx.GraphModule) for each in root.modules()):
-        raise StateError("merge: a graph takes no adapter in. Merge the model, and trace it then.")
     state = get_state(outer) or get_state(root)
-    if not isinstance(state, ConvertedState):
+    if not isinstance(state, ConvertedState) or isinstance(root, fx.GraphModule):
         raise StateError(
-            "merge: the model is not converted as a whole. Call fp4pass.convert(model) first, "
-            "give the model that it was called with, or merge into the float model with PEFT's "
-            "own merge_and_unload."
+            "merge: the model is not converted as a whole, or is a graph. Call "
+            "fp4pass.convert(model) first, give the model that it was called with, or merge into "
+            "the float model with PEFT's own merge_and_unload."
         )
     for name, module in root.named_modules():
         if isinstance(module, QuantizedLinear):

@@ -66,10 +66,8 @@ def dequantize_stack(weight: StoredWeight, config: LinearConfig, dtype: torch.dt
 def quantize_pairs(
     x: Tensor, ids: Tensor, weight: StoredWeight, config: LinearConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes and scale bits of inputs [T, K] or [T, k, K], and their global scale.
-
-    Where each expert has one [E], codes and bits are those of pairs [T, k, ...].
-    """
+    """Return codes and scale bits of inputs [T, K] or [T, k, K], and their global scale."""
+    # Where each expert has one [E], codes and bits are those of pairs [T, k, ...].
     scales = weight.input_global_scale
     if scales is None or len(scales) == 1:
         return quantize_input(x, weight, config)
@@ -260,10 +258,7 @@ def product(owner: nn.Module, name: str, x: Tensor, ids: Tensor) -> Tensor:
 def stage_inputs(
     owner: nn.Module, x: Tensor, ids: Tensor
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the names of stacks that read one input, and that input; hooks of stacks see nothing.
-
-    A stack that is packed already computes as it does then.
-    """
+    """Yield the names of stacks that read one input, and that input; no hook of a stack runs."""
     adapter, stacks = require_adapter(owner), stacks_of(owner)
     products: list[Tensor] = []
     for stage in adapter.stages:

@@ -53,11 +53,8 @@ def needs_dynamic_scale(weight: StoredWeight, config: LinearConfig) -> bool:
 
 
 def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
-    """Quantize an input [..., K], or a proxy of it in a graph, as a linear layer does.
-
-    Return the packed codes [..., P], the scales [..., J] and the global scale, which is that of
-    calibration if there is one; a float32 scale of calibration is in the scales.
-    """
+    """Return packed codes [..., P], scales [..., J] and global scale of an input or its proxy."""
+    # The global scale is that of calibration if there is one; a float32 scale is in the scales.
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
     if needs_dynamic_scale(weight, config):
@@ -112,10 +109,7 @@ def read_buffers(layer: PackedBlocks) -> StoredWeight:
 def output_of(
     layer: QuantizedLinear, input: Tensor, x: Tensor, weight: StoredWeight, bias: Tensor | None
 ) -> Tensor:
-    """Return x W^T + bias, where x is made of `input`.
-
-    Layers that read the same input share what they make of it.
-    """
+    """Return x W^T + bias; layers that read the same `input` share what they make of it."""
     config = layer.config
 
     def share(name: str, compute: Callable[[], Any]) -> Any:
@@ -161,10 +155,7 @@ class PackedBlocks(PackedLinear, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, dequantized to the dtype and shape that the layer had.
-
-        Each access makes a new tensor: writing to it, as torch.nn.init does, changes no layer.
-        """
+        """The dense weight in the dtype and shape that the layer had, a new tensor each time."""
         return self.weight_as(self.weight_dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
@@ -207,15 +198,7 @@ class PackedBlocks(PackedLinear, ABC):
         weight_dtype: torch.dtype,
         **own: Any,
     ) -> None:
-        """Give a module with a dense weight this class and packed buffers, in place.
-
-        Args:
-            module: the same object after.
-            tensors: as `buffers_of` returns them.
-            config: how the weight is quantized.
-            weight_dtype: of the dense weight.
-            **own: other attributes of the class.
-        """
+        """Give a module with a dense weight this class and buffers (`buffers_of`), in place."""
         packed: Any = tensors[PACKED]
         sizes = {
             "out_features": packed.shape[-2],
@@ -228,11 +211,8 @@ class PackedBlocks(PackedLinear, ABC):
     def buffers_of(
         cls, states: Sequence[QuantState], input_scales: Sequence[float] = ()
     ) -> dict[str, Tensor | None]:
-        """Return the buffers of a quantized weight, given the matrices of its stack.
-
-        input_scales: that of its input as it is stored (`Format.input_scale_for`), or those of
-            each expert.
-        """
+        """Return the buffers of a quantized weight, given the matrices of its stack."""
+        # input_scales: that of its input as it is stored, or those of each expert.
         fmt, device = states[0].format, states[0].qdata.device
 
         def stored(numbers: Sequence[float]) -> Tensor | None:
@@ -269,7 +249,7 @@ class QuantizedLinear(PackedBlocks):
         return weight.t() if self.transposed else weight
 
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the values of the codes [N, K]: the weight as `LinearConfig.stored` has it."""
+        """Return the values of the codes [N, K]."""
         packed, scale, global_scale, _ = self.packed_weight
         return ops.dequantize(packed, scale, global_scale, self.config.format.key, dtype)
 

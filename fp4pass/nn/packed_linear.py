@@ -24,10 +24,7 @@ class PackedLinear(PackedState):
     out_features: int  # N
 
     def checked_input(self, input: Tensor) -> Tensor:
-        """Return an input [..., K], cast by autocast as a linear layer's is.
-
-        Raises DtypeError unless it is a dense tensor with values, and ShapeError for another K.
-        """
+        """Return a dense input [..., K] with values, cast by autocast as a linear layer's is."""
         if type(input) is not Tensor:
             self._require_own_tensor(input)
         if input.is_nested or input.layout is not torch.strided:
@@ -76,10 +73,7 @@ def code_bits(packed: Tensor) -> Tensor:
 
 
 def scale_bits(scale: Tensor, storage: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Return scales that are stored in a dtype as operators take them: bytes as uint8, a view.
-
-    Raises TraceError where that cannot be recorded, StateError if FSDP has cast float32 ones.
-    """
+    """Return scales that are stored in a dtype as operators take them: bytes as uint8, a view."""
     if scale.dtype == torch.uint8:
         return scale
     if storage == torch.float32:
@@ -108,13 +102,10 @@ def swap_class(
     buffers: Mapping[str, Tensor | None] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Change the class of a module in place: of a linear layer from dense to packed, or back.
-
-    The module stays the same object, with its bias, hooks, mode and other attributes. With `weight`
-    or `buffers` the dense weight, packed buffers and packed attributes that it had are removed; it
-    gets the dense `weight`, in the shape in which `cls` stores it, or `buffers`, of which None
-    registers an absent one.
-    """
+    """Change the class of a module in place: of a linear layer from dense to packed, or back."""
+    # With `weight` or `buffers` the dense weight, packed buffers and packed attributes that it had
+    # are removed; it gets `weight`, in the shape in which `cls` stores it, or `buffers`, of which
+    # None registers an absent one. All else stays: bias, hooks, mode.
     parameters, old = module._parameters, type(module)
     if weight is not None or buffers is not None:
         parameters.pop("weight", None)

@@ -331,7 +331,7 @@ def _axis(values: Sequence[float], label: str = "") -> Axis:
     """Return an axis on which values lie, with room at the ends that are not 0."""
     low, high = min(values), max(values)
     room = 0.08 * ((high - low) or abs(high) or 1.0)
-    low, high = low - room * (low != 0), high + room * (high != 0)
+    low, high = low - room * (low != 0 or not high), high + room * (high != 0 or not low)
     return Axis(low, high, _ticks(low, high, 7), label, grid=True)
 
 

@@ -49,7 +49,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (folder / "tokenizer").glob("tokenizer*"):
         path.unlink()
     (folder / "blank.txt").write_text(" \n")
-    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (folder / "short.txt").write_text("short")
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
     (folder / "nothing.yaml").write_text("- '*.nothing': null\n")
@@ -91,7 +90,6 @@ QUANTIZE_BAD = [
     ((TINY, "--data", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
     ((TINY, "--data", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
     ((TINY, "--data", "nodata"), "nodata: there is no such file or folder here, and https"),
-    ((TINY, "--data", "{bad}/chats.jsonl"), "chats.jsonl, line 1: a chat, but the tokenizer has"),
     ((TINY, "--data", "{bad}/blank.txt"), "expected text to learn from, got an empty text"),
 ]
 
@@ -115,8 +113,6 @@ OTHERS_BAD = [
     (("eval", "{made}/mixed", "--data", "{bad}/short.txt"), "Give a longer text or --seq-len"),
     (("eval", "{made}/mixed", "--data", EVAL, "--samples", "0"), "--samples: expected at least 1"),
     (("eval", "{made}/mixed", "--tasks", ","), "--tasks: expected names of tasks"),
-    (("eval", TINY, "--tasks", "x", "--data", EVAL), "--stride cannot be used with --tasks"),
-    (("eval", TINY, "--data", EVAL, "--limit", "1"), "--num-fewshot and --metadata need --tasks"),
     (("report", "{made}/mixed", "-o", "{bad}/x.pdf"), "--output: expected a name that ends in .ht"),
     (("verify", TINY, "--reference", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import build
 from small_models import assert_same_bits
 from students import VOCABULARY, Predictor, cut_off, pair, windows
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from fp4pass.core import unpack_codes
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.lab import Distillation, kl_loss, trainable
 from fp4pass.lab.distill import Training, draw, schedule
-from fp4pass.nn import QuantizedExpertStack
 
 OPTIONS: dict[str, Any] = {"steps": 24, "travel": 0.6, "batch_size": 4, "progress": False}
 
@@ -200,21 +198,6 @@ def test_the_original_writes_the_text_without_any(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     with pytest.raises(OptionError, match="tokenizer"):
         fp4pass.distill(pair()[0], original, **options)
-
-
-def test_mixtures_learn_their_experts() -> None:
-    original = build("mixtral")
-    ids = torch.randint(original.config.vocab_size, (24, 16))
-    model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "naive")
-    stacks = {
-        name: module.weight_packed.clone()
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedExpertStack)
-    }
-    found = fp4pass.distill(model, original, ids, **OPTIONS)
-    assert stacks and found.best.kl < found.history[0].kl
-    for name, before in stacks.items():
-        assert not torch.equal(model.get_submodule(name).weight_packed, before)
 
 
 def test_wrong_calls_change_nothing() -> None:

@@ -94,6 +94,16 @@ def test_whiskers_have_the_intervals_of_their_values() -> None:
     assert "62.5" in texts(top1) and "5 4" not in top1
 
 
+def test_numbers_that_are_all_zero_have_a_chart() -> None:
+    row = {"units": 10, "intervals": {"kl": [0.0, 0.0]}, "perplexity": 3.0, "kl": 0.0}
+    assert len(charts.perplexity(row)) == 2
+    assert charts.scales({"scales": [{"format": "f", "scale": "e4m3", "counts": []}]})
+    assert charts.offsets({"offsets": [{"format": "f", "method": "", "counts": []}]})
+    layer = {"bits": 4.5, "legend": "f", "name": "up", "weight_error": 0.0, "output_error": None}
+    ranges = {"weight_error": [0.0, 0.0], "output_error": None}
+    assert charts.bits({"groups": [layer], "layers": [layer], "ranges": ranges})
+
+
 def test_ticks_and_names() -> None:
     assert charts.whole_numbers(-3.5, 4.5) == [-3, -2, -1, 0, 1, 2, 3, 4]
     assert charts.whole_numbers(-10, 40, most=6) == [-9, 0, 9, 18, 27, 36]
