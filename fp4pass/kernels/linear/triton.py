@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, cdiv, overlapping
+from ..common.tiles import LAUNCH, cdiv, overlapping, supports_any
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
 from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
@@ -40,6 +40,9 @@ from .tiling import (
     shared_memory_of,
     wide_config,
 )
+
+# The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
+supports = supports_any
 
 # Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768

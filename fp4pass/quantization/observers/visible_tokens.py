@@ -140,8 +140,7 @@ _SLOT = threading.local()
 
 def _scope() -> Scope | None:
     """Return the innermost call that runs in this thread, None outside of all."""
-    found: Scope | None = getattr(_SLOT, "scope", None)
-    return found
+    return getattr(_SLOT, "scope", None)
 
 
 def visible_rows(x: Tensor, part: str = "") -> Rows:
