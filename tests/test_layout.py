@@ -120,7 +120,7 @@ def test_the_order_of_imports_names_every_module() -> None:
 # Rooms of workflows, and the rooms of which each still reads more than their `__init__` exports.
 WORKFLOWS = {
     "lab": set(),
-    "doctor": {"_compat", "checkpoint", "core", "engine", "nn", "quantization", "record"},
+    "doctor": {"_compat"},
     "parity": {"core", "graph", "kernels", "nn", "ops", "quantization", "record"},
 }
 
@@ -147,6 +147,9 @@ def test_nothing_below_imports_a_workflow() -> None:
 
 
 WITHOUT = """
+import sys
+# An editable install would find what is missing here.
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
 import torch, fp4pass
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
 packed = fp4pass.convert(model, "nvfp4a16", "sse", progress=False)
@@ -236,6 +239,8 @@ def test_every_file_and_public_name_has_a_docstring() -> None:
         assert ast.get_docstring(parse(path)), path
         for node in parse(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                if "overload" in map(ast.unparse, node.decorator_list):
+                    continue
                 assert ast.get_docstring(node), f"{name_of(path)}: {node.name}"
 
 
