@@ -27,7 +27,7 @@ import fp4pass
 PACKAGE = Path(fp4pass.__file__).parent
 
 # Rooms whose `__all__` is for the rest of fp4pass only, or names of other libraries.
-PRIVATE = ("_compat", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
+PRIVATE = ("_compat", "api", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
 
 # Classes that others extend or read: their methods are shown by the example of the class.
 BY_CLASS = ("checkpoint", "methods", "parallel", "parity")
