@@ -93,6 +93,9 @@ def test_workflows_import_what_rooms_export(room: str) -> None:
 
 
 WITHOUT = """
+import sys
+# An editable install would find what is missing here.
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
 import torch, fp4pass
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
 packed = fp4pass.convert(model, "nvfp4a16", "sse", progress=False)

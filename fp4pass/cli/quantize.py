@@ -211,7 +211,7 @@ def quantize(
     before = len(list(finished.glob("*.safetensors")))
     if before:
         screen.note(f"resumes: {before} finished {'layers' if stream else 'weights'} in {finished}")
-    # Who gives it has the model write its own text.
+    # With it the model writes its own text.
     reader = processor if read is text else None
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite, "copy_files": copy_files or ()}
     written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
