@@ -281,8 +281,8 @@ def _unknown(
         ),
         (
             original is None,
-            "Without --reference ORIGINAL, the size before assumes the same tensors with dense linear "
-            "layers.",
+            "Without --reference ORIGINAL, the size before assumes the same tensors with dense "
+            "linear layers.",
         ),
         (not evaluations, "No text was read. --data FILE measures perplexity."),
         (
