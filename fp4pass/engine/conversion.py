@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .._compat.accelerate import offloaded_tensors
-from ..checkpoint.finish import finish
+from ..checkpoint.copied_files import beyond_model
 from ..checkpoint.finished import FinishedLayers, FinishedSearches
-from ..checkpoint.model_layers import split_note
+from ..checkpoint.model_layers import finish, split_note
 from ..distributed import ranks
 from ..graph.inductor import install_passes
 from ..nn.kv_cache import KV_CACHE
@@ -25,7 +25,7 @@ from ..quantization.plan import Plan, plan_layers, with_statistics, with_unreach
 from ..quantization.recipe import recipe_of
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.rows import Row, say_once, tensor_core_note
-from ..record.state import PreparedState, config_of, smoothing_of
+from ..record.state import PreparedState, config_of, forget_state, smoothing_of
 from .layer_stack import Stack, find_stacks, outside
 from .recording import Recording, recording_of
 
@@ -123,5 +123,6 @@ class Conversion:
         recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
         recipe |= smoothing_of(self.root)
         recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
-        files = () if self.layers is None else tuple(self.layers.files)
-        finish(self.root, recipe, [rows[entry.name] for entry in self.plan.entries], files)
+        carried, beyond = beyond_model(self.root)
+        forget_state(self.root)
+        finish(self.root, recipe, [*(rows[e.name] for e in self.plan.entries), *beyond], carried)
