@@ -9,10 +9,13 @@ where that is gone or fails a self-test, which is said once.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -142,14 +145,11 @@ class Part:
         try:
             return call(*args)
         except FAULTS as error:
-            self._switch_off(error)
+            if self.problem is None:
+                line = str(error).strip().partition("\n")[0]
+                self.problem = f"{type(error).__name__}: {line}"
+                _log.warning("%s", self)
         return None
-
-    def _switch_off(self, error: Exception) -> None:
-        if self.problem is None:
-            line = str(error).strip().partition("\n")[0]
-            self.problem = f"{type(error).__name__}: {line}"
-            _log.warning("%s", self)
 
     def __str__(self) -> str:
         from importlib.metadata import PackageNotFoundError
@@ -209,3 +209,11 @@ def expect(fact: bool, what: str) -> None:
     """Raise AssertionError in a self-test unless a fact holds."""
     if not fact:
         raise AssertionError(f"a self-test expected {what}")
+
+
+def callers(module: str) -> Iterator[FrameType]:
+    """Yield the frames of all calls that run, the last first, unless a module is not imported."""
+    frame = inspect.currentframe() if module in sys.modules else None
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import require
+from . import callers, require
 from .peft_hooks import after_import
 
 # The key of config.json that says how a folder is quantized.
@@ -20,11 +19,6 @@ ReadConfig = Callable[[Mapping[str, Any]], Any]
 
 # Makes a quantizer of a config and of whether the folder is quantized.
 MakeQuantizer = Callable[..., Any]
-
-
-def require_diffusers() -> None:
-    """Raise VersionError unless diffusers is installed, and not too old."""
-    require("diffusers")
 
 
 def is_diffusers(model: object) -> bool:
@@ -38,18 +32,16 @@ def loading_lora() -> Mapping[str, Any] | None:
 
     It looks up dense weights in the state dict of the model.
     """
-    frame = inspect.currentframe() if "diffusers.loaders.lora_base" in sys.modules else None
-    while frame is not None:
+    for frame in callers("diffusers.loaders.lora_base"):
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "load_lora_weights" and module.startswith("diffusers."):
             return frame.f_locals.get("state_dict", {})
-        frame = frame.f_back
     return None
 
 
 def declare(model: Any, declared: Mapping[str, Any] | None) -> None:
     """Set what `save_pretrained` of a model of diffusers declares, None for a float model."""
-    require_diffusers()
+    require("diffusers")
     from diffusers.configuration_utils import FrozenDict
 
     rest = {name: value for name, value in model.config.items() if name != _CONFIG}

@@ -32,12 +32,12 @@ from . import FAULTS, expect, part, require
     "Models in bfloat16 calibrate and evaluate in float32, which takes more memory.",
 )
 def _bfloat16_of_cpus() -> None:
-    expect(isinstance(_multiplies_in_bfloat16(), bool), "whether this CPU has instructions for it")
+    _multiplies_in_bfloat16()
 
 
 def cpu_has_bfloat16() -> bool:
     """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
-    return _bfloat16_of_cpus.works() and _multiplies_in_bfloat16()
+    return bool(_bfloat16_of_cpus.attempt(_multiplies_in_bfloat16))
 
 
 def _multiplies_in_bfloat16() -> bool:
@@ -95,8 +95,8 @@ def _is_free(ask: Callable[..., bool], *args: Any) -> bool:
 
 
 def _is_intercepted() -> bool:
-    transforms = torch._C._functorch.peek_interpreter_stack()
-    return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
+    has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return has_transforms or torch._C._len_torch_dispatch_stack() > 0
 
 
 # The types that the dispatcher hands to a kernel as they are.
@@ -119,8 +119,7 @@ def _is_plain(*args: Any) -> bool:
     return (
         x.is_cpu
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not _is_intercepted()
         and forward_ad._current_level < 0
         and not torch._C._get_tracing_state()
         and not torch.autograd._profiler_enabled()
@@ -441,11 +440,6 @@ def call_no_copies(module: nn.Module, run: Callable[[nn.Module], None]) -> None:
     """Undo `call_with_copies`."""
     hooks = module.__dict__.get("_deepcopy_hooks", [])
     hooks[:] = [hook for hook in hooks if hook is not run]
-
-
-def is_erased(node: fx.Node) -> bool:
-    """Return whether a node was erased from its graph."""
-    return node._erased
 
 
 def process_group(name: str) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import lacking, needed
+from . import callers, lacking, needed
 from .peft_hooks import after_import
 
 
@@ -315,11 +313,5 @@ def loads_model() -> bool:
 
     It passes by the hook in which compressed-tensors makes its weights dense.
     """
-    if "sentence_transformers" not in sys.modules:
-        return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("sentence_transformers."):
-            return True
-        frame = frame.f_back
-    return False
+    names = (str(f.f_globals.get("__name__")) for f in callers("sentence_transformers"))
+    return any(name.startswith("sentence_transformers.") for name in names)

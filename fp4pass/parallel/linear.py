@@ -18,13 +18,12 @@ from ..nn.packed_linear import PackedLinear
 from .experts import require_whole_experts, split_experts
 from .split import (
     SplitModule,
-    redistribute_output,
+    as_dtensor,
+    moved,
     split_module,
     summed,
-    to_local_input,
     with_shared_scale,
     with_summed_gradient,
-    wrap_as_dtensor,
 )
 
 
@@ -74,7 +73,7 @@ class SplitLinear(SplitModule, QuantizedLinear):
     def weight(self) -> Tensor:
         """The dense weight, as a DTensor of which this process has a part."""
         dim = 1 - self.dim if self.transposed else self.dim
-        return wrap_as_dtensor(super().weight.contiguous(), dim, self.mesh)
+        return as_dtensor(super().weight.contiguous(), self.mesh, Shard(dim))
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized and split, for print(model)."""
@@ -115,7 +114,7 @@ class RowLinear(SplitLinear):
 def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
     if not layer.moves_input and not isinstance(input, DTensor):
         return input
-    return to_local_input(input, layer.mesh, layer.layouts.input, layer.wanted)
+    return moved(input, layer.mesh, layer.layouts.input, layer.wanted)
 
 
 def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,7 +122,7 @@ def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
     if layer.sums:
         y = summed(y, layer.mesh)
     elif layer.moves_output:
-        y = redistribute_output(y, layer.mesh, layer.product, layer.layouts.output)
+        y = moved(y, layer.mesh, layer.product, layer.layouts.output)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y if layer.is_local else DTensor.from_local(y, layer.mesh, [layer.layouts.output])
@@ -151,10 +150,9 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
 
 
 def split_linear(
-    name: str, layer: QuantizedLinear, kind: type[SplitLinear], mesh: DeviceMesh, layouts: Layouts
+    layer: QuantizedLinear, kind: type[SplitLinear], mesh: DeviceMesh, layouts: Layouts
 ) -> None:
     """Keep only the part of a layer that this process computes with, in place."""
-    require_whole_blocks(name, layer, kind, mesh.size())
     fmt, split = layer.config.format, {PACKED: kind.dim}
     if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
         split[SCALE] = kind.dim
@@ -187,12 +185,11 @@ class _LinearStyle:
             raise OptionError(f"{name}: outputs of rows are replicated, or split along tokens.")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = type(module).__name__
-        self.check(name, module, device_mesh.size())
+        self.check(type(module).__name__, module, device_mesh.size())
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
         layouts = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        split_linear(name, module, self.kind, device_mesh, layouts)
+        split_linear(module, self.kind, device_mesh, layouts)
         return module
 
 

@@ -94,14 +94,6 @@ def test_sums_that_are_exact_give_the_bits_of_one_process(
         assert torch.equal(state["q_proj.weight_scale"], state["k_proj.weight_scale"])
 
 
-@pytest.mark.slow
-def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any]) -> None:
-    for found in run(SCENARIOS, "exact", tmp_path, 3):
-        for name in ("hessian", "gptq", "rows", "sse"):
-            assert_equal(found[name]["state"], one[name]["state"])
-            assert found[name]["report"] == one[name]["report"]
-
-
 def test_processes_share_the_rows_of_a_large_layer(
     two: list[dict[str, Any]], one: dict[str, Any]
 ) -> None:
@@ -156,11 +148,6 @@ def test_what_differs_is_an_error_of_all(two: list[dict[str, Any]]) -> None:
     assert two[0]["poisoned"].startswith("RankError: Rank 1 failed: CalibrationError: q: its")
 
 
-def test_a_process_without_batches(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
-    for found in two:
-        assert_equal(found["one calibrates"]["state"], one["hessian"]["state"])
-
-
 def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends behind that is noticed; a rank with a model that is refused is there as well."""
     calls: list[int] = []
@@ -171,7 +158,7 @@ def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dies", pytest.param("dies_early", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dies", "dies_early"])
 def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
     """In the middle of its searches, or before convert, when nothing was sent yet."""
     begin = time.monotonic()
