@@ -124,7 +124,7 @@ class Part:
         is_tested: whether the self-test has run.
     """
 
-    def __init__(self, library: str, name: str, cost: str, test: Callable[[], None]) -> None:
+    def __init__(self, library: str, name: str, cost: str, test: Callable[[], object]) -> None:
         """test: raises one of FAULTS unless the private things do what is expected of them."""
         self.library, self.name, self.cost, self.test = library, name, cost, test
         self.problem: str | None = None
@@ -177,10 +177,10 @@ def all_parts() -> list[Part]:
     return [each for each in PARTS if find_spec(each.library) is not None]
 
 
-def part(library: str, name: str, cost: str) -> Callable[[Callable[[], None]], Part]:
+def part(library: str, name: str, cost: str) -> Callable[[Callable[[], object]], Part]:
     """Register the self-test that this decorates as a part of fp4pass."""
 
-    def register(test: Callable[[], None]) -> Part:
+    def register(test: Callable[[], object]) -> Part:
         PARTS.append(Part(library, name, cost, test))
         return PARTS[-1]
 

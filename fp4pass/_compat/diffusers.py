@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -13,12 +12,6 @@ from .peft_hooks import after_import
 
 # The key of config.json that says how a folder is quantized.
 _CONFIG = "quantization_config"
-
-# Makes a config of the plain values of a folder.
-ReadConfig = Callable[[Mapping[str, Any]], Any]
-
-# Makes a quantizer of a config and of whether the folder is quantized.
-MakeQuantizer = Callable[..., Any]
 
 
 def is_diffusers(model: object) -> bool:
@@ -48,7 +41,9 @@ def declare(model: Any, declared: Mapping[str, Any] | None) -> None:
     model._internal_dict = FrozenDict(rest if declared is None else {**rest, _CONFIG: declared})
 
 
-def register_quantizer(method: str, read: ReadConfig, make: MakeQuantizer) -> None:
+def register_quantizer(
+    method: str, read: Callable[[Mapping[str, Any]], Any], make: Callable[..., Any]
+) -> None:
     """Register a quantization method once diffusers is imported.
 
     Args:
@@ -56,15 +51,15 @@ def register_quantizer(method: str, read: ReadConfig, make: MakeQuantizer) -> No
         read: called for a folder of this method.
         make: called with the config and `pre_quantized=`.
     """
-    after_import("diffusers.quantizers.auto", functools.partial(_install, method, read, make))
 
-
-def _install(method: str, read: ReadConfig, make: MakeQuantizer, auto: ModuleType) -> None:
     class Config:
         @classmethod
         def from_dict(cls, declared: Mapping[str, Any]) -> Any:
             return read(declared)
 
-    # `quant_mapping` of a pipeline compares with the classes of configs.
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Config
-    auto.AUTO_QUANTIZER_MAPPING[method] = make
+    def install(auto: ModuleType) -> None:
+        # `quant_mapping` of a pipeline compares with the classes of configs.
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Config
+        auto.AUTO_QUANTIZER_MAPPING[method] = make
+
+    after_import("diffusers.quantizers.auto", install)

@@ -137,15 +137,6 @@ class Pending:
         return self.later.make().to(self.dtype)
 
 
-def _now(tensor: Any) -> Tensor:
-    found: Tensor = tensor.now() if isinstance(tensor, Pending) else tensor
-    return found
-
-
-def _sources(tensor: Any) -> Sequence[Tensor]:
-    return tensor.later.sources if isinstance(tensor, Pending) else [tensor]
-
-
 @contextmanager
 def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` read other tensors than those of the files.
@@ -205,13 +196,16 @@ def made_later() -> Iterator[dict[str, Later]]:
 
         def make(target: str) -> Tensor:
             converter.collected_tensors = {
-                key: [_now(each) for each in tensors] for key, tensors in stored.items()
+                key: [each.now() if isinstance(each, Pending) else each for each in tensors]
+                for key, tensors in stored.items()
             }
             made: Any = convert(converter, name, **own)[target]
             tensor: Tensor = made[0] if isinstance(made, list) else made
             return tensor
 
-        sources = [own for tensors in stored.values() for each in tensors for own in _sources(each)]
+        sources: list[Tensor] = []
+        for each in (each for tensors in stored.values() for each in tensors):
+            sources += each.later.sources if isinstance(each, Pending) else [each]
         found.update({key: Later(functools.partial(make, key), sources) for key in empty})
         return empty
 
@@ -240,39 +234,34 @@ def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choo
         choose: takes what a folder declares and the `quantization_config` of the call, if there is
             one, and returns the config, None to leave the folder to transformers.
     """
-    after_import(
-        "transformers.quantizers.auto", functools.partial(_install, methods, asked, choose)
-    )
 
+    def chosen(stock: Any) -> type:
+        """Return the class that stands for one of transformers', None where it has none."""
 
-def _install(
-    methods: tuple[str, ...], asked: tuple[str, ...], choose: Choose, auto: ModuleType
-) -> None:
-    known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
-    for method in methods:
-        known[method] = _chosen(choose, known.get(method))
-    merge = quantizer.merge_quantization_configs
+        class Chosen:
+            @classmethod
+            def from_dict(cls, declared: Mapping[str, Any], **kwargs: Any) -> Any:
+                own = choose(declared, None)
+                return stock.from_dict(declared, **kwargs) if own is None else own
 
-    @functools.wraps(merge)
-    def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = declared if isinstance(declared, Mapping) else declared.to_dict()
-        asks = given is not None or plain.get("quant_method") in asked
-        own = choose(plain, given) if asks else None
-        return merge(declared, given, *args, **kwargs) if own is None else own
+        return Chosen
 
-    quantizer.merge_quantization_configs = staticmethod(merged)
+    def install(auto: ModuleType) -> None:
+        known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
+        for method in methods:
+            known[method] = chosen(known.get(method))
+        merge = quantizer.merge_quantization_configs
 
+        @functools.wraps(merge)
+        def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = declared if isinstance(declared, Mapping) else declared.to_dict()
+            asks = given is not None or plain.get("quant_method") in asked
+            own = choose(plain, given) if asks else None
+            return merge(declared, given, *args, **kwargs) if own is None else own
 
-def _chosen(choose: Choose, stock: Any) -> type:
-    """Return the class that stands for one of transformers', None where it has none."""
+        quantizer.merge_quantization_configs = staticmethod(merged)
 
-    class Chosen:
-        @classmethod
-        def from_dict(cls, declared: Mapping[str, Any], **kwargs: Any) -> Any:
-            own = choose(declared, None)
-            return stock.from_dict(declared, **kwargs) if own is None else own
-
-    return Chosen
+    after_import("transformers.quantizers.auto", install)
 
 
 def when_loaded(

@@ -56,14 +56,6 @@ def check(fmt: str, dtype: torch.dtype, rows: int) -> str:
     return code
 
 
-@pytest.mark.slow
-def test_a_graph_has_the_code_of_its_few_rows() -> None:
-    code = check("nvfp4", torch.float32, 2)
-    # Equal ones are one function, called for each; and nothing goes through the dispatcher.
-    assert code.count("fp4pass::product<float>(") == 2 and "torch.ops.fp4pass" not in code
-    assert code.count("    cpp_fp4pass_") == 3
-
-
 def call(rows: int | None = 4, compute: str = "input", **changed: Any) -> Any:
     """What a product is lowered to."""
     n, k = 64, 96
@@ -146,13 +138,6 @@ def test_compiled_products_of_many_rows_have_the_bits_of_eager(
 
 
 @pytest.mark.slow
-def test_a_symbolic_number_of_rows_stays_an_operator() -> None:
-    model = block("nvfp4", torch.float32)
-    _, (code,) = code_of(model, torch.randn(4, 96), dynamic=True)
-    assert "torch.ops.fp4pass.linear" in code and "fp4pass::product" not in code
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
 def test_a_package_needs_no_operator(dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
@@ -171,4 +156,7 @@ def test_a_package_needs_no_operator(dtype: torch.dtype, rows: int, tmp_path: Pa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 def test_every_few_rows_are_code(fmt: str, dtype: torch.dtype, rows: int) -> None:
-    assert "torch.ops.fp4pass" not in check(fmt, dtype, rows)
+    code = check(fmt, dtype, rows)
+    # Equal ones are one function, called for each; and nothing goes through the dispatcher.
+    assert code.count("    cpp_fp4pass_") == 3 and "torch.ops.fp4pass" not in code
+    assert code.count("fp4pass::product<") == 2

@@ -73,24 +73,6 @@ def test_merging_calls_changes_no_bit(name: str, calibrate: bool, weight_only: b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fmt", "weight_only"), [("nvfp4", False), ("mxfp4", False), ("nvfp4", True)]
-)
-def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
-    """Without calibration the global scale is that of the call, and found once for each input."""
-    model = converted("llama", fmt, calibrate=False, weight_only=weight_only)
-    run_compiled("llama", model)
-    (graph,) = fp4pass.compile_report().graphs
-    if weight_only:
-        assert graph.before == {"linear": 14}
-        assert graph.after == {"linear": 4, "linear_group": 4}
-    else:
-        assert graph.after["quantize"] == 8
-        assert graph.after["linear_quantized"] == graph.after["linear_quantized_group"] == 4
-        assert graph.after.get("dynamic_global_scale", 0) == (8 if fmt == "nvfp4" else 0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_fused_quantizers_compile(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with generated code: what Inductor is told of the operators' arguments fits."""

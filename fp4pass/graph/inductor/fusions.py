@@ -186,6 +186,8 @@ def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gp
         if found is not None:
             _fuse(quantizer, *found)
             count += 1
+    if count:
+        graph.eliminate_dead_code()
     return count
 
 
@@ -243,15 +245,16 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     for user in list(node.users):
         index: Any = user.args[1]
         user.args = (fused, index + fusion.adds)
+    total = x
     if addends:
         with node.graph.inserting_after(fused):
-            x_again = node.graph.call_function(operator.getitem, (fused, 0))
-        x_again.meta = dict(x.meta)
-        x.replace_all_uses_with(x_again)
-        _erase(quantizer, x_again)
-        node.graph.erase_node(x)
-    else:
-        _erase(quantizer, x)
+            total = node.graph.call_function(operator.getitem, (fused, 0))
+        total.meta = dict(x.meta)
+        x.replace_all_uses_with(total)
+    for product in quantizer.products:
+        product.replace_input_with(quantizer.source, total)
+        product.meta = meta_of(product)
+    node.graph.erase_node(node)
 
 
 def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
@@ -265,19 +268,3 @@ def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
         return None
     last = max(x, *others) if others else x
     return None if any(user <= last for user in x.users) else x.args
-
-
-def _erase(quantizer: Quantizer, x: fx.Node) -> None:
-    """Erase a quantizer and what only its input was computed from."""
-    graph = quantizer.node.graph
-    for product in quantizer.products:
-        product.replace_input_with(quantizer.source, x)
-        product.meta = meta_of(product)
-    graph.erase_node(quantizer.node)
-    waiting, erased = [quantizer.source], set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if not node.users and node.op == "call_function" and node is not x and node not in erased:
-            waiting.extend(node.all_input_nodes)
-            graph.erase_node(node)
-            erased.add(node)
