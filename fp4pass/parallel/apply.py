@@ -22,9 +22,9 @@ from ..errors import OptionError, ShapeError, StateError, expected
 from ..nn.experts import QuantizedExperts, require_adapter
 from ..nn.linear import PACKED, SCALE, PackedBlocks
 from ..record.state import get_state, unwrap
-from .linear import ColwiseParallel, ExpertParallel, RowwiseParallel
 from .peers import reach_peers
 from .split import SplitModule
+from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 _log = logging.getLogger(__name__)
 
