@@ -37,16 +37,13 @@ def test_a_layer_computes_what_the_reference_does(fmt: str) -> None:
     for weight_only in (True, False):
         model = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only, compute="fp8")
         plain = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only)
-        layer, stored = model[0], model[0].packed_weight
-        weight, record = PackedWeight(*stored[:3], layer.bias), layer.config.format
+        layer, record = model[0], model[0].config.format
+        weight = PackedWeight(*layer.packed_weight[:3], layer.bias)
         if weight_only:
             expected = linear_ref(x, weight, record, "fp8")
         else:
-            scale = stored.input_global_scale
-            if scale is None and fmt == "nvfp4":
-                scale = ops.dynamic_global_scale(x, layer.config.format.key)
-            codes = ops.quantize(x, scale, layer.config.format.key)
-            given = PackedInput(*codes, scale)
+            scale = ops.dynamic_global_scale(x, fmt) if fmt == "nvfp4" else None
+            given = PackedInput(*ops.quantize(x, scale, fmt), scale)
             expected = linear_quantized_ref(x, given, weight, record, compute="fp8")
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x[:5]), plain[0](x[:5]))
@@ -58,16 +55,19 @@ def test_a_layer_computes_what_the_reference_does(fmt: str) -> None:
 
 
 def test_experts_stay_as_they_are() -> None:
+    def look() -> dict[str, tuple[str, str]]:
+        rows = fp4pass.report(model).converted
+        return {row.name: (row.config.compute, row.note) for row in rows}
+
     model = fp4pass.convert(mixtures.build("qwen3_moe"), "nvfp4", "sse", compute="fp8")
-    found = {row.name: (row.config.compute, row.note) for row in fp4pass.report(model).converted}
+    found = look()
     stacks = {name for name in found if ".experts." in name}
     assert stacks and {found[name][0] for name in stacks} == {"input"}
     assert all("products of experts" in found[name][1] for name in stacks)
     assert {found[name] for name in found.keys() - stacks} == {("fp8", "")}
     fp4pass.set_compute(model, "input")
     fp4pass.set_compute(model, "fp8")
-    again = {row.name: (row.config.compute, row.note) for row in fp4pass.report(model).converted}
-    assert again == found
+    assert look() == found
 
 
 def test_it_is_set_on_a_model_and_taken_back(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_wrong_calls() -> None:
         fp4pass.convert(two_layers(), "nvfp4", "sse", rules=[("0", {"compute": None})])
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     """Three products of one input."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class _Attention(nn.Module):
 def test_compiled_models_merge_products_of_one_input(weight_only: bool) -> None:
     torch.manual_seed(0)
     options = {"weight_only": weight_only, "compute": "fp8"}
-    model = fp4pass.convert(_Attention(), "mxfp4", "sse", **options).eval()
+    model = fp4pass.convert(Attention(), "mxfp4", "sse", **options).eval()
     group = "linear_group" if weight_only else "linear_quantized_group"
     with fresh(), torch.no_grad():
         install_passes()

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from evaluation.toys import Tokens, Toy
 from mixtures import build
+from pages import registries_as_before
 from small_models import TINY
 from torch import nn
 
@@ -27,7 +28,7 @@ import fp4pass
 PACKAGE = Path(fp4pass.__file__).parent
 
 # Rooms whose `__all__` is for the rest of fp4pass only, or names of other libraries.
-PRIVATE = ("_compat", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
+PRIVATE = ("_compat", "api", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
 
 # Classes that others extend or read: their methods are shown by the example of the class.
 BY_CLASS = ("checkpoint", "methods", "parallel", "parity")
@@ -98,10 +99,6 @@ def example_of(name: str) -> doctest.DocTest:
     return doctest.DocTestParser().get_doctest(example, {}, name, name, 0)
 
 
-def feed_forward() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
-
-
 def decoder(vocabulary: int = 64) -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -137,18 +134,10 @@ def transformers_model(folder: Path) -> dict[str, Any]:
     return {"model": model, "batches": [ids], "AutoModelForCausalLM": load}
 
 
-def mixture(folder: Path) -> dict[str, Any]:
-    return {"mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)}
-
-
 def learned(folder: Path) -> dict[str, Any]:
     original = decoder()
     model = fp4pass.convert(copy.deepcopy(original), "nvfp4a16", "sse")
     return {"original": original, "model": model, "windows": torch.randint(64, (24, 16))}
-
-
-def normed(folder: Path) -> dict[str, Any]:
-    return {"normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()}
 
 
 def with_stack(folder: Path) -> dict[str, Any]:
@@ -172,9 +161,13 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.integrations.quantized_cache": transformers_model,
     "fp4pass.lab.Candidate": with_stack,
     "fp4pass.lab.Allocation": with_stack,
-    "fp4pass.parallel.ExpertParallel": mixture,
+    "fp4pass.parallel.ExpertParallel": lambda _: {
+        "mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)
+    },
     "fp4pass.quantize_checkpoint": transformers_model,
-    "fp4pass.smooth": normed,
+    "fp4pass.smooth": lambda _: {
+        "normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()
+    },
 }
 
 
@@ -190,22 +183,12 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def as_they_were() -> Iterator[None]:
-    """Take out of the registries what an example registers."""
-    registries = (fp4pass.methods.METHODS, fp4pass.checkpoint.LAYOUTS)
-    before = [dict(each) for each in registries]
-    yield
-    for registry, entries in zip(registries, before, strict=True):
-        for name in registry.keys() - entries.keys():
-            del registry[name]
-
-
 def run(name: str, folder: Path, **more: Any) -> None:
     torch.manual_seed(0)
     names = {"fp4pass": fp4pass, "torch": torch, "nn": nn, "Path": Path, "copy": copy}
     names |= {"json": json, "dataclasses": dataclasses, "safetensors": safetensors}
-    names |= {"model": feed_forward(), "batches": [torch.randn(4, 64)], **more}
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    names |= {"model": model, "batches": [torch.randn(4, 64)], **more}
     for start, make in BESIDE.items():
         if name == start or name.startswith(f"{start}."):
             names |= make(folder)
@@ -222,11 +205,10 @@ SPLIT = [name for name in PUBLIC if "parallel" in name]
 
 @pytest.mark.quick(30)
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in SPLIT])
-def test_the_example_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_they_were: None
-) -> None:
+def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(name, tmp_path)
+    with registries_as_before():
+        run(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import language_model, tokens
+from small_models import language_model, logits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,19 +114,21 @@ def test_inputs_have_a_scale_by_amax(name: str) -> None:
     assert torch.equal(codes, values.view(torch.uint8).view(5, 256))
 
 
-def layer(scheme: str, method: Any = "sse", **options: Any) -> nn.Module:
-    model: nn.Module = nn.Sequential(nn.Linear(K, N))
+def layer(scheme: str) -> nn.Module:
     torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(192 if scheme.startswith("mxfp8") else K, N))
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    if not scheme.startswith("mxfp8"):
-        return fp4pass.convert(model, scheme, method, progress=False, **options)
-    model = nn.Sequential(nn.Linear(192, N))
-    return fp4pass.convert(model, scheme, method, progress=False, **options)
+    return fp4pass.convert(model, scheme, "sse", progress=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("scheme", [*SCHEMES, *(f"{each}a16" for each in SCHEMES)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        *zip(SCHEMES, [torch.float32, torch.bfloat16, torch.float16, torch.float64], strict=True),
+        *((f"{each}a16", torch.bfloat16) for each in SCHEMES),
+    ],
+)
 def test_products_are_rounded_once(scheme: str, dtype: torch.dtype) -> None:
     model = layer(scheme).to(dtype)
     linear: Any = model[0]
@@ -164,25 +166,15 @@ def test_a_static_scale_of_inputs_is_calibrated() -> None:
     assert (scale == model[0].input_global_scale).all() and codes.max() == 254
 
 
-MIXED = [
-    ("*self_attn*", {"fmt": "fp8"}),
-    ("*down_proj", {"fmt": "fp8_blocka16"}),
-]
-
-
 def test_a_mixed_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = fp4pass.convert(language_model(), "nvfp4a16", "sse", rules=MIXED, progress=False)
-    ids = tokens()
-    schemes = {
-        row.name.rpartition(".")[2]: row.config.scheme
-        for row in fp4pass.report(model).rows
-        if row.config
-    }
+    rules = [("*self_attn*", {"fmt": "fp8"}), ("*down_proj", {"fmt": "fp8_blocka16"})]
+    model = fp4pass.convert(language_model(), "nvfp4a16", "sse", rules=rules, progress=False)
+    rows = fp4pass.report(model).converted
+    schemes = {row.name.rpartition(".")[2]: row.config.scheme for row in rows}
     assert schemes["q_proj"] == "fp8" and schemes["down_proj"] == "fp8_blocka16"
     assert schemes["up_proj"] == "nvfp4a16"
     fp4pass.save(model, tmp_path, layout="fp4pass")
-    loaded = fp4pass.load(tmp_path)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(logits(fp4pass.load(tmp_path)), logits(model))
 
 
 def test_a_report_counts_the_bits() -> None:
@@ -205,22 +197,6 @@ class Attention(nn.Module):
         return self.q(x) * self.k(x) + self.v(x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "mxfp8", "fp8a16"])
-def test_one_graph_quantizes_an_input_once(scheme: str) -> None:
-    torch.manual_seed(0)
-    model = fp4pass.convert(Attention(), scheme, "naive", progress=False)
-    x = normal(3, 64)
-    eager = model(x)
-    with torch.no_grad():
-        torch._dynamo.reset()
-        graphs = len(fp4pass.compile_report().graphs)
-        compiled = torch.compile(model, fullgraph=True)(x)
-    torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05)
-    for graph in fp4pass.compile_report().graphs[graphs:]:
-        assert graph.after.get("quantize", 0) == (0 if scheme.endswith("a16") else 1)
-
-
 def test_a_traced_model_is_converted() -> None:
     model = Attention().eval()
     x = normal(3, 64)
@@ -231,7 +207,7 @@ def test_a_traced_model_is_converted() -> None:
     assert calls.count("fp4pass.quantize.default") == 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp8"])
 def test_gptq_is_better_on_the_outputs(scheme: str) -> None:
     torch.manual_seed(0)
     mixing, errors = torch.randn(192, 192) / 8, {}
@@ -264,9 +240,7 @@ def test_options_that_float_scales_lack_are_settled() -> None:
 @pytest.mark.parametrize(
     ("scheme", "shape", "kind", "why"),
     [
-        ("fp8", (6, 10), ColumnLinear, ""),
         ("fp8", (6, 10), RowLinear, ""),
-        ("fp8_tensor", (6, 10), RowLinear, ""),
         ("fp8_block", (256, 256), RowLinear, ""),
         ("fp8_block", (384, 256), ColumnLinear, "out_features=384 is not a multiple of 2 ranks x"),
         ("fp8_block", (256, 192), RowLinear, "128 .the block of fp8_block"),

@@ -16,9 +16,6 @@ import pages
 import pytest
 import torch
 
-from fp4pass.core.formats import FORMATS
-from fp4pass.methods import METHODS
-
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
@@ -111,12 +108,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before = dict(FORMATS), dict(METHODS)
     torch.manual_seed(0)
-    yield tmp_path
-    for registry, entries in zip((FORMATS, METHODS), before, strict=True):
-        registry.clear()
-        registry.update(entries)
+    with pages.registries_as_before():
+        yield tmp_path
 
 
 @pytest.mark.slow
@@ -134,33 +128,16 @@ def test_recipe_runs_twice(name: str, place: Path, capsys: pytest.CaptureFixture
     assert {path.name for path in place.iterdir()} <= {"examples", "out"}
 
 
-def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
-    few = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    script = str(FOLDER / "several_gpus.py")
-    return subprocess.run(
-        [sys.executable, *command, script], capture_output=True, text=True, env=environment | few
-    )
-
-
 @pytest.mark.slow
 def test_recipe_of_several_processes_runs_twice(place: Path) -> None:
+    few = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    command = [sys.executable, *start, str(FOLDER / "several_gpus.py")]
     for _ in range(2):
-        done = torchrun("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | few)
         assert done.returncode == 0, done.stderr
         assert pages.differs(pages.shown("docs/recipes/several_gpus.md"), done.stdout) is None
     assert {path.name for path in place.iterdir()} == {"examples", "out"}
-
-
-@pytest.mark.slow
-def test_recipe_of_several_processes_says_how_it_starts(place: Path) -> None:
-    done = torchrun()
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        "Start with: torchrun --nproc-per-node 2 examples/recipes/several_gpus.py\n"
-    )
-    page = (ROOT / "docs" / "recipes" / "several_gpus.md").read_text("utf-8")
-    assert page.index(done.stderr.removeprefix("Start with: ").strip()) < page.index("??? ")
 
 
 @pytest.mark.slow
@@ -189,10 +166,8 @@ def executed(notebook: Any, folder: Path) -> Any:
     """The notebook, run by a new kernel in a folder."""
     nbclient = pytest.importorskip("nbclient")
     resources = {"metadata": {"path": str(folder)}}
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources=resources
-    )
-    return client.execute()
+    options = {"timeout": 600, "kernel_name": "python3", "resources": resources}
+    return nbclient.NotebookClient(notebook, **options).execute()
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -259,20 +234,3 @@ def test_notebook_is_the_script() -> None:
     assert pages.differs(shown, streams(code, "stdout")) is None
     assert "/" not in re.sub(r"\d/\d|nvfp4/16", "", streams(code, "stdout"))
     assert streams(code, "stderr") == ""
-
-
-def test_the_quickstart_page_begins_with_the_program_of_the_readme() -> None:
-    """And goes on with a whole program of three calls, which is the script."""
-    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    program = readme.partition("[start:program] -->\n")[2].partition("\n<!-- --8<-- [end:program]")[
-        0
-    ]
-    assert program.startswith("```python\nimport fp4pass\n") and program.endswith("```")
-    assert text.index('\n--8<-- "README.md:program"\n') < text.index("```")
-    first = pages.blocks("docs/quickstart.md")[0].code
-    compile(first, "quickstart", "exec")
-    for part in ("imports", "load", "data", "convert", "save", "generate"):
-        assert sections("five_minutes")[part] in first
-    calls = re.findall(r"^fp4pass\.(\w+)\(", sections("five_minutes")["convert"], re.MULTILINE)
-    assert calls == ["prepare", "calibrate", "convert"]

@@ -17,9 +17,8 @@ from fp4pass import methods
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
 from fp4pass.evaluation import output_errors
-from fp4pass.parity import Linear4bit, Linear8bitLt, codebook_quantize, swap
-from fp4pass.quantization.functional import error_metrics, global_scale_for, quantize_blocks
-from fp4pass.quantization.tensor import load_state
+from fp4pass.parity import Linear4bit, codebook_quantize, swap
+from fp4pass.quantization.functional import global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 BLOCKS, IDS = X.view(4, 4, 16), torch.ones(20, dtype=torch.long)
@@ -75,13 +74,9 @@ SKEWED = EYE + torch.ones(16, 16).triu(1)
 CASES: list[tuple[Callable[[], Any], str]] = [
     # arguments in another order, or of another call
     (lambda: fp4pass.convert(None), "model: expected a torch.nn.Module, got NoneType"),
-    (lambda: fp4pass.convert("folder"), "fp4pass.quantize_checkpoint(source, directory)"),
     (lambda: fp4pass.prepare(Path("folder")), "Load the model first: with from_pretrained"),
     (lambda: fp4pass.convert("nvfp4", model()), "Give the model as the first argument"),
     (lambda: fp4pass.calibrate([X], model()), "got list. Give the model as the first argument."),
-    (lambda: fp4pass.save("never", convert()), "got str. Give the model as the first argument."),
-    (lambda: fp4pass.load(model()), "call fp4pass.load(directory, model=model)"),
-    (lambda: fp4pass.evaluate(None, model(), IDS), "Give the model as the first argument."),
     (lambda: fp4pass.evaluate(model(), "text", None), "fp4pass.evaluate(model, tokenizer, text)"),
     (lambda: fp4pass.quantize(model()), "got Sequential. For a model, call fp4pass.convert(model)"),
     (lambda: fp4pass.quantize_checkpoint(model(), "o"), "in memory, call fp4pass.convert(model)"),
@@ -90,61 +85,41 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.prepare(model(), "MXFP4"), "it is a scheme. Give fmt='mxfp4'."),
     (lambda: fp4pass.convert(model(), "GPTQ"), "it is a method. Give method='gptq'."),
     (lambda: convert(fmt="fp4"), "Did you mean 'nvfp4'?"),
-    (lambda: convert(fmt="W4A16"), "Did you mean 'nvfp4a16'?"),
-    (lambda: convert(fmt="nvfp4_a16"), "Did you mean 'nvfp4a16'?"),
     (lambda: convert(fmt="NVFP4_MLP_WEIGHT_ONLY_CFG"), "Did you mean 'nvfp4a16'"),
     (lambda: convert(fmt="nf4"), "fmt: Scheme 'nf4' does not exist. Did you mean 'nvfp4'"),
-    (lambda: convert(fmt="nvfp4:-16"), "Format 'nvfp4:-16' does not exist"),
     (lambda: convert(rules=[("0", {"fmt": None})]), "fmt: expected the name of a scheme, got None"),
     # options
     (lambda: convert(fmt="fp8", block=128), "'fp8' has one scale for a row, and no blocks"),
     (lambda: convert(block="16"), "no block of '16'"),
-    (lambda: convert(method=3), "method: expected"),
-    (lambda: convert(rotation=True), "rotation: expected one of"),
     (lambda: convert(activation_scales="ssd"), "activation_scales 'ssd' does not exist. Did you"),
     (lambda: convert(device="cpu"), "device is 'cpu', but layers run"),
     (lambda: convert(metod="sse"), "Option 'metod' does not exist. Did you mean 'method'"),
-    (lambda: convert(resume=3), "resume: expected a path"),
     (lambda: convert(resume="/proc/x"), "resume is /proc/x, which cannot be made"),
     (lambda: fp4pass.Gptq(damping=0.0), "Gptq: damping: expected a number above 0, got 0.0"),
-    (lambda: fp4pass.Gptq(damping="x"), "Gptq: damping: expected a number above 0, got 'x'"),
-    (lambda: fp4pass.Hessian(codes="x"), "codes 'x' does not exist"),
     (lambda: fp4pass.LinearConfig().override({"x": 1}), "Option 'x' does not exist"),
-    (lambda: fp4pass.LinearConfig.from_dict(None), "LinearConfig: expected what to_dict returned"),
     (lambda: fp4pass.Report.from_dict({}), "Report: data: expected what Report.to_dict"),
     # calibration
     (lambda: calibrate(3), "data: expected batches, texts, chats, rows, token windows"),
     (lambda: calibrate(X), "got a tensor of torch.float32 [4, 64]. Put a single batch"),
     (lambda: calibrate(["a text"]), "tokenizer: expected one for data that is text, got none"),
     (lambda: calibrate([{"a": "x", "b": "y"}]), "data, row 0: expected columns that hold text"),
-    (lambda: calibrate([ARRAY]), "A batch: expected a mapping"),
     (lambda: fp4pass.trace(model(), "x"), "example: expected a mapping"),
     (lambda: fp4pass.convert(with_nan_bias(), method="sse"), "0: its bias holds NaN"),
     # save and load
     (lambda: save(directory=""), "directory: expected a path"),
-    (lambda: save(directory="a\0b"), "directory: expected a path"),
-    (lambda: save(directory="/proc/x"), "/proc/x cannot be made"),
     (lambda: save(layout="foo"), "layout: Layout 'foo' does not exist"),
     (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with its unit"),
-    (lambda: save(max_shard_size=-1), "max_shard_size: expected"),
-    (lambda: save(tokenizer="gpt2"), "tokenizer: expected"),
-    (lambda: fp4pass.load(None), "directory: expected a path"),
     (lambda: transcode("never", None, "bf16"), "never is not a folder"),
-    (lambda: load_state(3), "path: expected a path"),
     (lambda: STATE.save("/proc/x"), "/proc/x cannot be written"),
     # single tensors
     (lambda: fp4pass.quantize(ARRAY), "torch.as_tensor makes one), got ndarray"),
     (lambda: fp4pass.quantize(META), "quantize: x: expected a dense tensor with values, got a"),
-    (lambda: fp4pass.quantize(SPARSE, "nvfp4"), "got torch.sparse_coo"),
     (lambda: fp4pass.quantize(X.int()), "expected x of float32"),
-    (lambda: fp4pass.quantize(X, method="hessian"), "method 'hessian' needs calibration"),
     (lambda: fp4pass.quantize(X, "nvfp4", global_scale=0.0), "global_scale to be 'auto'"),
     (lambda: fp4pass.dequantize(X), "dequantize: expected what quantize returned"),
     (lambda: quantize_blocks(BLOCKS, dim=3), "expected dim to be a dimension"),
-    (lambda: with_hessian(SKEWED), "block_hessian: expected sums of a a^T"),
     (lambda: with_hessian(-EYE), "got negative eigenvalues"),
     (lambda: with_hessian(EYE, inputs=X), "expected inputs or block_hessian, got both"),
-    (lambda: error_metrics(META, X), "error_metrics: weight: expected a dense tensor"),
     (lambda: global_scale_for(X[:0]), "expected a weight with elements"),
     (lambda: STATE.to("cuda:99"), "device=cuda:99 cannot be used"),
     (lambda: dataclasses.replace(STATE, global_scale=float("nan")), "expected a positive number"),
@@ -155,21 +130,15 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         "weight: expected the shape of state, (4, 64)",
     ),
     # fp4pass.parity
-    (lambda: Linear4bit(0, 2), "in_features: expected a whole number, at least 1, got 0"),
-    (lambda: Linear4bit(64, 2, compute_dtype="bf16"), "compute_dtype: expected one of"),
-    (lambda: Linear8bitLt(8, 2, threshold="x"), "threshold: expected 0"),
     (lambda: swap(model(), "nf8"), "kind 'nf8' does not exist"),
     (lambda: swap(model(), "nf4", threshold=3.0), "threshold: expected none for kind 'nf4'"),
     (lambda: codebook_quantize(BLOCKS, levels=200), "levels: expected 1 to 127 magnitudes"),
     # evaluation and reports
-    (lambda: evaluate(None), "The text: expected a string, or an integer tensor"),
     (lambda: evaluate("abc"), "tokenizer: expected one"),
     (lambda: evaluate(stride=5), "stride: expected 1 to 4"),
     (lambda: evaluate(top_p=1.5), "top_p: expected a number"),
-    (lambda: evaluate(confidence=1.0), "confidence: expected a number between 0 and 1"),
     (lambda: errors(batches=X), "batches: expected an iterable of batches, got Tensor"),
     (lambda: errors(reference=nn.Sequential(nn.Linear(8, 8))), "of this name and shape"),
-    (lambda: report("write_report", path="p.pdf"), "expected a name that ends in .html, got p.pdf"),
     (lambda: report("write_report", path="/proc/x/p.html"), "/proc/x/p.html cannot be written"),
 ]
 
@@ -192,7 +161,6 @@ def test_a_wrong_call_names_its_argument(
     [
         ({"nothing": "cpu"}, "device_map: expected names of modules, got 'nothing'"),
         ({}, "device_map: expected a place for 0."),
-        ({"0": "x"}, "device_map: expected a device"),
         ({"": "auto"}, "device_map: expected a device for '', got 'auto'"),
         ({"0": "disc"}, "device_map: expected a device such as 'cuda:0', one of"),
     ],

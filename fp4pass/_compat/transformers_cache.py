@@ -247,21 +247,10 @@ def watch(
 
 
 def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
-    """Return a cache whose layers hold bytes.
-
-    Args:
-        codecs: of the keys and of the values of each layer.
-        length: tokens that it has memory for; None for one that grows.
-    """
+    """Return a cache in bytes, by the codecs of each layer; length: its tokens, None to grow."""
     grown, fixed = _layer_classes()
     own = [grown(*pair) if length is None else fixed(length, *pair) for pair in codecs]
     return cache_module().Cache(layers=own)
-
-
-def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what the bytes of a layer's keys and values stand for."""
-    of_keys, of_values = layer.codecs
-    return of_keys.decode(layer.keys, dtype), of_values.decode(layer.values, dtype)
 
 
 @functools.cache
@@ -271,63 +260,60 @@ def _layer_classes() -> tuple[Any, Any]:
     dynamic: Any = cache_utils.DynamicLayer
     static: Any = cache_utils.StaticLayer
 
-    class DynamicBytes(dynamic):
+    class Bytes:
         """Keys and values as bytes [B, H, T, W]; a call reads them as numbers."""
 
+        codecs: tuple[Any, Any]
+        keys: Tensor
+        values: Tensor
+        cumulative_length: Tensor
+
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kw: Any) -> tuple[Any, Any]:
+            own: Any = self
+            if not own.is_initialized:
+                own.lazy_initialization(keys, values)
+            of_keys, of_values = self.codecs
+            own.put(of_keys.encode(keys), of_values.encode(values))
+            return of_keys.decode(own.keys, keys.dtype), of_values.decode(own.values, keys.dtype)
+
+        def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+            own: Any = self
+            own.dtype, own.device = keys.dtype, keys.device
+            length = getattr(own, "max_cache_len", 0)
+            own.keys = self.codecs[0].empty(keys, length)
+            own.values = self.codecs[1].empty(values, length)
+            own.is_initialized = True
+
+    class DynamicBytes(Bytes, dynamic):
         def __init__(self, keys: Any, values: Any) -> None:
             super().__init__()
             self.codecs = keys, values
 
-        def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-            self.dtype, self.device = keys.dtype, keys.device
-            self.keys = self.codecs[0].empty(keys, 0)
-            self.values = self.codecs[1].empty(values, 0)
-            self.is_initialized = True
+        def put(self, keys: Tensor, values: Tensor) -> None:
+            self.keys = torch.cat([self.keys, keys], dim=2)
+            self.values = torch.cat([self.values, values], dim=2)
 
-        def update(
-            self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            if not self.is_initialized:
-                self.lazy_initialization(keys, values)
-            of_keys, of_values = self.codecs
-            self.keys = torch.cat([self.keys, of_keys.encode(keys)], dim=2)
-            self.values = torch.cat([self.values, of_values.encode(values)], dim=2)
-            return _numbers(self, keys.dtype)
-
-    class StaticBytes(static):
-        """The same in memory of a fixed length, which compiled code writes to."""
-
-        cumulative_length: Tensor
-
+    class StaticBytes(Bytes, static):
         def __init__(self, length: int, keys: Any, values: Any) -> None:
             super().__init__(max_cache_len=length)
             self.codecs = keys, values
 
         def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-            self.dtype, self.device = keys.dtype, keys.device
+            super().lazy_initialization(keys, values)
             self.batch_size, self.num_heads = keys.shape[:2]
             self.k_head_dim, self.v_head_dim = keys.shape[-1], values.shape[-1]
-            self.keys = self.codecs[0].empty(keys, self.max_cache_len)
-            self.values = self.codecs[1].empty(values, self.max_cache_len)
             self.cumulative_length = self.cumulative_length.to(self.device)
             # As StaticLayer does, so that CUDA graphs may write to them.
             if not torch.compiler.is_compiling():
                 for tensor in (self.keys, self.values, self.cumulative_length):
                     torch._dynamo.mark_static_address(tensor)
-            self.is_initialized = True
 
-        def update(
-            self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            if not self.is_initialized:
-                self.lazy_initialization(keys, values)
+        def put(self, keys: Tensor, values: Tensor) -> None:
             count = keys.shape[2]
             places = torch.arange(count, device=self.device) + self.cumulative_length
             self.cumulative_length.add_(count)
-            of_keys, of_values = self.codecs
-            self.keys.index_copy_(2, places, of_keys.encode(keys))
-            self.values.index_copy_(2, places, of_values.encode(values))
-            return _numbers(self, keys.dtype)
+            self.keys.index_copy_(2, places, keys)
+            self.values.index_copy_(2, places, values)
 
     return DynamicBytes, StaticBytes
 

@@ -10,7 +10,21 @@ from .copied_files import TOKENIZER_FILES
 from .finish import finish as finish_model
 from .finished import ConvertedState
 from .float_models import model_class
-from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
+from .layouts import (
+    CACHE_SCALES,
+    LAYOUTS,
+    WEIGHTS,
+    Layout,
+    PackedLayer,
+    Scheme,
+    expected_shapes,
+    fused_problems,
+    join,
+    matches,
+    read_layers,
+    register_layout,
+    side_files,
+)
 from .loading import load
 from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint, read_experts
 from .readers import SERVED

@@ -236,9 +236,6 @@ class PackedFolder:
         layers: the packed layers of the model, with whole stacks once they are joined.
         dense: packed layers of the folder that are dense in the model.
         carried: names on disk of tensors beyond the model.
-
-    Raises:
-        CheckpointError: the folder has packed layers that the model has no place for.
     """
 
     def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
@@ -288,21 +285,12 @@ class PackedFolder:
             self.disk = dataclasses.replace(self.disk, files=files)
 
     def _leave_heads(self) -> None:
-        """Leave out packed heads that the model, as a base model, lacks.
-
-        Raises CheckpointError for a layer of the body that it has no place for.
-        """
+        """Leave out packed heads that a base model lacks; layers of its body stay."""
         known = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
         known |= {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         out = [name for name in self.disk.layers if name not in known | self._pieces]
-        lost = [name for name in out if any(map(str.isdigit, name.split(".")))]
-        if lost or len(out) == len(self.disk.layers):
-            raise CheckpointError(
-                f"{self.disk.folder}: {model_class(self.model).__name__} has no place for "
-                f"{len(lost or out)} packed layers ({some(lost or out)}). Load it with the class "
-                "that config.json names."
-            )
-        self.disk = self.disk.without(out)
+        heads = [name for name in out if not any(map(str.isdigit, name.split(".")))]
+        self.disk = self.disk.without(heads)
 
     def _dense_here(self, names: Mapping[str, str]) -> list[DenseHere]:
         """Return the packed layers that the model has no linear layer for."""

@@ -18,7 +18,7 @@ from .._compat import require
 from .._compat.torch import model_class
 from .._version import __version__
 from ..errors import CheckpointError, OptionError, as_option, expected
-from ..record.rows import Row, groups
+from ..record.rows import Row
 from ..record.state import ModelState
 from .model_layers import is_transformers
 from .readers import Readers
@@ -92,6 +92,9 @@ def write_card(
     made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
     # Not the name of the folder, which may be given another one.
     title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+    kinds: dict[object, list[Row]] = {}
+    for row in report.converted:
+        kinds.setdefault(row.config and (row.config.label, row.config.method_name), []).append(row)
     counts = f"{len(report.converted)} of {len(report.rows)} weights"
     recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
     lines = [
@@ -100,7 +103,7 @@ def write_card(
         f"```json\n{json.dumps(recipe, indent=1)}\n```\n",
         *_table(
             ("scheme", "method", "weights", "bits each", "weight error", "output error"),
-            map(_group, groups(report.converted)),
+            map(_group, kinds.values()),
         ),
         "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration.\n",
         *_table(

@@ -1,4 +1,4 @@
-"""What other libraries do while they read the state dict of packed layers."""
+"""Let other libraries read the state dict of packed layers."""
 
 from __future__ import annotations
 

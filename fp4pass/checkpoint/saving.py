@@ -230,17 +230,9 @@ def _plan(
     pieces = {name: [Piece(names.layers.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
     written = {names.layers.get(name, name): layer for name, layer in written.items()}
-    ignored, declared = list[str](), dict[str, Any]()
-    if is_transformers(root):
-        # transformers looks for its own names, engines for those on disk.
-        ignored = ignored_names(root, state)
-        ignored += [names.layers[name] for name in ignored if name in names.layers]
-        carried = [row for row in state.report.skipped if row.name in state.carried]
-        ignored += ignored_layers(carried, [*layers], modules.__contains__)
-        both = {name: layers[name] for name in names.layers if name in layers}
-        own = both if isinstance(layout, CompressedTensors) else {}
-        declared = layout.config({**written, **own}, ignored) | cache
+    ignored, declared = _declare(root, state, layout, layers, written, names)
     merged = [name for name in split if name not in whole]
+    declared |= cache if declared else {}
     model = Facts(root, layers, declared, [*split], merged, has_cache=bool(cache))
     judged = judge(layout, written, model)
     notes = list(judged.notes)
@@ -278,6 +270,31 @@ def _plan(
         readers=judged.readers,
         warnings=notes,
     )
+
+
+def _declare(
+    root: nn.Module,
+    state: ConvertedState,
+    layout: Layout,
+    layers: Mapping[str, PackedLayer],
+    written: Mapping[str, PackedLayer],
+    names: NamesOnDisk,
+) -> tuple[list[str], dict[str, Any]]:
+    """Return names and patterns of what stays dense, and the quantization_config.
+
+    transformers looks for its own names, engines for those on disk.
+    """
+    if not is_transformers(root):
+        return [], {}
+    ignored = ignored_names(root, state)
+    ignored += [names.layers[name] for name in ignored if name in names.layers]
+    carried = [row for row in state.report.skipped if row.name in state.carried]
+    modules = dict(root.named_modules(remove_duplicate=False))
+    ignored += ignored_layers(carried, [*layers], modules.__contains__)
+    own: dict[str, PackedLayer] = {}
+    if isinstance(layout, CompressedTensors):
+        own = {name: layers[name] for name in names.layers if name in layers}
+    return ignored, layout.config({**written, **own}, ignored)
 
 
 def _write(

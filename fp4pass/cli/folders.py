@@ -122,7 +122,7 @@ def _print_contents(found: Mapping[str, Any]) -> None:
     parts = [(p["kind"], size(p["bytes"]), f"{p['share']:.1%}") for p in found["sizes"]]
     screen.print_table(("", "size", "share"), parts)
     for scales in found["scales"]:
-        # How many blocks have a scale in each binade, from 2^e to below 2^(e+1).
+        # The number of blocks with a scale in each binade, from 2^e to below 2^(e+1).
         binades = {"0": scales["zero"]} if scales["zero"] else {}
         for each in scales["counts"]:
             binade = f"2^{math.frexp(each['value'])[1] - 1}"

@@ -60,7 +60,9 @@ class Progress:
             options |= {"unit": "B", "unit_scale": True}
         self._done = done
         if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
-            self.bar = _Bar(delay=_DELAY, dynamic_ncols=True, **options)
+            # tqdm shows nothing on a terminal that does not know its size.
+            size = {"dynamic_ncols": True} if _knows_size() else {"ncols": 79, "nrows": 20}
+            self.bar = _Bar(delay=_DELAY, **size, **options)
         else:
             line = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} passed, {remaining} left"
             if total is None:
@@ -150,3 +152,10 @@ def _is_first() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") in ("", "0")
+
+
+def _knows_size() -> bool:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import MANIFEST, dense_problem, well_formed
-from ..checkpoint.layouts import CACHE_SCALES
-from ..core.files import path_of
-from ..core.fingerprint import fingerprint
-from ..core.progress import track
+from ..checkpoint import CACHE_SCALES, MANIFEST, dense_problem, well_formed
+from ..core import checksum, path_of, track
 from ..errors import CheckpointError, UnreadError, some
 from .config import build_model, check_config, check_ignored, check_model
 from .folder import Folder, read_folder
@@ -181,7 +178,7 @@ def _check_sums(found: Folder) -> None:
             if not found.lost_files:
                 what = f"expected it, as {MANIFEST} says, got no such tensor"
                 found.say("tensor-missing", name, what, MANIFEST)
-        elif fingerprint(found.tensors[name].read()) != facts:
+        elif checksum(found.tensors[name].read()) != facts:
             what = "it is not what was saved (its checksum, shape or dtype differs)"
             found.say("checksum", found.tensors[name], what)
     for name in set(found.tensors) - set(listed) if found.own is not None else ():

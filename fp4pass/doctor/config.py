@@ -12,10 +12,17 @@ from torch import nn
 
 from .._compat.transformers import config_faults, meta_model, tied_weights, vocabulary_files
 from .._compat.transformers_loading import names_in_model
-from ..checkpoint import TOKENIZER_FILES, config_changes, model_class, read_json, well_formed
-from ..checkpoint.layouts import CACHE_SCALES, matches
+from ..checkpoint import (
+    CACHE_SCALES,
+    TOKENIZER_FILES,
+    config_changes,
+    matches,
+    model_class,
+    read_json,
+    well_formed,
+)
 from ..errors import CheckpointError, Fp4PassError
-from ..nn.linear import PACKED
+from ..nn import PACKED
 from .folder import EXPERT, Folder
 
 # Words in the names of models that answer chats.

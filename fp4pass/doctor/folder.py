@@ -13,28 +13,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checkpoint import (
-    MANIFEST,
-    open_checkpoint,
-    read_json,
-    read_manifest,
-    unread_layers,
-    well_formed,
-)
-from ..checkpoint.layouts import (
     LAYOUTS,
+    MANIFEST,
     WEIGHTS,
     Layout,
     PackedLayer,
     expected_shapes,
     fused_problems,
     join,
+    open_checkpoint,
+    read_json,
     read_layers,
+    read_manifest,
     side_files,
+    unread_layers,
+    well_formed,
 )
-from ..core.formats import FORMATS
+from ..core import FORMATS
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
-from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..record.config import LinearConfig
+from ..nn import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..record import LinearConfig
 from .kinds import Finding
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")

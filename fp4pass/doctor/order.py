@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..nn.linear import PACKED, SCALE
+from ..nn import PACKED, SCALE
 from .folder import Folder
 from .numbers import Statistics
 

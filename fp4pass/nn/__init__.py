@@ -3,6 +3,7 @@
 from .experts import QUANTIZED, QuantizedExpertStack, parts_of, quantize_pairs, weight_name
 from .linear import (
     GLOBAL,
+    INPUT_GLOBAL,
     PACKED,
     SCALE,
     PackedBlocks,
@@ -14,6 +15,7 @@ from .packed_linear import scale_bits
 
 __all__ = [
     "GLOBAL",
+    "INPUT_GLOBAL",
     "PACKED",
     "QUANTIZED",
     "SCALE",

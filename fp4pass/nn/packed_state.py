@@ -16,7 +16,7 @@ from ..errors import StateError, TraceError
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # Context managers around the reading of a layer's state, given the layer, the state dict and the
-# prefix of its names. What knows other libraries adds one (checkpoint/savers.py).
+# prefix of its names. Rooms that know other libraries add one (checkpoint/savers.py).
 AROUND_STATE: list[Callable[[PackedState, dict[str, Any], str], AbstractContextManager[None]]] = []
 
 # The ways to capture packed layers.

@@ -270,7 +270,7 @@ def with_statistics(plan: Plan) -> Plan:
             stats = collect(observers_of([layer.module for layer in members]), members[0].label)
             # Batches without tokens reach a layer and say nothing about it.
             local.append(stats if stats.tokens else Stats())
-    searchers = divide([_seconds(members[0]) for members in weights], group.size)
+    searchers = divide([search_seconds(members[0]) for members in weights], group.size)
     sums = summed_statistics(group, local, searchers, list(STATISTICS))
     known: dict[int, dict[str, Any]] = {
         members[0].weight_key: {"stats": stats, "searchers": each}
@@ -279,7 +279,7 @@ def with_statistics(plan: Plan) -> Plan:
     return plan.map(lambda layer: dataclasses.replace(layer, **known[layer.weight_key]))
 
 
-def _seconds(layer: LayerPlan) -> tuple[float, list[float]]:
+def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
     # As measured (docs/quality.md, docs/large-models.md).
     columns, parts = layer.columns, layer.parts

@@ -259,3 +259,12 @@ def test_models_that_cannot_write_are_refused_with_what_to_pass(make: Any, probl
     with pytest.raises(OptionError, match=problem) as error:
         sample(make(), tokenizer(), **SMALL)
     assert 'data=["a text"' in str(error.value)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"tokens": 0}, {"temperature": 0}, {"chat_share": 2})
+    for each in wrong:
+        with pytest.raises(OptionError, match=f"{next(iter(each))}: expected a .*number"):
+            sample(writer(), tokenizer(), **{**SMALL, **each})
+    with pytest.raises(OptionError, match="tokenizer: expected the tokenizer or processor"):
+        sample(writer(), None, **SMALL)

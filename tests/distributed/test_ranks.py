@@ -143,7 +143,7 @@ def test_what_differs_is_an_error_of_all(two: list[dict[str, Any]]) -> None:
 def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends behind that is noticed; a rank with a model that is refused is there as well."""
     calls: list[int] = []
-    monkeypatch.setattr("fp4pass.api.ranks", lambda: calls.append(1))
+    monkeypatch.setattr("fp4pass.api.steps.ranks", lambda: calls.append(1))
     with pytest.raises(StateError):
         fp4pass.prepare(nn.Identity())
     assert calls == [1]

@@ -13,7 +13,7 @@ from small_models import assert_same_bits, mlp, tokens
 from torch import nn
 
 import fp4pass
-from fp4pass.engine.one_call import OneCall
+from fp4pass.api.one_call import OneCall
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.methods import Gptq
 from fp4pass.quantization.observers.observer import OBSERVERS
@@ -125,7 +125,7 @@ def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> 
     wrong = [*BATCHES, torch.ones(1, 4)]
     # Smoothing reads the first alone, and calibration all.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4pass.engine.one_call.INPUT_TOKENS", 1)
+        patch.setattr("fp4pass.api.one_call.INPUT_TOKENS", 1)
         with pytest.raises(RuntimeError):
             in_one(quality="good", model=model, data=wrong)
     assert "smoothed the inputs of 4 groups" in caplog.text
@@ -142,7 +142,7 @@ def test_a_model_without_a_graph_is_not_smoothed(
         raise TraceError("layers.0: it has no graph.")
 
     caplog.set_level(logging.INFO, "fp4pass")
-    monkeypatch.setattr("fp4pass.engine.smoothing.trace", refuse)
+    monkeypatch.setattr("fp4pass.calibration.smoothing.trace", refuse)
     model = in_one(quality="good", model=uneven())
     assert 'quality "good": inputs are not smoothed, which needs a graph: layers.0' in caplog.text
     assert "smooth" not in get_state(model).recipe
@@ -203,7 +203,7 @@ def test_what_ends_early_leaves_no_observer(quality: str, error: type[BaseExcept
     model = language_model()
     before, weights = hooks_of(model), [id(each) for each in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4pass.api.calibrate", lambda *a, **b: _raise(error))
+        patch.setattr("fp4pass.api.steps.calibrate", lambda *a, **b: _raise(error))
         with pytest.raises(error, match="stop"):
             in_one(model=model, quality=quality, kv_cache="fp8")
     assert get_state(model) is None and hooks_of(model) == before
@@ -245,7 +245,7 @@ def _packed(module: nn.Module) -> bool:
 
 
 def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fp4pass.engine.one_call")
+    caplog.set_level(logging.INFO, "fp4pass.api.one_call")
     model = in_one(quality="fast", weight_only=True)
     assert "calibration" not in get_state(model).recipe
     assert caplog.messages[0] == 'quality "fast" needs no data: data= is not read.'

@@ -112,14 +112,3 @@ def test_methods_that_a_block_has_no_statistics_for_are_left_out(scripts: Any) -
     ]
     groups = measuring.unmeasured(results, torch.nn.Linear(256, 1), ["int8"], ["naive", "hessian"])
     assert groups == [("int8", 32, True), ("int8", 32, False)]
-
-
-def test_blocks_that_do_not_divide_all_linears_are_left_out(
-    scripts: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(512, 384), torch.nn.Linear(384, 1))
-    groups = scripts["measuring"].unmeasured(
-        scripts["measuring"].Results(None, {}), model, ["int8"], ["naive"]
-    )
-    assert [block for _, block, weight_only in groups if weight_only] == [32, 64, 128]
-    assert capsys.readouterr().out == "int8:256 is left out: there are linears of width 384\n"

@@ -76,12 +76,6 @@ def test_page_is_up_to_date(page: Any) -> None:
     )
 
 
-def test_pictures_are_there() -> None:
-    text = (ROOT / "docs" / "results.md").read_text("utf-8")
-    pictures = set(re.findall(r"!\[[^]]+\]\((results-[^)]+\.png)\)", text))
-    assert pictures == {path.name for path in (ROOT / "docs").glob("results-*.png")}
-
-
 def test_links_lead_somewhere() -> None:
     text = (ROOT / "docs" / "results.md").read_text("utf-8")
     headings = {line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")}
@@ -153,24 +147,6 @@ def test_the_page_asks_for_what_the_table_has(explorer: Any) -> None:
     wanted = set(re.findall(r'^\s+\["(\w+)", "', script, re.M)) | {"bits"}
     table = explorer.explorer(explorer.load(RESULTS))
     assert len(wanted) > 9 and wanted <= set().union(*table["rows"])
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0.0000"),
-        (0.25, "0.2500"),
-        (12.3456, "12.35"),
-        (0.00123, "0.0012"),
-        (0.000321, "0.00032"),
-        (-4e-5, "-0.000040"),
-        (2e-7, "0.000000"),
-    ],
-)
-def test_small_numbers_keep_two_digits(cells: Any, value: float, shown: str) -> None:
-    assert cells.number(value) == shown
-    if value < 1:
-        assert cells.signed(value) == (shown if value < 0 else f"+{shown}")
 
 
 # ---- made up results --------------------------------------------------------------------------

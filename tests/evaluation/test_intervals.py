@@ -101,11 +101,3 @@ def test_sums_without_an_interval():
     assert "kl" not in changes(sums, sums, Bootstrap(resamples=50))
     sums[:, NLL] = math.inf
     assert intervals(sums, Bootstrap(resamples=50)) == {}
-
-
-@pytest.mark.core
-def test_two_units_have_an_interval():
-    sums = documents(np.random.default_rng(6), 2)
-    first, second = np.exp(sums[:, NLL] / sums[:, TOKENS])
-    ends = intervals(sums, Bootstrap())["perplexity"]
-    assert ends == pytest.approx((min(first, second), max(first, second)))

@@ -28,7 +28,7 @@ COUNTS = {
     "mlp": (3, 3, 0, 3, 3, 0, 0),
     "used_twice": (2, 2, 0, 2, 2, 0, 0),
     "shared_weight": (2, 2, 0, 2, 2, 0, 0),
-    "transformer_encoder": (4, 4, 0, 4, 4, 0, 0),
+    "transformer_encoder_padded": (4, 4, 0, 4, 4, 0, 0),
 }
 CASES = {case.name: case for case in zoo.CASES}
 

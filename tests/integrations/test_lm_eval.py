@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import runpy
 import subprocess
@@ -37,12 +36,6 @@ ROOT = Path(fp4pass.__file__).parents[1]
 TASKS = ROOT / "eval" / "quality" / "tasks"
 LOCAL = ("--include-path", TASKS)
 NAMES = ("tiny_lm_next", "tiny_lm_text")
-
-# In the spelling of WikiText, which the detokenizer of lm-eval undoes.
-ARTICLES = """ \n = Block scales = \n \n A block of 16 values shares a scale , 1 @.@ 5 here ; the
- model 's ( of 1 @,@ 024 values ) . \n \n = = Search = = \n \n Every scale is tried : all " 126 "
- of them . \n \n = Low @-@ bit formats = \n \n They have 4 bits = few . \n"""
-
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -341,35 +334,6 @@ def test_options_of_tasks_need_tasks() -> None:
 
 
 # ---- our tasks ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_wikitext_local_is_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same documents through the built-in task, with its dataset replaced."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    text = tmp_path / "wiki.test.raw"
-    text.write_text(ARTICLES)
-    pages = load_script("documents").pages(ARTICLES)
-    assert [page.split(" = ")[1] for page in pages] == ["Block scales", "Low @-@ bit formats"]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    builtin = Path(lm_eval.__file__).parent / "tasks" / "wikitext" / "wikitext.yaml"
-    files = {split: str(rows) for split in ("train", "validation", "test")}
-    task = {"include": str(builtin), "dataset_path": "json", "dataset_name": None}
-    task["dataset_kwargs"] = {"data_files": files}
-    # JSON is YAML.
-    (tmp_path / "task.yaml").write_text(json.dumps(task))
-    lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=2)
-    manager = TaskManager(include_path=tmp_path, include_defaults=False)
-    theirs = lm_eval.simple_evaluate(lm, tasks=["wikitext"], task_manager=manager)
-    assert theirs["n-samples"]["wikitext"]["effective"] == 2
-    expected = theirs["results"]["wikitext"]
-    ours = scores(lm, "wikitext_local", text=str(text))["results"]["wikitext_local"]
-    for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
-        assert ours[f"{metric},none"] == expected[f"{metric},none"]
-    scored = [sample["arguments"] for sample in theirs["samples"]["wikitext"]]
-    # It was detokenized, so that the test is one.
-    assert "1.5 here; " in str(scored) and "@" not in str(scored)
 
 
 def test_git_is_not_asked_for_a_commit(

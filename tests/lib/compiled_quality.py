@@ -12,7 +12,6 @@ import fp4pass
 from fp4pass.evaluation import token_windows
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "tiny_lm"
-SHARED = Path(__file__).parents[3] / "shared"
 
 
 def log_probs(model: nn.Module, ids: Tensor) -> Tensor:

@@ -11,168 +11,105 @@ from torch import Tensor, nn
 
 from fp4pass.nn.experts import QUANTIZED, QuantizedExpertStack
 
-_SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-_VISION = {
-    "hidden_size": 32,
-    "mlp_ratio": 1.0,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-}
-_FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
-_SMALL = {"intermediate_size": 64, "moe_intermediate_size": 32}
+_SIZES = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+_SIZES |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0)
+_VISION = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+_SMALL = dict(intermediate_size=64, moe_intermediate_size=32)
+_FOUR = dict(num_experts=4, num_experts_per_tok=2)
+_LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
+_ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2)
+_LATENT = dict(num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32)
+_LATENT |= dict(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+_DBRX_ATTENTION = dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0)
+_DBRX_EXPERTS = dict(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2)
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+
 
 # The class without Config or ForCausalLM, and its sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Five experts: no power of two.
-    "qwen3_moe": ("Qwen3Moe", {**_SMALL, "num_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral": (
-        "Mixtral",
-        {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 3},
-    ),
-    "olmoe": ("Olmoe", {**_FOUR, "intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3Moe", dict(_SMALL, num_experts=5, num_experts_per_tok=2)),
+    "mixtral": ("Mixtral", dict(_LOCAL, intermediate_size=64, num_experts_per_tok=3)),
+    "olmoe": ("Olmoe", dict(_FOUR, intermediate_size=32)),
     "deepseek_v3": (
         "DeepseekV3",
-        {
-            **_SMALL,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        dict(_SMALL, **_ROUTED, **_LATENT, n_group=2, topk_group=1, first_k_dense_replace=1),
     ),
     # Transposed and interleaved, with biases and a gate of its own.
-    "gpt_oss": (
-        "GptOss",
-        {
-            "intermediate_size": 64,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 16,
-        },
-    ),
+    "gpt_oss": ("GptOss", dict(_LOCAL, intermediate_size=64, sliding_window=16)),
     # Stacked on disk, under other names.
-    "granitemoe": (
-        "GraniteMoe",
-        {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "qwen2_moe": ("Qwen2Moe", {**_FOUR, **_SMALL, "shared_expert_intermediate_size": 64}),
+    "granitemoe": ("GraniteMoe", dict(_LOCAL, intermediate_size=64)),
+    "qwen2_moe": ("Qwen2Moe", dict(_FOUR, **_SMALL, shared_expert_intermediate_size=64)),
     # Without a gate.
     "nemotron_h": (
         "NemotronH",
-        {
+        dict(
             **_SMALL,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_shared_expert_intermediate_size": 32,
-            "layers_block_type": ["moe", "attention"],
-        },
+            **_ROUTED,
+            moe_shared_expert_intermediate_size=32,
+            layers_block_type=["moe", "attention"],
+        ),
     ),
     "gemma4": (
         "Gemma4",
-        {
+        dict(
             **_SMALL,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "global_head_dim": 16,
-            "hidden_size_per_layer_input": 0,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            global_head_dim=16,
+            hidden_size_per_layer_input=0,
+            layer_types=_TWO_KINDS,
+        ),
     ),
     # Transposed.
     "aria": (
         "AriaText",
-        {
-            "intermediate_size": 32,
-            "moe_num_experts": 4,
-            "moe_topk": 2,
-            "moe_num_shared_experts": 1,
-        },
+        dict(intermediate_size=32, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
     ),
-    # Without the decorator, and with experts that give their input back.
+    # Without the decorator, and with experts that give their input back; two attentions a layer.
     "longcat_flash": (
         "LongcatFlash",
-        {
-            "num_hidden_layers": 4,  # two attentions a layer
-            "n_routed_experts": 4,
-            "zero_expert_num": 2,
-            "moe_topk": 3,
-            "ffn_hidden_size": 64,
-            "expert_ffn_hidden_size": 32,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-        },
+        dict(
+            **_LATENT,
+            num_hidden_layers=4,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            moe_topk=3,
+            ffn_hidden_size=64,
+            expert_ffn_hidden_size=32,
+        ),
     ),
     # Transposed, and called with a copy of all tokens for each expert.
     "llama4_text": (
         "Llama4",
-        {
-            "intermediate_size": 96,
-            "intermediate_size_mlp": 64,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-        },
+        dict(_LOCAL, intermediate_size=96, intermediate_size_mlp=64, num_experts_per_tok=1),
     ),
     # Gate and up are apart, and experts lie below each other, those of the last one transposed.
     "dbrx": (
         "Dbrx",
-        {
-            "d_model": 64,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 128,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {
-                "hidden_size": 64,
-                "ffn_hidden_size": 32,
-                "moe_num_experts": 4,
-                "moe_top_k": 2,
-            },
-        },
+        dict(
+            d_model=64,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=128,
+            attn_config=_DBRX_ATTENTION,
+            ffn_config=_DBRX_EXPERTS,
+        ),
     ),
     # One stack in a module, of attention too, called with the inputs sorted by experts.
-    "jetmoe": (
-        "JetMoe",
-        {
-            "intermediate_size": 32,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "kv_channels": 16,
-        },
-    ),
+    "jetmoe": ("JetMoe", dict(_LOCAL, intermediate_size=32, kv_channels=16)),
     # With a gate of its own that clamps, in a model that sees, too.
     "step3p7": (
         "Step3p7",
-        {
+        dict(
             **_SMALL,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "share_expert_dim": 32,
-            "mlp_layer_types": ["dense", "sparse"],
-            "sliding_window": 16,
-            "swiglu_limits": [0.0, 0.3],
-        },
+            **_ROUTED,
+            share_expert_dim=32,
+            mlp_layer_types=["dense", "sparse"],
+            sliding_window=16,
+            swiglu_limits=[0.0, 0.3],
+        ),
     ),
 }
 
@@ -194,7 +131,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     options = {**common, **sizes, **changes}
     task = "CausalLM"
     if name == "step3p7":
-        options, task = {"text_config": options, "vision_config": _VISION}, "ConditionalGeneration"
+        options, task = (
+            {"text_config": options, "vision_config": dict(_VISION, mlp_ratio=1.0)},
+            "ConditionalGeneration",
+        )
     config = getattr(transformers, kind + text)(**options)
     torch.manual_seed(0)
     # `.to(dtype)` would cast rotary tables, too.
@@ -234,3 +174,116 @@ def twin(original: Any, converted: nn.Module) -> Any:
             is_stack = isinstance(module, QuantizedExpertStack)
             original.get_parameter(name if is_stack else f"{name}.weight").copy_(module.weight)
     return original
+
+
+# ---- further models, by the names in their folders ----------------------------------------------
+
+_TEXT = dict(_SIZES, **_SMALL, **_FOUR, bos_token_id=1, eos_token_id=2)
+_FULL = {"layer_types": ["full_attention"] * 2}
+_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+_GROUPS = dict(n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
+_ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3])
+_QWEN_TEXT = dict(_TEXT, rope_parameters=_ROPE)
+_DEEP = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)
+_DEEP |= dict(patch_size=4)
+_QWEN_VISION = dict(_DEEP, num_position_embeddings=16, deepstack_visual_indexes=[0])
+_GLM_VISION = dict(_DEEP, image_size=16)
+_CLIP = dict(_VISION, intermediate_size=64, patch_size=14, projection_dim=32)
+_AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
+_AUDIO |= dict(num_mel_bins=16, output_dim=64, downsample_hidden_size=16, max_source_positions=20)
+_MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
+_INDEX = dict(index_n_heads=2, index_topk=16, indexer_types=["full", "full"])
+_ERNIE_TEXT = dict(_TEXT, moe_intermediate_size=[32, 32], moe_num_experts=4, moe_k=2, **_SPARSE)
+_ERNIE_TEXT["rope_parameters"] = dict(_ROPE, mrope_section=[3, 3, 2])
+_GLM_TEXT = dict(_TEXT, **_GROUPS, first_k_dense_replace=1)
+_GLM_TEXT["rope_parameters"] = dict(_ROPE, partial_rotary_factor=1.0)
+_SEEING = "ForConditionalGeneration"
+
+# The class of the model, and its sizes.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    # Stacks in folders of the float model, in either direction.
+    "qwen3_vl_moe": (
+        f"Qwen3VLMoe{_SEEING}",
+        dict(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
+    ),
+    "qwen3_omni_moe_thinker": (
+        f"Qwen3OmniMoeThinker{_SEEING}",
+        dict(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION, audio_config=_AUDIO),
+    ),
+    "ernie4_5_vl_moe": (
+        f"Ernie4_5_VLMoe{_SEEING}",
+        dict(text_config=_ERNIE_TEXT, vision_config=dict(_GLM_VISION, spatial_merge_size=2)),
+    ),
+    "glm4v_moe": (f"Glm4vMoe{_SEEING}", dict(text_config=_GLM_TEXT, vision_config=_GLM_VISION)),
+    "cohere2_moe": ("Cohere2MoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE)),
+    "exaone_moe": ("ExaoneMoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE, sliding_window=16)),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        dict(_TEXT, moe_num_experts=4, moe_k=2, moe_layer_start_index=1),
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", dict(_TEXT, moe_topk=[2, 2])),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        dict(_TEXT, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaForCausalLM",
+        {**_TEXT, **_GROUPS, **_LATENT, **_SPARSE, **_INDEX, "qk_head_dim": 32}
+        | {"index_head_dim": 32},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        dict(
+            **_TEXT,
+            **_MAMBA,
+            mamba_chunk_size=16,
+            num_local_experts=4,
+            shared_intermediate_size=64,
+            layer_types=["mamba", "attention"],
+        ),
+    ),
+    # Names of attention, routers and experts that are shared differ.
+    "laguna": (
+        "LagunaForCausalLM",
+        {**_TEXT, **_FULL, **_SPARSE, "num_attention_heads_per_layer": [4, 4]}
+        | {"shared_expert_intermediate_size": 32},
+    ),
+    "inkling": (
+        "InklingForCausalLM",
+        {**_TEXT, **_SPARSE, "layer_types": ["hybrid_sliding", "hybrid"]}
+        | {"n_routed_experts": 4, "n_shared_experts": 2},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        {**_TEXT, **_GROUPS, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2}
+        | {"qk_rope_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "num_hash_layers": 1},
+    ),
+    # No mixtures: the language model inside has another prefix.
+    "gemma3": (
+        f"Gemma3{_SEEING}",
+        dict(text_config=dict(_TEXT, sliding_window=16), vision_config=_CLIP),
+    ),
+    "llava": (
+        f"Llava{_SEEING}",
+        dict(
+            text_config=dict(_TEXT, model_type="llama"),
+            vision_config=dict(_CLIP, model_type="clip_vision_model"),
+        ),
+    ),
+    "phimoe": ("PhimoeForCausalLM", dict(_TEXT, num_local_experts=4)),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", dict(_TEXT, num_local_experts=4)),
+}
+
+
+def build_more(name: str) -> Any:
+    """A model in bfloat16 with random weights, the same on every call."""
+    transformers = pytest.importorskip("transformers")
+    kind, sizes = MORE[name]
+    made = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = made._from_config(made.config_class(**sizes), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1)
+    return model.eval()

@@ -7,6 +7,7 @@ import copy
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 
 import fp4pass
+from fp4pass.checkpoint import LAYOUTS
+from fp4pass.core.formats import FORMATS
+from fp4pass.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny_lm"
@@ -198,6 +202,19 @@ def tokenizer() -> Any:
 
 def words(name: str, characters: int) -> str:
     return (TINY / name).read_text("utf-8")[:characters]
+
+
+@contextmanager
+def registries_as_before() -> Iterator[None]:
+    """Take out of the registries what is registered meanwhile."""
+    registries: tuple[dict[str, Any], ...] = (FORMATS, METHODS, LAYOUTS)
+    before = [dict(each) for each in registries]
+    try:
+        yield
+    finally:
+        for registry, entries in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(entries)
 
 
 def batches() -> Any:

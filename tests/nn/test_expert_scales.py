@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from mixtures import build, ids, logits
+from mixtures import build, logits
 from torch import Tensor
 
 import fp4pass
@@ -86,19 +85,6 @@ def test_gradients_are_those_of_the_dense_experts() -> None:
     (stack(x, routing) * grad).sum().backward()
     wanted = torch.einsum("tkn,tknh->th", grad, stack.weight[routing])
     assert torch.allclose(x.grad, wanted, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_with_such_stacks_compiles_copies_and_loads_its_state() -> None:
-    model = converted()
-    for name in ("gate_up_proj", "down_proj"):
-        unlike(model.get_submodule(f"{FIRST}.{name}"), 2, True)
-    wanted = logits(model)
-    assert torch.equal(logits(copy.deepcopy(model)), wanted)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(logits(compiled), wanted, atol=1e-5)
-    model.load_state_dict(model.state_dict())
-    assert torch.equal(logits(model, ids()), wanted)
 
 
 def test_scales_of_another_number_of_experts_are_refused() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4pass
 from fp4pass.core.formats import get_format
-from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass.errors import CalibrationError, OptionError
 from fp4pass.evaluation import output_errors
 from fp4pass.kernels.rotate.naive import rotate_weight
-from fp4pass.nn.experts import QuantizedExperts, QuantizedExpertStack, in_order
+from fp4pass.nn.experts import QuantizedExpertStack, in_order
 from fp4pass.quantization.observers.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
 from fp4pass.record.config import LinearConfig
@@ -362,20 +360,6 @@ def test_whatever_is_chosen(choice: str) -> None:
     assert quantized(x, chosen, weights).shape == found.shape
 
 
-@pytest.mark.core
-def test_gradients_of_inputs() -> None:
-    model = converted("gpt_oss", rules=ONLY_EXPERTS)
-    reference = twin(build("gpt_oss"), model)
-    found = []
-    for each in (model, reference):
-        experts = each.model.layers[0].mlp.experts
-        x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        chosen = torch.tensor([[0, 1], [2, 3], [1, 3]] * 3)
-        experts(x, chosen, torch.full((9, 2), 0.5)).square().sum().backward()
-        found.append(x.grad)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
 def test_output_errors_of_stacks() -> None:
     original = build("gpt_oss")
     model = fp4pass.convert(copy.deepcopy(original), "nvfp4", method="naive", rules=ONLY_EXPERTS)
@@ -400,27 +384,6 @@ def test_output_errors_of_stacks() -> None:
 # ---- it is a model like any other ---------------------------------------------------------------
 
 
-def test_it_generates_and_copies(tmp_path: Any) -> None:
-    model = converted("gpt_oss")
-    options = {"max_new_tokens": 4, "do_sample": False, "min_new_tokens": 4}
-    prompt = {"input_ids": ids(0, 2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
-    wanted = model.generate(**prompt, **options)
-    reference = twin(build("gpt_oss"), model)
-    assert torch.equal(wanted, reference.generate(**prompt, **options))
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(model.generate(**prompt, **options, **static), wanted)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    again = torch.load(buffer, weights_only=False)
-    other = converted("gpt_oss", method="naive")
-    for each in (copy.deepcopy(model), again, other):
-        each.load_state_dict(model.state_dict())
-        assert torch.equal(logits(each), logits(model))
-    assert isinstance(again.model.layers[0].mlp.experts, QuantizedExperts)
-    assert "experts=4" in repr(model)
-
-
 @pytest.mark.parametrize("weight_only", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_it_compiles_whole_and_exports(weight_only: bool) -> None:
     model = build("qwen3_moe", num_hidden_layers=1)
@@ -438,71 +401,6 @@ def test_it_compiles_whole_and_exports(weight_only: bool) -> None:
         torch.testing.assert_close(program.module()(*args), experts(*args))
     called = [str(node.target) for node in program.graph.nodes if "experts_linear" in str(node)]
     assert len(called) == 2
-
-
-def test_a_conversion_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4pass.quantization import quantize
-
-    model = fp4pass.prepare(build("qwen3_moe"), "sse")
-    left, replace = [6], quantize._replace
-
-    def cut(*args: Any) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        replace(*args)
-
-    monkeypatch.setattr(quantize, "_replace", cut)
-    with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model, "nvfp4", method="sse")
-    monkeypatch.undo()
-    for call in (fp4pass.convert, fp4pass.prepare, fp4pass.report):
-        with pytest.raises(StateError, match="The model is interrupted"):
-            call(model)
-
-
-@pytest.mark.slow
-def test_no_router_of_any_architecture_is_planned() -> None:
-    """Built on meta with the sizes that transformers gives them, but few layers and experts."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    routers: dict[str, list[str]] = {}
-    for kind in CONFIG_MAPPING_NAMES:
-        model = on_meta(transformers, kind)
-        counts = {
-            parameter.shape[0]
-            for name, parameter in model.named_parameters()
-            if parameter.ndim == 3 and "expert" in name
-        }
-        if not counts:
-            continue
-        plan = plan_layers(model, LinearConfig(weight_only=True))
-        # What has an output for each expert, and is called as routers are.
-        routers[kind] = [
-            layer.name
-            for layer in plan.layers
-            if not layer.is_stack
-            and layer.shape[0] in counts
-            and any("rout" in part or part == "gate" for part in layer.name.split("."))
-        ]
-    assert len(routers) > 30
-    assert not {kind: found for kind, found in routers.items() if found}
-
-
-def on_meta(transformers: Any, kind: str) -> nn.Module:
-    """A model of a type with few layers, no module if transformers cannot make one."""
-    with contextlib.suppress(Exception):
-        config = transformers.AutoConfig.for_model(kind)
-        for part in (config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))):
-            with contextlib.suppress(Exception):
-                if part.num_hidden_layers > 4 and getattr(part, "layer_types", None) is None:
-                    part.num_hidden_layers = 4
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-            with contextlib.suppress(Exception), torch.device("meta"):
-                model: nn.Module = auto.from_config(config)
-                return model
-    return nn.Module()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

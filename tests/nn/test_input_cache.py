@@ -253,24 +253,7 @@ class Twice(Attention):
         return self.o(self.q(x) + self.k(x) * self.q(x)) + self.v(x)
 
 
-class Chunked(Attention):
-    """Slices of one input, in memory that is used again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [self.q(part) + self.k(part) for part in x.split(2, -2)]
-        return self.o(torch.cat(parts, -2)) + self.v(x)
-
-
-class Changing(Attention):
-    """Its layers swap places while it runs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.q(x)
-        self.q, self.k = self.k, self.q
-        return self.o(y * self.q(x) + self.v(x))
-
-
-MODULES = (Attention, InPlaceView, Twice, Chunked, Changing)
+MODULES = (Attention, InPlaceView, Twice)
 
 
 @contextmanager
@@ -411,17 +394,11 @@ def test_graphs_have_nothing_of_what_was_computed_before() -> None:
     torch.compiler.reset()
 
 
-# Linear layers of two blocks, and the inputs that they read.
-INPUTS = {"llama": (14, 8), "bert": (12, 8)}
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_models_quantize_and_observe_every_input_once(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_quantize_and_observe_every_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    layers, inputs = INPUTS[name]
-    model = next(case.build() for case in zoo.CASES if case.name == name)
+    # Linear layers of two blocks, and the inputs that they read.
+    layers, inputs = 14, 8
+    model = next(case.build() for case in zoo.CASES if case.name == "llama")
     observed: list[Tensor] = []
     observe = observer_module.ops.observe
     monkeypatch.setattr(
@@ -446,19 +423,6 @@ def test_models_quantize_and_observe_every_input_once(
         with torch.inference_mode(), counted() as seen:
             assert torch.equal(run(), expected)
         assert len(seen) == layers
-
-
-# Writes that torch does not count.
-
-
-def write_numpy(x: Tensor, new: Tensor) -> None:
-    x.numpy()[:] = new.numpy()
-
-
-UNCOUNTED: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "numpy": write_numpy,
-    "data": lambda x, new: x.data.copy_(new),
-}
 
 
 class Heads(nn.Module):
@@ -490,13 +454,13 @@ def pairs() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
     }
 
 
-@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
-def test_no_value_outlives_a_forward(write: Callable[[Tensor, Tensor], object]) -> None:
+def test_no_value_outlives_a_forward() -> None:
+    """Nor do writes count that torch does not."""
     for name, (first, second) in pairs().items():
         x = batch()
         with torch.no_grad():
             first(x)
-            write(x, 100 * batch(1))
+            x.data.copy_(100 * batch(1))
             assert torch.equal(second(x), second(x.clone())), name
 
 

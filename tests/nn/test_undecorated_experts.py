@@ -19,6 +19,7 @@ from fp4pass.quantization.observers.observer import ExpertObserver
 pytest.importorskip("transformers")
 
 every_model = pytest.mark.parametrize("name", UNDECORATED)
+slow = pytest.mark.slow
 
 
 def converted(name: str, fmt: str = "nvfp4", **options: Any) -> Any:
@@ -30,9 +31,12 @@ def stacks(model: Any) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedExpertStack)}
 
 
-@pytest.mark.quick(2)
-@every_model
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", "llama4_text", *(pytest.param(n, marks=slow) for n in ("dbrx", "longcat_flash"))],
+)
 def test_it_generates_copies_and_computes_gradients(name: str) -> None:
+    """Also one with the decorator, biases, and a gate of its own."""
     model = converted(name)
     reference = twin(build(name), model)
     options = {"max_new_tokens": 4, "do_sample": False, "min_new_tokens": 4}
@@ -59,11 +63,10 @@ def test_it_generates_copies_and_computes_gradients(name: str) -> None:
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3 * float(grads[1].abs().max()))
 
 
-@pytest.mark.slow
+@slow
 @every_model
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_it_compiles_whole(name: str, weight_only: bool) -> None:
-    model = converted(name, weight_only=weight_only)
+def test_it_compiles_whole(name: str) -> None:
+    model = converted(name, weight_only=False)
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -73,28 +76,6 @@ def test_it_compiles_whole(name: str, weight_only: bool) -> None:
     for x in (ids(), ids(1, 3, 17)):
         with torch.no_grad():
             torch.testing.assert_close(run(x), logits(model, x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@every_model
-def test_layer_by_layer(name: str) -> None:
-    found = []
-    for sequential in (False, True):
-        options = {"sequential": sequential, "weight_only": True, "rules": UNREAD.get(name, ())}
-        model = fp4pass.prepare(build(name), "gptq", **options)
-        fp4pass.calibrate(model, [ids(1), ids(2)], progress=False)
-        fp4pass.convert(model)
-        found.append(model)
-    whole, parts = (stacks(model) for model in found)
-    first = min(int(part) for key in whole for part in key.split(".") if part.isdigit())
-    same = [key for key in whole if f".{first}." in key]
-    assert whole.keys() == parts.keys() and same
-    # The first layer with experts sees the same in both but for what is quantized before it.
-    tokens = [{r.name: r.expert_tokens for r in fp4pass.report(m).converted} for m in found]
-    for key in same:
-        assert len(tokens[0][key]) == 3 and sum(tokens[0][key])
-        assert tokens[0][key] == pytest.approx(tokens[1][key], abs=8)
-    assert not torch.equal(*map(logits, found))
 
 
 @pytest.mark.quick(2)

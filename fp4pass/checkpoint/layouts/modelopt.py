@@ -14,7 +14,7 @@ from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme, fused_names
 from .names import as_globs, from_globs
 
-# What its names for ways to quantize stand for.
+# Its names for ways to quantize, and what they stand for.
 ALGORITHMS: dict[str, Scheme] = {
     "NVFP4": Scheme("nvfp4", weight_only=False, block=16),
     "W4A16_NVFP4": Scheme("nvfp4", weight_only=True, block=16),

@@ -6,5 +6,5 @@ uint8 [..., K / block]. A block with NaN or infinity gets the scale NaN, others 
 
 With "naive" scales the kernels give the bits of naive.py for the same values. Fused kernels sum
 means in another order, and round as eager PyTorch otherwise. "sse" scales are the best of all in
-naive.py, and in the kernels the best of a few near the naive one (block_tiles.py).
+naive.py, and in the kernels the best of a few near the naive one (tiles.py).
 """

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import calibration
-from .core.progress import shown
-from .distributed import ranks
-from .engine.conversion import Conversion
-from .engine.engine import Engine
-from .engine.one_call import OneCall
-from .engine.recording import record_layers
-from .methods.base import MethodChoice
-from .nn.kv_cache import KV_CACHE, CacheName
-from .quantization import checks
-from .quantization.observers.attention import convert_mha_projections
-from .quantization.observers.batches import fast_dtype, run_batches
-from .quantization.observers.kv_cache import observe_cache
-from .quantization.plan import plan_layers, planned_row
-from .quantization.replace import attach_observers
-from .quantization.restore import unprepared
-from .record.config import LinearOptions, Rules, SchemeOptions, check_rules
-from .record.quality import QualityName
-from .record.rows import Report
-from .record.schemes import Scheme
-from .record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
+from .. import calibration
+from ..core.progress import shown
+from ..distributed import ranks
+from ..engine.conversion import Conversion
+from ..engine.engine import Engine
+from ..engine.recording import record_layers
+from ..methods.base import MethodChoice
+from ..nn.kv_cache import KV_CACHE, CacheName
+from ..quantization import checks
+from ..quantization.observers.attention import convert_mha_projections
+from ..quantization.observers.batches import fast_dtype, run_batches
+from ..quantization.observers.kv_cache import observe_cache
+from ..quantization.plan import plan_layers, planned_row
+from ..quantization.replace import attach_observers
+from ..quantization.restore import unprepared
+from ..record.config import LinearOptions, Rules, SchemeOptions, check_rules
+from ..record.quality import QualityName
+from ..record.rows import Report
+from ..record.schemes import Scheme
+from ..record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
+from .one_call import OneCall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

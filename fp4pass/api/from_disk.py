@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .api import convert
-from .checkpoint.float_models import files_beside, load_float, load_tokenizer
-from .checkpoint.layouts import LayoutName, get_layout
-from .checkpoint.publish import require_repository
-from .checkpoint.saving import save
-from .checkpoint.source_files import MANIFEST
-from .checkpoint.writer import bytes_of
-from .core.atomic import require_free
-from .core.files import path_of
-from .core.progress import shown
-from .distributed import ranks
-from .errors import CalibrationError, OptionError, as_option, expected
-from .methods.base import MethodChoice
-from .quantization.recipe import Recipe
-from .record.config import LinearOptions, Rules, check_rules
-from .record.quality import QualityName
-from .record.rows import Report
-from .record.schemes import Scheme
-from .record.state import config_of, report
+from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
+from ..checkpoint.layouts import LayoutName, get_layout
+from ..checkpoint.publish import require_repository
+from ..checkpoint.saving import save
+from ..checkpoint.source_files import MANIFEST
+from ..checkpoint.writer import bytes_of
+from ..core.atomic import require_free
+from ..core.files import path_of
+from ..core.progress import shown
+from ..distributed import ranks
+from ..errors import CalibrationError, OptionError, as_option, expected
+from ..methods.base import MethodChoice
+from ..quantization.recipe import Recipe
+from ..record.config import LinearOptions, Rules, check_rules
+from ..record.quality import QualityName
+from ..record.rows import Report
+from ..record.schemes import Scheme
+from ..record.state import config_of, report
+from .steps import convert
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,8 +109,7 @@ def quantize_checkpoint(
         )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
     arguments: dict[str, Any] = {"fmt": fmt, "method": method, "rules": rules, **options}
-    if quality is None and data is None and tokenizer is None:
-        _require_no_data(arguments)
+    _require_options(arguments, not (quality is None and data is None and tokenizer is None))
     # Before hours of work.
     get_layout(layout)
     bytes_of(max_shard_size)
@@ -136,12 +135,12 @@ def quantize_checkpoint(
     return report(model)
 
 
-def _require_no_data(arguments: Mapping[str, Any]) -> None:
-    """Raise CalibrationError for options of `convert` by which any layer needs data."""
+def _require_options(arguments: Mapping[str, Any], has_data: bool) -> None:
+    """Raise an error for options of `convert` that do not exist, or by which a layer needs data."""
     given = {name: value for name, value in arguments.items() if value is not None}
     rules = check_rules(given.pop("rules"), given.get("weight_only"))
     for config in Recipe(config_of(given, None), rules).configs():
-        if config.needs:
+        if config.needs and not has_data:
             raise CalibrationError(
                 f"Method {config.method_name!r} needs calibration data. Give batches as "
                 f"{as_option('data')}, or choose {as_option('method', 'sse')}, which needs none."
