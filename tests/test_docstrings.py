@@ -119,12 +119,6 @@ def language_writer(folder: Path) -> dict[str, Any]:
     return {"model": decoder(len(tokenizer)), "tokenizer": tokenizer}
 
 
-def experts_of_gpt_oss(folder: Path) -> dict[str, Any]:
-    model = fp4pass.convert(build("gpt_oss"), "mxfp4a16", "naive", rules=[("*.self_attn.*", None)])
-    fp4pass.save(model, folder / "gpt-oss", layout="gpt-oss")
-    return {}
-
-
 def transformers_model(folder: Path) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     model = decoder()
@@ -154,7 +148,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
     "fp4pass.calibration.sample": language_writer,
-    "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.PackedConfig": transformers_model,
