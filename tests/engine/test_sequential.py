@@ -96,9 +96,7 @@ def assert_same_layer(a: nn.Module, b: nn.Module, name: str, same: bool = True) 
     assert all(equal) == same
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("weight_only", [True, False])
-@pytest.mark.parametrize("method", ["naive", "hessian", "gptq"])
+@pytest.mark.parametrize(("method", "weight_only"), [("naive", False), ("gptq", True)])
 def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: bool) -> None:
     """To the bit; those behind it see quantized outputs, which changes them if inputs count."""
     whole = converted(model(), method, False, weight_only=weight_only)
@@ -154,19 +152,16 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tenso
     return found
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
-    "how",
+    ("fmt", "how"),
     [
-        {"weight_only": True},
-        {},
-        {"activation_scales": "sse"},
-        {"rotation": 32},
-        {"weight_only": True, "rotation": 32},
+        ("nvfp4", {"weight_only": True}),
+        ("nvfp4", {}),
+        ("mxfp4", {"activation_scales": "sse"}),
+        ("nvfp4", {"rotation": 32}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_the_cross_target_is_that_of_least_squares(
     targets: dict[tuple[int, ...], list[Tensor]], fmt: str, how: dict[str, Any]
 ) -> None:
@@ -296,30 +291,22 @@ def run_case(case: zoo.Case, module: nn.Module) -> Any:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param("gptq", marks=pytest.mark.slow, id="plain"), pytest.param(CROSS, id="cross")],
-)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers(name: str, method: Any) -> None:
+def test_models_of_transformers(name: str) -> None:
     """Grouped queries, tuples, other masks for other layers, two stacks."""
     case = CASES[name]
     for package in case.requires:
         pytest.importorskip(package)
     # Other tokens reach an expert once layers are quantized.
     rules = [("*.experts.*", {"method": "gptq"})] if name == "qwen3_moe" else []
-    source = fp4pass.prepare(case.build(), method, rules=rules, sequential=True)
-    fp4pass.convert(run_case(case, source), method=method, weight_only=True, rules=rules)
+    source = fp4pass.prepare(case.build(), CROSS, rules=rules, sequential=True)
+    fp4pass.convert(run_case(case, source), method=CROSS, weight_only=True, rules=rules)
     whole = run_case(case, fp4pass.prepare(case.build(), "gptq"))
     fp4pass.convert(whole, method="gptq", weight_only=True)
     assert linears(source).keys() == linears(whole).keys()
     reference = case.run(case.build(), 0)
     errors = [float((case.run(m, 0) - reference).norm()) for m in (source, whole)]
-    assert errors[0] < errors[1] * (1.3 if method == "gptq" else 0.9)
-    stack = {"t5": "encoder.block", "gpt2": "transformer.h", "mamba2": "backbone.layers"}
-    first = stack.get(name, "model.encoder.layers" if name == "whisper" else "model.layers") + ".0."
-    if method == "gptq":
-        assert_same_layer(source, whole, first)
+    assert errors[0] < 0.9 * errors[1]
 
 
 @pytest.mark.core
@@ -510,7 +497,7 @@ def test_recording_runs_no_layer_that_it_need_not(
     fp4pass.calibrate(model, [x], progress=False)
     assert [layer.calls for layer in model.layers] == counts
     assert all("forward" not in layer.__dict__ for layer in model.layers)
-    (call,) = model.__dict__["_fp4pass_state"].recording.stacks[0].calls
+    (call,) = get_state(model).recording.stacks[0].calls
     assert torch.equal(call.hidden, x)
     for (_, scale), (args, _) in zip(seen, call.arguments, strict=True):
         assert torch.equal(args[1], scale)
