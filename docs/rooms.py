@@ -13,7 +13,7 @@ PACKAGE = ROOT / "fp4pass"
 # The bands of the drawing from top to bottom: name, and its first room in the order of imports.
 BANDS = {
     "what a user calls": "cli",
-    "from a model to packed weights": "from_disk",
+    "from a model to packed weights": "api",
     "layers and graphs": "graph",
     "numbers": "methods",
     "ground": "_compat",

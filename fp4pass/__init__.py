@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import integrations as integrations
 from ._version import __version__
-from .api import calibrate, convert, prepare
+from .api import calibrate, convert, prepare, quantize_checkpoint
 from .checkpoint import load, save
 from .errors import Fp4PassError
-from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization import functional
@@ -21,7 +20,7 @@ from .record.rows import Report
 from .record.state import report
 
 if TYPE_CHECKING:
-    from .engine.smoothing import smooth
+    from .calibration.smoothing import smooth
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .lab.allocate import allocate
@@ -37,7 +36,7 @@ _LATER = {
     "evaluate": ".evaluation",
     "merge": ".lab",
     "parallelize": ".parallel",
-    "smooth": ".engine.smoothing",
+    "smooth": ".calibration.smoothing",
     "trace": ".graph.export",
 }
 

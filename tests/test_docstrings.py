@@ -28,7 +28,7 @@ import fp4pass
 PACKAGE = Path(fp4pass.__file__).parent
 
 # Rooms whose `__all__` is for the rest of fp4pass only, or names of other libraries.
-PRIVATE = ("_compat", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
+PRIVATE = ("_compat", "api", "core", "distributed", "engine", "graph", "nn", "parity.", "record")
 
 # Classes that others extend or read: their methods are shown by the example of the class.
 BY_CLASS = ("checkpoint", "methods", "parallel", "parity")
@@ -117,12 +117,6 @@ def language_writer(folder: Path) -> dict[str, Any]:
     return {"model": decoder(len(tokenizer)), "tokenizer": tokenizer}
 
 
-def experts_of_gpt_oss(folder: Path) -> dict[str, Any]:
-    model = fp4pass.convert(build("gpt_oss"), "mxfp4a16", "naive", rules=[("*.self_attn.*", None)])
-    fp4pass.save(model, folder / "gpt-oss", layout="gpt-oss")
-    return {}
-
-
 def transformers_model(folder: Path) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     model = decoder()
@@ -152,7 +146,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
     "fp4pass.calibration.sample": language_writer,
-    "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.PackedConfig": transformers_model,

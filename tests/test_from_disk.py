@@ -43,7 +43,7 @@ def test_options_are_those_of_convert(tmp_path: Path) -> None:
 def test_what_is_wrong_comes_to_light_before_the_model_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4pass.from_disk.load_float", lambda *a, **b: pytest.fail("read"))
+    monkeypatch.setattr("fp4pass.api.from_disk.load_float", lambda *a, **b: pytest.fail("read"))
     with pytest.raises(OptionError, match=r"weight_onyl.*weight_only"):
         quantized(tmp_path / "q", weight_onyl=True)
     with pytest.raises(OptionError, match="layout"):

@@ -9,10 +9,13 @@ where that is gone or fails a self-test, which is said once.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -121,7 +124,7 @@ class Part:
         is_tested: whether the self-test has run.
     """
 
-    def __init__(self, library: str, name: str, cost: str, test: Callable[[], None]) -> None:
+    def __init__(self, library: str, name: str, cost: str, test: Callable[[], object]) -> None:
         """test: raises one of FAULTS unless the private things do what is expected of them."""
         self.library, self.name, self.cost, self.test = library, name, cost, test
         self.problem: str | None = None
@@ -142,14 +145,11 @@ class Part:
         try:
             return call(*args)
         except FAULTS as error:
-            self._switch_off(error)
+            if self.problem is None:
+                line = str(error).strip().partition("\n")[0]
+                self.problem = f"{type(error).__name__}: {line}"
+                _log.warning("%s", self)
         return None
-
-    def _switch_off(self, error: Exception) -> None:
-        if self.problem is None:
-            line = str(error).strip().partition("\n")[0]
-            self.problem = f"{type(error).__name__}: {line}"
-            _log.warning("%s", self)
 
     def __str__(self) -> str:
         from importlib.metadata import PackageNotFoundError
@@ -177,10 +177,10 @@ def all_parts() -> list[Part]:
     return [each for each in PARTS if find_spec(each.library) is not None]
 
 
-def part(library: str, name: str, cost: str) -> Callable[[Callable[[], None]], Part]:
+def part(library: str, name: str, cost: str) -> Callable[[Callable[[], object]], Part]:
     """Register the self-test that this decorates as a part of fp4pass."""
 
-    def register(test: Callable[[], None]) -> Part:
+    def register(test: Callable[[], object]) -> Part:
         PARTS.append(Part(library, name, cost, test))
         return PARTS[-1]
 
@@ -209,3 +209,11 @@ def expect(fact: bool, what: str) -> None:
     """Raise AssertionError in a self-test unless a fact holds."""
     if not fact:
         raise AssertionError(f"a self-test expected {what}")
+
+
+def callers(module: str) -> Iterator[FrameType]:
+    """Yield the frames of all calls that run, the last first, unless a module is not imported."""
+    frame = inspect.currentframe() if module in sys.modules else None
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

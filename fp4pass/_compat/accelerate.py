@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,12 @@ from .transformers_loading import Later
 def hook_of(module: nn.Module) -> Any:
     """Return the hook that accelerate put on a module, None without."""
     return getattr(module, "_hf_hook", None)
+
+
+def _hooks_of(module: nn.Module) -> Sequence[Any]:
+    """Return the hooks that the one of a module is made of."""
+    hook = hook_of(module)
+    return getattr(hook, "hooks", (hook,))
 
 
 def require_for(root: nn.Module) -> None:
@@ -137,8 +143,7 @@ def offloaded_tensors(root: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """Return what reads each tensor that hooks keep elsewhere, by its name in the state dict."""
     found: dict[str, Callable[[], Tensor]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        hook = hook_of(module)
-        for one in getattr(hook, "hooks", (hook,)):
+        for one in _hooks_of(module):
             if not getattr(one, "offload", False) or one.weights_map is None:
                 continue
             tensors = [module.named_parameters(recurse=one.place_submodules)]
@@ -153,9 +158,8 @@ def offloaded_tensors(root: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 def execution_device(module: nn.Module) -> torch.device | None:
     """Return where hooks run the modules below, None without hooks that name a device."""
-    hooks = [hook for m in module.modules() if (hook := hook_of(m)) is not None]
-    each = [one for hook in hooks for one in getattr(hook, "hooks", (hook,))]
-    found = (getattr(hook, "execution_device", None) for hook in each)
+    hooks = [hook for m in module.modules() for hook in _hooks_of(m)]
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(one) for one in found if one is not None), None)
 
 
@@ -175,8 +179,7 @@ def remove_hook(module: nn.Module) -> Any:
 
 def offload_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Have the hook of a module bring these tensors, and not its own copies; False without one."""
-    hook = hook_of(module)
-    found = [one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)]
+    found = [one for one in _hooks_of(module) if getattr(one, "offload", False)]
     for one in found:
         one.weights_map.update(tensors)
     return bool(found)
@@ -184,10 +187,9 @@ def offload_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 
 def offload_again(module: nn.Module, hook: Any) -> None:
     """Give a converted module a hook as it had: packed buffers are offloaded if the weight was."""
-    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    for old in hooks:
+    for old in getattr(hook, "hooks", (hook,)):
         if not isinstance(old, AlignDevicesHook):
             add_hook_to_module(module, old, append=True)
             continue

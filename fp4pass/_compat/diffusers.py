@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import require
+from . import callers, require
 from .peft_hooks import after_import
 
 # The key of config.json that says how a folder is quantized.
 _CONFIG = "quantization_config"
-
-# Makes a config of the plain values of a folder.
-ReadConfig = Callable[[Mapping[str, Any]], Any]
-
-# Makes a quantizer of a config and of whether the folder is quantized.
-MakeQuantizer = Callable[..., Any]
-
-
-def require_diffusers() -> None:
-    """Raise VersionError unless diffusers is installed, and not too old."""
-    require("diffusers")
 
 
 def is_diffusers(model: object) -> bool:
@@ -38,25 +25,25 @@ def loading_lora() -> Mapping[str, Any] | None:
 
     It looks up dense weights in the state dict of the model.
     """
-    frame = inspect.currentframe() if "diffusers.loaders.lora_base" in sys.modules else None
-    while frame is not None:
+    for frame in callers("diffusers.loaders.lora_base"):
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "load_lora_weights" and module.startswith("diffusers."):
             return frame.f_locals.get("state_dict", {})
-        frame = frame.f_back
     return None
 
 
 def declare(model: Any, declared: Mapping[str, Any] | None) -> None:
     """Set what `save_pretrained` of a model of diffusers declares, None for a float model."""
-    require_diffusers()
+    require("diffusers")
     from diffusers.configuration_utils import FrozenDict
 
     rest = {name: value for name, value in model.config.items() if name != _CONFIG}
     model._internal_dict = FrozenDict(rest if declared is None else {**rest, _CONFIG: declared})
 
 
-def register_quantizer(method: str, read: ReadConfig, make: MakeQuantizer) -> None:
+def register_quantizer(
+    method: str, read: Callable[[Mapping[str, Any]], Any], make: Callable[..., Any]
+) -> None:
     """Register a quantization method once diffusers is imported.
 
     Args:
@@ -64,15 +51,15 @@ def register_quantizer(method: str, read: ReadConfig, make: MakeQuantizer) -> No
         read: called for a folder of this method.
         make: called with the config and `pre_quantized=`.
     """
-    after_import("diffusers.quantizers.auto", functools.partial(_install, method, read, make))
 
-
-def _install(method: str, read: ReadConfig, make: MakeQuantizer, auto: ModuleType) -> None:
     class Config:
         @classmethod
         def from_dict(cls, declared: Mapping[str, Any]) -> Any:
             return read(declared)
 
-    # `quant_mapping` of a pipeline compares with the classes of configs.
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Config
-    auto.AUTO_QUANTIZER_MAPPING[method] = make
+    def install(auto: ModuleType) -> None:
+        # `quant_mapping` of a pipeline compares with the classes of configs.
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Config
+        auto.AUTO_QUANTIZER_MAPPING[method] = make
+
+    after_import("diffusers.quantizers.auto", install)

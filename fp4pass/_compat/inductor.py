@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def lower_to_cpp(
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         calls = None
-        if _is_on_cpu(args[0]):
+        if args[0].get_device().type == "cpu":
             named = {name: _described(each) for name, each in kwargs.items()}
             calls = lower(*map(_described, args), **named)
         if calls is None:
@@ -141,30 +142,20 @@ def _described(argument: Any) -> Any:
     return Described(argument, tuple(size), argument.get_dtype())
 
 
-def _is_on_cpu(node: Any) -> bool:
-    return node.get_device().type == "cpu"
-
-
-def _product(product: DenseProduct) -> Any:
-    """Return the node of a product, as Inductor has it for F.linear."""
+def _node(call: CppCall | DenseProduct) -> Any:
+    """Return the node of a call, or of a product as Inductor has it for F.linear."""
+    from torch._inductor import ir
     from torch._inductor.lowering import lowerings
 
-    aten, x = torch.ops.aten, product.x
-    rows = lowerings[aten.view](x.node, [-1, x.size[-1]])
-    weight = lowerings[aten.permute](_node(product.weight), [1, 0])
-    if product.bias is None:
-        y = lowerings[aten.mm](rows, weight)
-    else:
-        y = lowerings[aten.addmm](product.bias.node, rows, weight)
-    return lowerings[aten.view](y, [*x.size[:-1], product.weight.size[0]])
-
-
-def _node(call: CppCall | DenseProduct) -> Any:
-    from torch._inductor import ir
-
     if isinstance(call, DenseProduct):
-        return _product(call)
-
+        aten, x = torch.ops.aten, call.x
+        rows = lowerings[aten.view](x.node, [-1, x.size[-1]])
+        weight = lowerings[aten.permute](_node(call.weight), [1, 0])
+        if call.bias is None:
+            y = lowerings[aten.mm](rows, weight)
+        else:
+            y = lowerings[aten.addmm](call.bias.node, rows, weight)
+        return lowerings[aten.view](y, [*x.size[:-1], call.weight.size[0]])
     inputs = [ir.ExternKernel.require_contiguous(each.node) for each in call.inputs]
     first: Any = inputs[0]
     size = list(call.size)
@@ -173,37 +164,30 @@ def _node(call: CppCall | DenseProduct) -> Any:
     return ir.TensorBox.create(_call_class()(layout, inputs, call))
 
 
+@functools.cache
 def _call_class() -> Any:
     """Make the class of a node that calls C++, late, for its base is Inductor's."""
-    global _CALL
-    if _CALL is None:
-        from torch._inductor import ir
+    from torch._inductor import ir
 
-        class Call(ir.ExternKernelOut):
-            """A node of Inductor's that calls a C++ function."""
+    class Call(ir.ExternKernelOut):
+        def __init__(self, layout: Any, inputs: Sequence[Any], call: CppCall) -> None:
+            super().__init__(layout, inputs)
+            self.call = call
 
-            def __init__(self, layout: Any, inputs: Sequence[Any], call: CppCall) -> None:
-                super().__init__(layout, inputs)
-                self.call = call
+        def codegen(self, wrapper: Any) -> None:
+            """Write the function, once for equal ones, and the call."""
+            self.codegen_comment(wrapper)
+            name = _define(wrapper, self.call)
+            arguments = [_reference(each) for each in self.inputs]
+            wrapper.generate_kernel_call(
+                name,
+                [*arguments, self.get_name(), *map(str, self.call.numbers)],
+                device=self.get_device(),
+                triton=False,
+                arg_types=list(self.call.parameters),
+            )
 
-            def codegen(self, wrapper: Any) -> None:
-                """Write the function, once for equal ones, and the call."""
-                self.codegen_comment(wrapper)
-                name = _define(wrapper, self.call)
-                arguments = [_reference(each) for each in self.inputs]
-                wrapper.generate_kernel_call(
-                    name,
-                    [*arguments, self.get_name(), *map(str, self.call.numbers)],
-                    device=self.get_device(),
-                    triton=False,
-                    arg_types=list(self.call.parameters),
-                )
-
-        _CALL = Call
-    return _CALL
-
-
-_CALL: Any = None
+    return Call
 
 
 def _reference(node: Any) -> str:

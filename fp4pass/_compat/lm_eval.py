@@ -9,20 +9,11 @@ from . import needed
 
 with needed("lm-eval"):
     from lm_eval import evaluator
-    from lm_eval.__main__ import cli_evaluate as run_command_line
+    from lm_eval.__main__ import cli_evaluate as cli_evaluate
     from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.utils_hf import get_dtype
-    from lm_eval.tasks import TaskManager
-
-__all__ = [
-    "LoadingHFLM",
-    "TaskManager",
-    "evaluate_tasks",
-    "get_dtype",
-    "register_once",
-    "run_command_line",
-]
+    from lm_eval.models.utils_hf import get_dtype as get_dtype
+    from lm_eval.tasks import TaskManager as TaskManager
 
 
 def evaluate_tasks(model: Any, **options: Any) -> dict[str, Any]:

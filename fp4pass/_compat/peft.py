@@ -14,48 +14,27 @@ from torch import Tensor, nn
 from . import needed
 
 with needed("peft"):
-    from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, PeftType, TaskType
+    from peft import LoraConfig, LoraModel, PeftConfig, PeftType, TaskType
+    from peft import PeftModel as PeftModel
     from peft.tuners import tuners_utils
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-__all__ = [
-    "LoraLinear",
-    "PeftModel",
-    "adapter_modules",
-    "all_linear",
-    "applied_adapters",
-    "around_packed",
-    "base_of",
-    "below_adapter",
-    "changed_parameters",
-    "is_lora",
-    "let_merge",
-    "lora_change",
-    "merge_problem",
-    "preparing",
-    "refuse_merging",
-    "register_layers",
-    "silenced",
-    "takes_all_linear",
-    "targets",
-    "unload",
-    "variants",
-    "wrapped",
-]
-
 
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
     """Return what PEFT has put into a model beside its own layers, all that an adapter saves."""
     found: set[nn.Module] = set()
     for module in model.modules():
-        # Below it is what it was put around, which is the model's own.
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            found |= _below(module) - _below(wrapped(module))
+            inner = wrapped(module)
+            # Below it is what it was put around, which is the model's own.
+            own = set() if inner is None else set(inner.modules())
+            found |= set(module.modules()) - own
         elif isinstance(module, PeftModel):
-            found |= _below(module._modules.get("prompt_encoder"))
+            prompt = module._modules.get("prompt_encoder")
+            found |= set() if prompt is None else set(prompt.modules())
     return found
 
 
@@ -74,10 +53,6 @@ def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
         if isinstance(module, ParamWrapper):
             found.setdefault(module.get_base_layer(), set()).add(module.parameter_name)
     return found
-
-
-def _below(module: nn.Module | None) -> set[nn.Module]:
-    return set() if module is None else set(module.modules())
 
 
 def refuse_merging(
@@ -282,12 +257,8 @@ def unload(model: nn.Module, merged: Iterable[Any]) -> nn.Module:
         nn.Module.__init__(tuner)
         tuner.model, tuner.peft_config = model, getattr(model, "peft_config", {})
     for each in merged:
-        each.__dict__["merge"] = _do_nothing
+        each.__dict__["merge"] = lambda *args, **kwargs: None
     found: nn.Module = tuner._unload_and_optionally_merge(merge=True)
     if "_hf_peft_config_loaded" in found.__dict__:
         found.__dict__["_hf_peft_config_loaded"] = False
     return found
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass

@@ -75,20 +75,17 @@ class _Finder(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._watch(spec.loader)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            run, own = loader.exec_module, vars(loader)
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                if module.__name__ == self.name and self in sys.meta_path:
+                    # Nothing of this stays in the process.
+                    sys.meta_path.remove(self)
+                    own.pop("exec_module", None)
+                    self.call(module)
+
+            own["exec_module"] = exec_module
         return spec
-
-    def _watch(self, loader: object) -> None:
-        """Have a loader call the function behind the module's own code, the first time."""
-        run = loader.exec_module  # type: ignore[attr-defined]
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            if module.__name__ == self.name and self in sys.meta_path:
-                # Nothing of this stays in the process.
-                sys.meta_path.remove(self)
-                vars(loader).pop("exec_module", None)
-                self.call(module)
-
-        vars(loader)["exec_module"] = exec_module

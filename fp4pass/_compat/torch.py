@@ -26,26 +26,24 @@ from ..errors import BuildError
 from . import FAULTS, expect, part, require
 
 
-@part(
-    "torch",
-    "bfloat16 on CPUs with instructions for it",
-    "Models in bfloat16 calibrate and evaluate in float32, which takes more memory.",
-)
-def _bfloat16_of_cpus() -> None:
-    expect(isinstance(_multiplies_in_bfloat16(), bool), "whether this CPU has instructions for it")
-
-
-def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
-    return _bfloat16_of_cpus.works() and _multiplies_in_bfloat16()
-
-
 def _multiplies_in_bfloat16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
         # The second is what torch uses, which ATEN_CPU_CAPABILITY may make less than there is.
         used = torch.backends.cpu.get_cpu_capability()
         return torch.cpu._is_avx512_bf16_supported() and used.startswith("AVX512")
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+_bfloat16_of_cpus = part(
+    "torch",
+    "bfloat16 on CPUs with instructions for it",
+    "Models in bfloat16 calibrate and evaluate in float32, which takes more memory.",
+)(_multiplies_in_bfloat16)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
+    return bool(_bfloat16_of_cpus.attempt(_multiplies_in_bfloat16))
 
 
 class _Seen(TorchDispatchMode):
@@ -95,8 +93,8 @@ def _is_free(ask: Callable[..., bool], *args: Any) -> bool:
 
 
 def _is_intercepted() -> bool:
-    transforms = torch._C._functorch.peek_interpreter_stack()
-    return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
+    has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return has_transforms or torch._C._len_torch_dispatch_stack() > 0
 
 
 # The types that the dispatcher hands to a kernel as they are.
@@ -119,8 +117,7 @@ def _is_plain(*args: Any) -> bool:
     return (
         x.is_cpu
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not _is_intercepted()
         and forward_ad._current_level < 0
         and not torch._C._get_tracing_state()
         and not torch.autograd._profiler_enabled()
@@ -151,15 +148,6 @@ def build_library(source: Path, library: Path) -> None:
         raise BuildError(f"its kernels could not be compiled ({reason}).") from error
 
 
-@part(
-    "torch",
-    "derivatives of packed layers under torch.func",
-    "They have the gradients of backward() alone: vjp and grad raise, and jvp gives zeros.",
-)
-def _differentiates() -> None:
-    _autograd_internals()
-
-
 def _autograd_internals() -> tuple[Any, ...]:
     from torch._functorch.utils import enable_single_level_autograd_function
     from torch._library.utils import fill_defaults
@@ -174,6 +162,13 @@ def _autograd_internals() -> tuple[Any, ...]:
         enable_single_level_autograd_function,
         fill_defaults,
     )
+
+
+_differentiates = part(
+    "torch",
+    "derivatives of packed layers under torch.func",
+    "They have the gradients of backward() alone: vjp and grad raise, and jvp gives zeros.",
+)(_autograd_internals)
 
 
 def autograd_kernel(
@@ -285,17 +280,17 @@ def chain_post_grad_pass(
     again changes nothing. Importing Inductor takes a second.
     """
     require("torch")
-    passes_are_run.attempt(_chain, run, key)
 
+    def chain() -> None:
+        from torch._inductor import config
 
-def _chain(run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]) -> None:
-    from torch._inductor import config
+        installed = config.post_grad_custom_pre_pass
+        before = tuple(installed) if isinstance(installed, list | tuple) else (installed,)
+        if not any(getattr(each, "run", None) is run for each in before):
+            chained = _chained_pass()(run, key, tuple(filter(None, before)))
+            config.post_grad_custom_pre_pass = chained
 
-    installed = config.post_grad_custom_pre_pass
-    before = tuple(installed) if isinstance(installed, list | tuple) else (installed,)
-    if not any(getattr(each, "run", None) is run for each in before):
-        chained = _chained_pass()(run, key, tuple(filter(None, before)))
-        config.post_grad_custom_pre_pass = chained
+    passes_are_run.attempt(chain)
 
 
 @functools.cache
@@ -421,7 +416,7 @@ def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
 def _copies_are_seen() -> None:
     module = fx.GraphModule({}, fx.Graph())
     seen: list[nn.Module] = []
-    _call_with_copies(module, seen.append)
+    module.__dict__["_deepcopy_hooks"] = [seen.append]
     made = copy.deepcopy(module)
     expect(any(each is made for each in seen), "copy.deepcopy to call the hooks of a graph")
 
@@ -429,23 +424,13 @@ def _copies_are_seen() -> None:
 def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
     """Call a function with each `copy.deepcopy` of a graph's module: copies lose its hooks."""
     _copies_are_seen.works()
-    _call_with_copies(module, run)
-
-
-def _call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
-    hooks: list[Callable[[nn.Module], None]] = module.__dict__.setdefault("_deepcopy_hooks", [])
-    hooks.append(run)
+    module.__dict__.setdefault("_deepcopy_hooks", []).append(run)
 
 
 def call_no_copies(module: nn.Module, run: Callable[[nn.Module], None]) -> None:
     """Undo `call_with_copies`."""
     hooks = module.__dict__.get("_deepcopy_hooks", [])
     hooks[:] = [hook for hook in hooks if hook is not run]
-
-
-def is_erased(node: fx.Node) -> bool:
-    """Return whether a node was erased from its graph."""
-    return node._erased
 
 
 def process_group(name: str) -> Any:

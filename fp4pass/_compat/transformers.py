@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from . import expect, part, require
+from . import callers, expect, part, require
 from .peft_hooks import QUANTIZED_MARK
 from .torch import model_class
 
@@ -24,11 +24,6 @@ _TIES, _TIED_BY_CLASS = "all_tied_weights_keys", "_tied_weights_keys"
 
 # On a module that transformers has split over processes.
 _SPLIT = "_is_hooked"
-
-
-def require_transformers() -> None:
-    """Raise VersionError unless transformers is installed, and not too old."""
-    require("transformers")
 
 
 @part(
@@ -65,12 +60,10 @@ def _says_of_weights() -> None:
 
 def _private(model: nn.Module, name: str) -> Any:
     """Return a private attribute of a model of transformers, None for other models."""
-    found = getattr(model, name, None)
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
-        require_transformers()
+    if is_pretrained(model):
+        require("transformers")
         _says_of_weights.works()
-    return found
+    return getattr(model, name, None)
 
 
 def tied_weights(model: nn.Module) -> Mapping[str, str]:
@@ -85,14 +78,15 @@ def ignored_tensors(model: nn.Module) -> Sequence[str]:
 
 def saving_model() -> Any:
     """Return the model whose `save_pretrained` runs, None without one."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return None
-    frame = inspect.currentframe()
-    code = inspect.unwrap(modeling.PreTrainedModel.save_pretrained).__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    code = _saving_code()
+    frames = callers("transformers.modeling_utils")
+    return next((frame.f_locals["self"] for frame in frames if frame.f_code is code), None)
+
+
+def _saving_code() -> Any:
+    """Return the code of `save_pretrained` of transformers, None where it is not imported."""
+    kind = _kind_of_models()
+    return None if kind is None else inspect.unwrap(kind.save_pretrained).__code__
 
 
 def saves_adapters(model: nn.Module) -> bool:
@@ -105,12 +99,9 @@ def saving_owner() -> object:
 
     PEFT asks for the weights of a whole model, and writes those of adapters.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    own = None if modeling is None else modeling.PreTrainedModel.save_pretrained
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "save_pretrained":
-        frame = frame.f_back
-    if frame is None or (own is not None and frame.f_code is inspect.unwrap(own).__code__):
+    saving = (frame for frame in callers("torch") if frame.f_code.co_name == "save_pretrained")
+    frame = next(saving, None)
+    if frame is None or frame.f_code is _saving_code():
         return None
     first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
     owner: object = frame.f_locals.get(*first) if first else None
@@ -133,7 +124,7 @@ def whole_modules(model: nn.Module) -> list[str]:
 
 def model_from_config(cls: Any, config: Any) -> nn.Module:
     """Return a model of a class with new weights."""
-    require_transformers()
+    require("transformers")
     return cls._from_config(config)
 
 
@@ -167,11 +158,8 @@ def config_faults() -> tuple[type[Exception], ...]:
 
 def require_for(model: nn.Module) -> None:
     """Raise VersionError for a model of a transformers that is too old."""
-    # A model of transformers exists only where this was imported.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None:
-        if any(isinstance(module, modeling.PreTrainedModel) for module in model.modules()):
-            require_transformers()
+    if any(map(is_pretrained, model.modules())):
+        require("transformers")
 
 
 def own_config(model: nn.Module) -> None:
@@ -257,13 +245,9 @@ def released_mesh(model: Any, plan: dict[str, str]) -> Any:
 def fit_caches(model: nn.Module) -> None:
     """Have static caches of `generate` take their sizes from the first keys, as heads are split."""
     if hasattr(model, "_get_static_cache_init_shape"):
-        require_transformers()
-        model.__dict__["_get_static_cache_init_shape"] = _no_shape
-
-
-def _no_shape() -> None:
-    # Not a lambda, which pickle cannot store.
-    return None
+        require("transformers")
+        # Of no lambda, which pickle cannot store.
+        model.__dict__["_get_static_cache_init_shape"] = NoneType
 
 
 @contextmanager
@@ -284,7 +268,7 @@ def loading_error(model: Any, packed: Iterable[str]) -> str:
 
     It initializes what a checkpoint lacks after it has packed the layers.
     """
-    require_transformers()
+    require("transformers")
     try:
         plain = meta_model(model_class(model), model.config)
         for module in plain.modules():
@@ -299,7 +283,7 @@ def loading_error(model: Any, packed: Iterable[str]) -> str:
 
 def replaced_classes(method: str) -> set[str]:
     """Return the classes of modules that `from_pretrained` replaces by ones of other parameters."""
-    require_transformers()
+    require("transformers")
     from transformers.quantizers import base
 
     patched: Mapping[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
@@ -313,17 +297,9 @@ def mark_loaded(parameter: nn.Parameter) -> None:
 
 def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
     """Return what `from_pretrained` does with tensors: `take` says whether it took one."""
-    return _operation_class()(take)
-
-
-@functools.cache
-def _operation_class() -> type:
     from transformers.core_model_loading import ConversionOps
 
     class TakeTensors(ConversionOps):
-        def __init__(self, take: Callable[[str, Tensor], bool]) -> None:
-            self.take = take
-
         def convert(
             self,
             input_dict: dict[str, Any],
@@ -333,18 +309,18 @@ def _operation_class() -> type:
         ) -> dict[str, Any]:
             left = {}
             for name, tensors in input_dict.items():
-                if not self.take(name, tensors[0] if type(tensors) is list else tensors):
+                if not take(name, tensors[0] if type(tensors) is list else tensors):
                     left[name] = tensors
                 elif missing_keys is not None:
                     missing_keys.discard(name)
             return left
 
-    return TakeTensors
+    return TakeTensors()
 
 
 def conv1d_class() -> type[nn.Module]:
     """Return the class of transformers' linear layers that store [K, N]."""
-    require_transformers()
+    require("transformers")
     from transformers.pytorch_utils import Conv1D
 
     found: type[nn.Module] = Conv1D
@@ -405,13 +381,10 @@ def task_heads(model: nn.Module) -> dict[nn.Module, str]:
     A module beside the only model of transformers in a wrapper, which reads as wide an input as its
     hidden states, is a head of the wrapper.
     """
-    kind = _kind_of_models()
-    if kind is None:
-        return {}
-    models = list(_outermost(model, kind))
+    models = list(_outermost(model))
     found: dict[nn.Module, str] = {}
     for each in models:
-        found |= _heads_of(each, kind)
+        found |= _heads_of(each)
     if len(models) == 1 and models[0] is not model:
         found |= _beside(model, models[0])
     return found
@@ -419,7 +392,7 @@ def task_heads(model: nn.Module) -> dict[nn.Module, str]:
 
 def unread_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that `from_pretrained`, which is at work, did not read from files."""
-    require_transformers()
+    require("transformers")
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -432,11 +405,9 @@ def newly_initialized(model: nn.Module) -> set[str]:
 
     Empty where it did not make the model, and for a copy, which does not tell.
     """
-    if _kind_of_models() is None:
-        return set()
-    unread = unread_parameters(model)
-    every = dict(model.named_parameters(remove_duplicate=False))
-    return set(unread) if len(unread) < len(every) else set()
+    unread = set() if _kind_of_models() is None else set(unread_parameters(model))
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return unread if unread < every else set()
 
 
 def is_pretrained(model: object) -> bool:
@@ -451,23 +422,23 @@ def _kind_of_models() -> Any:
     return None if modeling is None else modeling.PreTrainedModel
 
 
-def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[Any]:
+def _outermost(module: nn.Module) -> Iterator[Any]:
     """Yield the models of transformers in a module that are in no other one."""
-    if isinstance(module, kind):
+    if is_pretrained(module):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child, kind)
+        yield from _outermost(child)
 
 
-def _heads_of(model: Any, kind: type[nn.Module]) -> dict[nn.Module, str]:
+def _heads_of(model: Any) -> dict[nn.Module, str]:
     """Return the modules of the heads of a model of transformers."""
     children = dict(model.named_children())
     base = children.pop(model.base_model_prefix, None)
     others = {
         name: child
         for name, child in children.items()
-        if not any(isinstance(part, kind) for part in child.modules())
+        if not any(map(is_pretrained, child.modules()))
     }
     if base is None:
         base, others = _by_base_class(model, children, others)
@@ -476,7 +447,7 @@ def _heads_of(model: Any, kind: type[nn.Module]) -> dict[nn.Module, str]:
         others = {n: each for n, each in others.items() if not outputs.isdisjoint(each.modules())}
     name = model_class(model).__name__
     found = {part: name for child in others.values() for part in child.modules()}
-    return found | (_heads_of(base, kind) if isinstance(base, kind) else {})
+    return found | (_heads_of(base) if is_pretrained(base) else {})
 
 
 def _by_base_class(
@@ -488,7 +459,7 @@ def _by_base_class(
     """
     import transformers
 
-    require_transformers()
+    require("transformers")
     mapping: Any = transformers.MODEL_MAPPING
     if model.can_generate() or type(model.config) not in mapping:
         return None, {}

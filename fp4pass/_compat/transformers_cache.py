@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from . import lacking
-from .transformers import require_transformers
+from . import lacking, require
 
 # The child of a decoder's graph that holds the keys and values.
 CACHE = "fp4pass_cache"
@@ -93,7 +92,7 @@ def has_plain_cache(model: Any) -> bool:
 
 def cache_module() -> Any:
     """Return the module of transformers with its caches."""
-    require_transformers()
+    require("transformers")
     from transformers import cache_utils
 
     return cache_utils
@@ -321,7 +320,7 @@ def _layer_classes() -> tuple[Any, Any]:
 
 def generate_with(model: Any, make: MakeCache) -> None:
     """Have `generate` of a model use the caches of `make`, unless it is given one."""
-    require_transformers()
+    require("transformers")
     generated_name()
     model.__dict__[PREPARE] = _PrepareCache(model, make)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -198,6 +199,7 @@ _PIECES = (
 )
 
 
+@functools.cache
 def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     stages = tuple((name,) for name in names)
@@ -205,13 +207,6 @@ def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
         return _Decorated(stages, transposed=names)
     return _Decorated(stages, pieces=_PIECES)
 
-
-# By `has_gate` and `is_transposed`.
-_DECORATED = {
-    (has_gate, is_transposed): _decorated(has_gate, is_transposed)
-    for has_gate in (False, True)
-    for is_transposed in (False, True)
-}
 
 # Classes without the decorator, by their names.
 _ADAPTERS: dict[str, ExpertsAdapter] = {
@@ -238,7 +233,7 @@ def adapter_of(module: nn.Module) -> ExpertsAdapter | None:
     """Return the adapter of a module of experts, None for any other module."""
     known = vars(module)
     if "has_gate" in known and "is_transposed" in known:
-        return _DECORATED[known["has_gate"], known["is_transposed"]]
+        return _decorated(known["has_gate"], known["is_transposed"])
     # No subclass, which may compute in another way.
     kind = known.get("kind", type(module))
     path = f"{kind.__module__}.{kind.__qualname__}"

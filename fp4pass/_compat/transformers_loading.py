@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import lacking, needed
+from . import callers, lacking, needed
 from .peft_hooks import after_import
 
 
@@ -139,15 +137,6 @@ class Pending:
         return self.later.make().to(self.dtype)
 
 
-def _now(tensor: Any) -> Tensor:
-    found: Tensor = tensor.now() if isinstance(tensor, Pending) else tensor
-    return found
-
-
-def _sources(tensor: Any) -> Sequence[Tensor]:
-    return tensor.later.sources if isinstance(tensor, Pending) else [tensor]
-
-
 @contextmanager
 def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` read other tensors than those of the files.
@@ -207,13 +196,16 @@ def made_later() -> Iterator[dict[str, Later]]:
 
         def make(target: str) -> Tensor:
             converter.collected_tensors = {
-                key: [_now(each) for each in tensors] for key, tensors in stored.items()
+                key: [each.now() if isinstance(each, Pending) else each for each in tensors]
+                for key, tensors in stored.items()
             }
             made: Any = convert(converter, name, **own)[target]
             tensor: Tensor = made[0] if isinstance(made, list) else made
             return tensor
 
-        sources = [own for tensors in stored.values() for each in tensors for own in _sources(each)]
+        sources: list[Tensor] = []
+        for each in (each for tensors in stored.values() for each in tensors):
+            sources += each.later.sources if isinstance(each, Pending) else [each]
         found.update({key: Later(functools.partial(make, key), sources) for key in empty})
         return empty
 
@@ -242,39 +234,34 @@ def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choo
         choose: takes what a folder declares and the `quantization_config` of the call, if there is
             one, and returns the config, None to leave the folder to transformers.
     """
-    after_import(
-        "transformers.quantizers.auto", functools.partial(_install, methods, asked, choose)
-    )
 
+    def chosen(stock: Any) -> type:
+        """Return the class that stands for one of transformers', None where it has none."""
 
-def _install(
-    methods: tuple[str, ...], asked: tuple[str, ...], choose: Choose, auto: ModuleType
-) -> None:
-    known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
-    for method in methods:
-        known[method] = _chosen(choose, known.get(method))
-    merge = quantizer.merge_quantization_configs
+        class Chosen:
+            @classmethod
+            def from_dict(cls, declared: Mapping[str, Any], **kwargs: Any) -> Any:
+                own = choose(declared, None)
+                return stock.from_dict(declared, **kwargs) if own is None else own
 
-    @functools.wraps(merge)
-    def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = declared if isinstance(declared, Mapping) else declared.to_dict()
-        asks = given is not None or plain.get("quant_method") in asked
-        own = choose(plain, given) if asks else None
-        return merge(declared, given, *args, **kwargs) if own is None else own
+        return Chosen
 
-    quantizer.merge_quantization_configs = staticmethod(merged)
+    def install(auto: ModuleType) -> None:
+        known, quantizer = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AutoHfQuantizer
+        for method in methods:
+            known[method] = chosen(known.get(method))
+        merge = quantizer.merge_quantization_configs
 
+        @functools.wraps(merge)
+        def merged(declared: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = declared if isinstance(declared, Mapping) else declared.to_dict()
+            asks = given is not None or plain.get("quant_method") in asked
+            own = choose(plain, given) if asks else None
+            return merge(declared, given, *args, **kwargs) if own is None else own
 
-def _chosen(choose: Choose, stock: Any) -> type:
-    """Return the class that stands for one of transformers', None where it has none."""
+        quantizer.merge_quantization_configs = staticmethod(merged)
 
-    class Chosen:
-        @classmethod
-        def from_dict(cls, declared: Mapping[str, Any], **kwargs: Any) -> Any:
-            own = choose(declared, None)
-            return stock.from_dict(declared, **kwargs) if own is None else own
-
-    return Chosen
+    after_import("transformers.quantizers.auto", install)
 
 
 def when_loaded(
@@ -315,11 +302,5 @@ def loads_model() -> bool:
 
     It passes by the hook in which compressed-tensors makes its weights dense.
     """
-    if "sentence_transformers" not in sys.modules:
-        return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("sentence_transformers."):
-            return True
-        frame = frame.f_back
-    return False
+    names = (str(f.f_globals.get("__name__")) for f in callers("sentence_transformers"))
+    return any(name.startswith("sentence_transformers.") for name in names)

@@ -1,13 +1,24 @@
 """Make batches of calibration data: texts, chats, rows, images, files and data sets.
 
 `fp4pass.calibrate` calls `batches` for data in other forms. `sample` has a model write a text of
-its own.
+its own, and `smooth` moves what a text shows to be large in inputs into weights.
 """
+
+from typing import Any
 
 from .sample import sample
 from .to_batches import batches
 
-__all__ = ["batches", "sample"]
+__all__ = ["batches", "sample", "smooth"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `smooth` when it is asked for: it traces, which takes a while to import."""
+    if name == "smooth":
+        from .smoothing import smooth
+
+        return smooth
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -23,13 +23,7 @@ from torch import Tensor, nn
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import (
-    Later,
-    Pending,
-    made_later,
-    names_in_model,
-    other_tensors,
-)
+from .._compat.transformers_loading import Later, Pending, made_later, names_in_model, other_tensors
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
 from ..nn.experts import ExpertStack, stacks_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat.huggingface_hub import hub_faults, require_hub_library
+from .._compat import require
 from .._compat.torch import model_class
 from .._version import __version__
 from ..errors import CheckpointError, OptionError, as_option, expected
@@ -45,7 +45,7 @@ def check_card(given: Any) -> Mapping[str, Any] | None:
     """
     if given is False:
         return None
-    require_hub_library()
+    require("huggingface_hub")
     evaluations = {} if given is True else given
     if isinstance(evaluations, Mapping) and all(
         hasattr(each, "perplexity") for each in evaluations.values()
@@ -191,7 +191,7 @@ def require_repository(name: str, token: str | None = None) -> None:
         OptionError: `name` is not that of a repository.
         CheckpointError: the hub cannot be reached, or does not know who asks.
     """
-    require_hub_library()
+    require("huggingface_hub")
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -227,9 +227,13 @@ def upload(folder: Path, name: str, private: bool | None, token: str | None) -> 
 @contextmanager
 def _asking(name: str, remedy: str) -> Iterator[None]:
     """Make what the hub and its library raise a CheckpointError that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # httpx in version 1, httpx2 in version 2; both raise more below it than HfHubHTTPError.
+    errors: list[Any] = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
     try:
         yield
-    except hub_faults() as error:
+    except (*errors, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "

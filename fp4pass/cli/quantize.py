@@ -14,6 +14,8 @@ from typer import Argument, Option
 
 from .. import calibration
 from ..api import convert
+from ..api.from_disk import finished_layers, quantize_checkpoint
+from ..api.one_call import OwnText
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
@@ -23,9 +25,7 @@ from ..checkpoint.publish import require_repository
 from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..core.files import parse_file
-from ..engine.one_call import OwnText
 from ..errors import OptionError, expected
-from ..from_disk import finished_layers, quantize_checkpoint
 from ..lab import SCHEMES, Allocation, allocate
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (imported to be exported)
 """Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
 from .exchange import shared_tensors, summed_statistics, whole_tensors
@@ -12,18 +13,3 @@ from .ranks import (
     sharded_parameter,
     share_of_threads,
 )
-
-__all__ = [
-    "ONE",
-    "Ranks",
-    "divide",
-    "is_sharded",
-    "ranks",
-    "require_initialized",
-    "reshard",
-    "sharded_parameter",
-    "share_of_threads",
-    "shared_tensors",
-    "summed_statistics",
-    "whole_tensors",
-]

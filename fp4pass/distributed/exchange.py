@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ..methods import Stats
-from .ranks import Ranks, as_bytes, is_sharded
+from .ranks import Ranks, is_sharded
 
-Item = TypeVar("Item")
+Leaf = TypeVar("Leaf")
 
-# Bytes of a message: links take as long for them as for more, and they need memory beside the
-# model until they are added or unpacked.
+# Bytes of statistics that are exchanged at a time: they need memory until they are added.
 _MESSAGE = 1 << 28
 
 
@@ -55,66 +54,18 @@ def shared_tensors(group: Ranks, own: Mapping[int, Any], owners: Sequence[int]) 
     """
     if group.size == 1:
         return [own[i] for i in range(len(owners))]
-    known: dict[int, Any] = {}
-    for each in group.gather({i: (facts, _forms(tensors)) for i, (facts, tensors) in own.items()}):
-        known |= each
-    found: list[tuple[Any, dict[str, Any]]] = [
-        (known[i][0], dict.fromkeys(known[i][1])) for i in range(len(owners))
-    ]
-    wanted = [
-        (owners[i], form, (i, name))
-        for i in sorted(range(len(owners)), key=lambda i: owners[i])
-        for name, form in known[i][1].items()
-        if form is not None
-    ]
-    for message in _messages(wanted, lambda each: each[1].nbytes, lambda each: each[:1]):
-        source = message[0][0]
-        places = [place for *_, place in message]
-        mine = [own[i][1][name] if i in own else None for i, name in places]
-        forms = [form for _, form, _ in message]
-        for (i, name), tensor in zip(places, _broadcast(group, source, mine, forms), strict=True):
-            found[i][1][name] = tensor
+    forms = {i: (facts, _mapped(tensors, Form.of)) for i, (facts, tensors) in own.items()}
+    known = {i: each for some in group.gather(forms) for i, each in some.items()}
+    found: list[tuple[Any, dict[str, Any]]] = []
+    for i, owner in enumerate(owners):
+        facts, tensors = known[i]
+        for name, form in tensors.items():
+            if isinstance(form, Form):
+                mine = own[i][1][name] if i in own else None
+                sent = group.broadcast(form.empty() if mine is None else mine, owner)
+                tensors[name] = sent if mine is None else mine
+        found.append((facts, tensors))
     return found
-
-
-def _forms(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: Form.of(each) for name, each in tensors.items()}
-
-
-def _messages(
-    items: Iterable[Item], size: Callable[[Item], int], key: Callable[[Item], Any]
-) -> Iterator[list[Item]]:
-    """Yield items that stand together and have one key, at most `_MESSAGE` bytes at a time."""
-    part: list[Item] = []
-    total = 0
-    for item in items:
-        if part and (total + size(item) > _MESSAGE or key(item) != key(part[0])):
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size(item)
-    if part:
-        yield part
-
-
-def _broadcast(
-    group: Ranks, source: int, own: Sequence[Tensor | None], forms: Sequence[Form]
-) -> list[Tensor]:
-    """Return tensors of one rank, those of one kind of device in one message."""
-    found: dict[int, Tensor] = {}
-    for device in sorted({form.device for form in forms}):
-        at = [i for i, form in enumerate(forms) if form.device == device]
-        if source == group.rank:
-            tensors: list[Any] = [own[i] for i in at]
-            group.broadcast(torch.cat([as_bytes(each) for each in tensors]), source)
-            found |= dict(zip(at, tensors, strict=True))
-            continue
-        sizes = [forms[i].nbytes for i in at]
-        whole = group.broadcast(torch.empty(sum(sizes), dtype=torch.uint8, device=device), source)
-        for i, part in zip(at, whole.split(sizes), strict=True):
-            # In memory of its own, which files of the model are made of.
-            found[i] = part.clone().view(forms[i].dtype).view(forms[i].shape)
-    return [found[i] for i in range(len(forms))]
 
 
 def whole_tensors(
@@ -131,7 +82,7 @@ def whole_tensors(
     for name, tensor in state.items():
         if is_sharded(tensor) and ties.get(name) not in state:
             whole = _whole(tensor)
-            tensor = whole.cpu() if group.rank == 0 else whole.to("meta")
+            tensor = whole.to("cpu" if group.rank == 0 else "meta")
         found[name] = tensor
     return {n: found[ties[n]] if is_sharded(tensor) else tensor for n, tensor in found.items()}
 
@@ -164,38 +115,6 @@ class RemoteStats(Stats):
         return need in self.collected
 
 
-class _Outline(NamedTuple):
-    """Statistics without the values of their tensors."""
-
-    kind: type[Stats]
-    facts: dict[str, Any]  # plain values, and forms in the places of tensors
-    collected: frozenset[str]
-
-    @staticmethod
-    def of(stats: Stats, needs: Sequence[str]) -> _Outline:
-        facts = {name: _mapped(value, Form.of) for name, value in _fields(stats).items()}
-        return _Outline(type(stats), facts, frozenset(filter(stats.has, needs)))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token was seen."""
-        return not self.facts["tokens"]
-
-    @property
-    def forms(self) -> list[Form]:
-        """The forms of the tensors, in the order of `_tensors`."""
-        return [each for each in _leaves(self.facts) if isinstance(each, Form)]
-
-    def filled(self, tensors: Iterable[Tensor]) -> Stats:
-        """Return the statistics, given their tensors."""
-        left = iter(tensors)
-
-        def fill(value: Any) -> Any:
-            return next(left) if isinstance(value, Form) else value
-
-        return self.kind(**{name: _mapped(each, fill) for name, each in self.facts.items()})
-
-
 # Of each rank, the number of the statistics that a weight has there.
 _Terms = tuple[int, ...]
 
@@ -218,22 +137,26 @@ def summed_statistics(
         return list(local)
     distinct = list({id(stats): stats for stats in local}.values())
     numbers = {id(stats): i for i, stats in enumerate(distinct)}
-    own = [_Outline.of(stats, needs) for stats in distinct], [numbers[id(x)] for x in local]
-    gathered = group.gather(own)
-    known = [outlines for outlines, _ in gathered]
+    outlines = [_changed(stats, Form.of) for stats in distinct]
+    gathered = group.gather((outlines, [numbers[id(stats)] for stats in local]))
     terms: list[_Terms] = list(zip(*(places for _, places in gathered), strict=True))
+    outlined = {each: [gathered[rank][0][i] for rank, i in enumerate(each)] for each in terms}
     adding: dict[_Terms, set[int]] = {}
     for each, owners in zip(terms, needing, strict=True):
         adding.setdefault(each, set()).update(owners)
-
-    def size(job: tuple[_Terms, set[int]]) -> int:
-        return max(sum(form.nbytes for form in known[r][i].forms) for r, i in enumerate(job[0]))
-
     totals: dict[_Terms, Stats] = {}
-    for message in _messages(adding.items(), size, lambda job: None):
-        totals |= _summed(group, distinct, known, message)
+    waiting: list[_Terms] = []
+    size = 0
+    for each in adding:
+        more = max(sum(form.nbytes for form in _leaves(one, Form)) for one in outlined[each])
+        if waiting and size + more > _MESSAGE:
+            totals |= _summed(group, distinct, outlined, {one: adding[one] for one in waiting})
+            waiting, size = [], 0
+        waiting.append(each)
+        size += more
+    totals |= _summed(group, distinct, outlined, {one: adding[one] for one in waiting})
     return [
-        totals[each] if group.rank in owners else _remote(known, each)
+        totals[each] if group.rank in owners else _remote(outlined[each], needs)
         for each, owners in zip(terms, needing, strict=True)
     ]
 
@@ -241,62 +164,61 @@ def summed_statistics(
 def _summed(
     group: Ranks,
     distinct: Sequence[Stats],
-    known: Sequence[Sequence[_Outline]],
-    jobs: Sequence[tuple[_Terms, set[int]]],
+    outlined: Mapping[_Terms, Sequence[Stats]],
+    adding: Mapping[_Terms, set[int]],
 ) -> dict[_Terms, Stats]:
     """Return the sums that this rank needs, once all ranks have exchanged their terms."""
     sent: list[tuple[Tensor, int]] = []
     received: list[tuple[Tensor, int]] = []
-    for terms, owners in jobs:
+    for terms, owners in adding.items():
         mine = distinct[terms[group.rank]]
         if mine.tokens:
-            sent += [(x, to) for to in sorted(owners - {group.rank}) for x in _tensors(mine)]
-        for rank, i in enumerate(terms):
-            if group.rank in owners and rank != group.rank and not known[rank][i].is_empty:
-                received += [(form.empty(), rank) for form in known[rank][i].forms]
+            sent += [(x, to) for to in sorted(owners - {group.rank}) for x in _leaves(mine, Tensor)]
+        for rank, outline in enumerate(outlined[terms]):
+            if group.rank in owners and rank != group.rank and outline.tokens:
+                received += [(form.empty(), rank) for form in _leaves(outline, Form)]
     arrived = iter(group.exchange(sent, received))
+
+    def fill(value: Any) -> Any:
+        return next(arrived) if isinstance(value, Form) else value
+
     totals: dict[_Terms, Stats] = {}
-    for terms, owners in jobs:
-        if group.rank not in owners:
-            continue
-        every = [
-            distinct[i] if rank == group.rank else known[rank][i].filled(arrived)
-            for rank, i in enumerate(terms)
-            if not known[rank][i].is_empty
-        ]
-        totals[terms] = functools.reduce(lambda a, b: a.merged(b), every) if every else Stats()
+    for terms, owners in adding.items():
+        if group.rank in owners:
+            every = [
+                distinct[terms[rank]] if rank == group.rank else _changed(outline, fill)
+                for rank, outline in enumerate(outlined[terms])
+                if outline.tokens
+            ]
+            totals[terms] = functools.reduce(lambda a, b: a.merged(b), every) if every else Stats()
     return totals
 
 
-def _remote(known: Sequence[Sequence[_Outline]], terms: _Terms) -> RemoteStats:
+def _remote(outlines: Sequence[Stats], needs: Sequence[str]) -> RemoteStats:
     """Return the facts of a sum that other ranks have."""
-    outlines = [known[rank][i] for rank, i in enumerate(terms)]
-    tokens = sum(each.facts["tokens"] for each in outlines)
-    amax = max(each.facts["input_amax"] for each in outlines)
-    collected = frozenset().union(*(each.collected for each in outlines))
-    return RemoteStats(tokens=tokens, input_amax=amax, collected=collected)
+    return RemoteStats(
+        tokens=sum(each.tokens for each in outlines),
+        input_amax=max(each.input_amax for each in outlines),
+        collected=frozenset(need for each in outlines for need in needs if each.has(need)),
+    )
 
 
-def _fields(stats: Stats) -> dict[str, Any]:
-    return {each.name: getattr(stats, each.name) for each in dataclasses.fields(stats)}
+def _changed(stats: Stats, change: Callable[[Any], Any]) -> Stats:
+    """Return statistics with each value of their fields changed, such as tensors to forms."""
+    known = {each.name: getattr(stats, each.name) for each in dataclasses.fields(stats)}
+    return type(stats)(**_mapped(known, change))
 
 
-def _tensors(stats: Stats) -> list[Tensor]:
-    return [each for each in _leaves(_fields(stats)) if isinstance(each, Tensor)]
+def _leaves(stats: Stats, kind: type[Leaf]) -> list[Leaf]:
+    """Return the values of one kind in the fields of statistics, in order."""
+    found: list[Any] = []
+    _changed(stats, found.append)
+    return [each for each in found if isinstance(each, kind)]
 
 
-def _leaves(facts: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of facts, and of tuples in them, in order."""
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with each leaf of its dictionaries and tuples changed."""
+    if isinstance(value, dict):
+        return {name: _mapped(each, change) for name, each in value.items()}
     # Forms are tuples, too.
-    todo = list(facts.values())[::-1]
-    while todo:
-        value = todo.pop()
-        if type(value) is tuple:
-            todo += value[::-1]
-        else:
-            yield value
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    """Return a value with each leaf of its tuples changed."""
     return tuple(_mapped(each, change) for each in value) if type(value) is tuple else change(value)

@@ -145,25 +145,13 @@ class Ranks:
         dist.broadcast(raw, source, group=self._group_of(out.device))
         return raw.to(out.device).view(out.dtype).view(out.shape)
 
-    def fill(self, raw: Tensor, source: int) -> None:
-        """Broadcast bytes of one rank in place."""
-        if raw.numel():
-            sent = self._bytes(raw)
-            dist.broadcast(sent, source, group=self._group_of(raw.device))
-            if sent is not raw and source != self.rank:
-                raw.copy_(sent)
-
     def _bytes(self, tensor: Tensor) -> Tensor:
-        raw = as_bytes(tensor)
+        # For not every backend knows every dtype.
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         return raw if raw.is_cuda and self.has_nccl else raw.cpu()
 
     def _group_of(self, device: torch.device) -> Any:
         return None if device.type == "cuda" and self.has_nccl else self.group
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, for not every backend knows every dtype."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 # A process that is alone.
@@ -287,19 +275,13 @@ def share_of_threads() -> Iterator[None]:
     torchrun sets OMP_NUM_THREADS to 1 unless the caller sets it, and a caller's 1 looks the same. A
     layer of a large model then takes many times longer on a CPU. Elsewhere nothing changes.
     """
-    before, share = torch.get_num_threads(), _share()
+    before, share = torch.get_num_threads(), 1
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        affinity = getattr(os, "sched_getaffinity", None)
+        count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+        share = int(count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(max(before, share))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _share() -> int:
-    """Return the processors for each process of this host, 1 where torchrun chose no number."""
-    is_chosen = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if not is_chosen:
-        return 1
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return int(count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -69,7 +69,15 @@ def trace(
 
 
 def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.GraphModule:
-    args, kwargs = _call(example)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        kwargs = dict(example)
+    elif isinstance(example, tuple | list | Tensor):
+        args = (example,) if isinstance(example, Tensor) else tuple(example)
+    else:
+        wanted = "a mapping, a tuple, a list or a tensor"
+        raise OptionError(expected("example", wanted, type(example).__name__))
     if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
         raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")
     if cache_length != 0 and is_decoder(model):
@@ -79,7 +87,10 @@ def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.Graph
             f"cache_length: {type(model).__name__} is no decoder-only model of transformers, so it "
             "has no cache. Leave it out."
         )
-    names = _names(model, len(args))
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    # None, if some arguments have no names.
+    names = names if len(names) >= len(args) else []
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if "use_cache" in names:
         kwargs.setdefault("use_cache", False)
@@ -169,32 +180,12 @@ def _error(name: str, error: Exception) -> TraceError:
     )
 
 
-def _call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example as the arguments of a call."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    if isinstance(example, Tensor):
-        return (example,), {}
-    raise OptionError(
-        f"example: expected a mapping, a tuple, a list or a tensor, got {type(example).__name__}."
-    )
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | tuple | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
-
-
-def _names(model: nn.Module, count: int) -> list[str]:
-    """Return what the arguments of a model are called; none if `count` of them have no names."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    return named if len(named) >= count else []
 
 
 def _by_name(

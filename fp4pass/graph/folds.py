@@ -95,23 +95,24 @@ def fold_scales(
             exponents = torch.where(exact, exponents, 0)
         if not exponents.any():
             continue
-        with torch.no_grad():
-            for each, change in changes:
-                # Channels that keep scale 1 have no change here.
-                change = torch.where(exponents == 0, 0, change)
-                each.tensor.mul_(_factors(change, each.tensor))
+        _scale(fold, exponents)
         done.append((fold, exponents))
     return done[::-1]
 
 
 def unfold_scales(done: Iterable[tuple[ScaleFold, Tensor]]) -> None:
     """Take the scales of folds out of the parameters again: their bits are as before."""
+    for fold, exponents in done:
+        _scale(fold, -exponents)
+
+
+def _scale(fold: ScaleFold, exponents: Tensor) -> None:
+    """Multiply the columns of the weights of a fold by 2^exponents, and divide its parameters."""
     with torch.no_grad():
-        for fold, exponents in done:
-            for each in fold.divided:
-                each.tensor.mul_(_factors(exponents, each.tensor))
-            for each in fold.weights:
-                each.tensor.mul_(_factors(-exponents, each.tensor))
+        for each in fold.divided:
+            each.tensor.mul_(_factors(-exponents, each.tensor))
+        for each in fold.weights:
+            each.tensor.mul_(_factors(exponents, each.tensor))
 
 
 class _Finder:
@@ -140,8 +141,9 @@ class _Finder:
             groups.setdefault(linear.source, []).append(linear)
         folds = []
         for source, linears in groups.items():
-            weights = _all([self._weight(linear, rows=False) for linear in linears])
-            if weights is None or any(linear.bias is source for linear in linears):
+            found = [self._weight(linear, rows=False) for linear in linears]
+            weights = [each for each in found if each is not None]
+            if len(weights) < len(found) or any(linear.bias is source for linear in linears):
                 continue
             readers = {linear.node for linear in linears}
             divided = self._divided(source, readers, len(weights[0].tensor))
@@ -178,8 +180,7 @@ class _Finder:
             found = (self._divided(each, {node}, width) for each in reversed(operands))
             return next((each for each in found if each is not None), None)
         if node.target is _aten.add.Tensor and operands[0] is not operands[1]:
-            parts = [self._divided(each, {node}, width) for each in operands]
-            return None if None in parts else [each for part in parts for each in part or ()]
+            return _joined(self._divided(each, {node}, width) for each in operands)
         return None
 
     def _of_norm(self, node: fx.Node, width: int) -> list[Channels] | None:
@@ -189,23 +190,16 @@ class _Finder:
         vectors = [given.get(name) for name in names[2:]]
         if vectors[0] is None:
             return None
-        found: list[Channels] = []
-        for vector in vectors:
-            # A sum or a product there would be found as well.
-            part = [] if vector is None else self._divided(vector, {node}, width)
-            if part is None:
-                return None
-            found += part
-        return found
+        # A sum or a product there would be found as well.
+        return _joined(self._divided(each, {node}, width) for each in vectors if each is not None)
 
     def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
         """Return the rows of a linear's weight, and its bias."""
         weight = self._weight(linear, rows=True)
         if weight is None or len(weight.tensor) != width:
             return None
-        none: list[Channels] = []
-        bias = none if linear.bias is None else self._divided(linear.bias, {linear.node}, width)
-        return None if bias is None else [weight, *bias]
+        biases = [] if linear.bias is None else [linear.bias]
+        return _joined([[weight], *(self._divided(b, {linear.node}, width) for b in biases)])
 
     def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
         """Return the weight of a linear, by its rows, which make outputs, or by its columns."""
@@ -224,9 +218,10 @@ class _Finder:
         )
 
 
-def _all(found: list[Channels | None]) -> list[Channels] | None:
-    known = [each for each in found if each is not None]
-    return known if len(known) == len(found) else None
+def _joined(parts: Iterable[list[Channels] | None]) -> list[Channels] | None:
+    """Return all parameters of some parts, None if there is None among them."""
+    found = list(parts)
+    return None if None in found else [each for part in found for each in part or ()]
 
 
 def _is_to_float(node: fx.Node) -> bool:
@@ -284,11 +279,16 @@ def fold_rotations(
     changes: dict[nn.Module, dict[str, Any]] = {}
     for first in linears:
         readers = _readers(first.node, by_node)
-        if not readers or not all(map(is_free, (first, *readers))) or not _owns_bias(first):
+        if not readers or not all(map(is_free, (first, *readers))):
             continue
-        sizes = {rotations[each.holder] for each in readers}
-        size = sizes.pop()
-        if not sizes and size:
+        # Its bias is read beside its weight, and nowhere else.
+        bias, path = first.bias, f"{first.path}.bias".removeprefix(".")
+        if bias is not None and (
+            (bias.op, bias.target) != ("get_attr", path) or len(bias.users) > 1
+        ):
+            continue
+        size, *others = {rotations[each.holder] for each in readers}
+        if size and not others:
             changes.setdefault(first.holder, {})["output_rotation"] = size
             for each in readers:
                 changes.setdefault(each.holder, {})["folded"] = True
@@ -317,18 +317,9 @@ def _keeps(node: fx.Node, value: fx.Node) -> bool:
         return False
     if node.target is _aten.dropout.default:
         return node.args[2] is False
-    if node.target not in (_aten.reshape.default, _aten.view.default):
+    if node.target not in _VIEWS:
         return True
     before, after = value.meta.get("val"), node.meta.get("val")
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return False
     return before.shape[-1] == after.shape[-1]
-
-
-def _owns_bias(linear: LinearNode) -> bool:
-    """Return whether the bias of a linear is read beside its weight, and nowhere else."""
-    if linear.called or linear.bias is None:
-        return True
-    path = f"{linear.path}.bias" if linear.path else "bias"
-    own = linear.bias.op == "get_attr" and linear.bias.target == path
-    return own and len(linear.bias.users) == 1

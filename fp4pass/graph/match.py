@@ -146,7 +146,12 @@ def find_linears(graph: fx.Graph) -> list[LinearNode]:
 def match_linear(node: fx.Node) -> LinearNode | None:
     """Return the linear that a node is: a module, or a product by a parameter called `weight`."""
     if node.op == "call_module":
-        return _called(node)
+        module, inputs = module_of(node), [*node.args, *node.kwargs.values()]
+        fits = is_linear(module) or isinstance(module, QuantizedLinear)
+        if not fits or len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
+            return None
+        path, transposed = str(node.target), is_conv1d(module)
+        return LinearNode(node, inputs[0], module, path, None, transposed, called=True)
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     names, transposed = _PRODUCTS[node.target]
@@ -154,7 +159,22 @@ def match_linear(node: fx.Node) -> LinearNode | None:
     # alpha and beta of addmm.
     if any(value != 1 for name, value in given.items() if name not in names):
         return None
-    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), transposed)
+    source, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
+    while isinstance(weight, fx.Node) and weight.target in TRANSPOSES:
+        if tuple(weight.args[1:]) != TRANSPOSES[weight.target]:
+            return None
+        weight, transposed = weight.args[0], not transposed
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    if not isinstance(source, fx.Node) or not (bias is None or isinstance(bias, fx.Node)):
+        return None
+    assert node.graph.owning_module is not None
+    path, _, name = str(weight.target).rpartition(".")
+    holder = node.graph.owning_module.get_submodule(path)
+    is_stored = isinstance(holder._parameters.get(name), nn.Parameter) or PACKED in holder._buffers
+    if name != "weight" or not is_stored:
+        return None
+    return LinearNode(node, source, holder, path, bias, transposed, called=False)
 
 
 def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -164,38 +184,6 @@ def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from weight_readers(user)
         else:
             yield user
-
-
-def _called(node: fx.Node) -> LinearNode | None:
-    assert isinstance(node.target, str)
-    module = module_of(node)
-    if not (is_linear(module) or isinstance(module, QuantizedLinear)):
-        return None
-    inputs = [*node.args, *node.kwargs.values()]
-    if len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
-        return None
-    return LinearNode(node, inputs[0], module, node.target, None, is_conv1d(module), called=True)
-
-
-def _match(
-    node: fx.Node, source: object, weight: object, bias: object, transposed: bool
-) -> LinearNode | None:
-    """Return the linear of these operands, if the weight is stored; transposed: [K, N] as given."""
-    while isinstance(weight, fx.Node) and weight.target in TRANSPOSES:
-        if tuple(weight.args[1:]) != TRANSPOSES[weight.target]:
-            return None
-        weight, transposed = weight.args[0], not transposed
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
-        return None
-    if not isinstance(source, fx.Node) or not (bias is None or isinstance(bias, fx.Node)):
-        return None
-    assert node.graph.owning_module is not None and isinstance(weight.target, str)
-    path, _, name = weight.target.rpartition(".")
-    holder = node.graph.owning_module.get_submodule(path)
-    is_stored = isinstance(holder._parameters.get(name), nn.Parameter) or PACKED in holder._buffers
-    if name != "weight" or not is_stored:
-        return None
-    return LinearNode(node, source, holder, path, bias, transposed, called=False)
 
 
 def value_users(node: fx.Node) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.elements import Element, element_table, scale_table
+from ..core.elements import element_table, scale_table
 from ..core.formats import Format, get_format
 from ..errors import TraceError
 from ..kernels.rotate.naive import hadamard
@@ -66,7 +66,13 @@ class _Writer:
             )
         device = _value(packed).device
         rows, pairs = _value(packed).shape
-        both = self.table(f"values_{fmt.element.name}", lambda: _pairs(fmt.element, device))
+
+        def pairs_of_codes() -> Tensor:
+            """Return the values of the two codes of each byte, [256, 2]."""
+            values, byte = element_table(fmt.element, device), torch.arange(256, device=device)
+            return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+
+        both = self.table(f"values_{fmt.element.name}", pairs_of_codes)
         shape = (rows, 2 * pairs // fmt.block, fmt.block)
         values = self.looked_up(both, packed, shape)
         name = f"scales_{fmt.scale.storage}".replace("torch.", "").replace(".", "_")
@@ -93,12 +99,6 @@ class _Writer:
         return self.cast(self.call(_ATEN.flatten.using_ints, turned, -2, -1), dtype)
 
 
-def _pairs(element: Element, device: torch.device) -> Tensor:
-    """Return the values of the two codes of each byte, [256, 2]."""
-    values, byte = element_table(element, device), torch.arange(256, device=device)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
-
-
 def _value(node: fx.Node) -> Tensor:
     found: Tensor = node.meta["val"]
     return found
@@ -118,14 +118,10 @@ def _dequantize(out: _Writer, node: fx.Node) -> fx.Node:
     return out.dequantized(packed, scale, global_scale, get_format(fmt), dtype)  # type: ignore[arg-type]
 
 
-def _rotate(out: _Writer, node: fx.Node) -> fx.Node:
-    return out.rotated(*node.args)  # type: ignore[arg-type]
-
-
 _WRITTEN: dict[Any, _Emit] = {
     _OURS.linear.default: _linear,
     _OURS.dequantize.default: _dequantize,
-    _OURS.rotate.default: _rotate,
+    _OURS.rotate.default: lambda out, node: out.rotated(*node.args),  # type: ignore[arg-type]
 }
 
 
@@ -152,14 +148,7 @@ def write_plain(root: fx.GraphModule) -> int:
         node.replace_all_uses_with(new)
         root.graph.erase_node(node)
         count += 1
-    _as_bytes(root)
-    root.graph.lint()
-    root.recompile()
-    return count
-
-
-def _as_bytes(root: fx.GraphModule) -> None:
-    """Have the graph hold scales as bytes, where it reads the bits of floats of 8 bits."""
+    # The graph holds scales as bytes, where it reads the bits of floats of 8 bits.
     for node in root.graph.find_nodes(op="call_function", target=_ATEN.view.dtype):
         source, dtype = node.args
         if dtype != torch.uint8 or source.op != "get_attr" or len(source.users) > 1:
@@ -172,3 +161,6 @@ def _as_bytes(root: fx.GraphModule) -> None:
             source.meta = dict(node.meta)
             node.replace_all_uses_with(source)
             root.graph.erase_node(node)
+    root.graph.lint()
+    root.recompile()
+    return count

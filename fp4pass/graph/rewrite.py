@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import ops
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight, quantized_linear
 from ..record.config import LinearConfig
 from .match import (
@@ -23,9 +24,6 @@ from .match import (
 
 # The attribute of a weight's holder with the observers of its input.
 OBSERVERS = "_fp4pass_observers"
-
-# Of the observers in a graph's module.
-_OBSERVER = "fp4pass_observer_"
 
 
 def insert_observers(
@@ -44,18 +42,15 @@ def insert_observers(
         # One that an observer of its holder sees in the graph already is done.
         if any(reader is each for reader in readers for each in own) or not wanted(linear):
             continue
-        group = latest.get(linear.source)
-        if (
-            group is None
-            # A weight used twice on one tensor has seen it twice.
-            or any(other.holder.weight is linear.holder.weight for other in group)
-            or is_written_between(group[0].node, linear.node)
-        ):
+        group = latest.get(linear.source, [])
+        # A weight used twice on one tensor has seen it twice.
+        again = any(other.holder.weight is linear.holder.weight for other in group)
+        if not group or again or is_written_between(group[0].node, linear.node):
             group = latest[linear.source] = []
             groups.append(group)
         group.append(linear)
     for group in groups:
-        names = (f"{_OBSERVER}{i}" for i in itertools.count())
+        names = (f"fp4pass_observer_{i}" for i in itertools.count())
         name = next(name for name in names if not hasattr(module, name))
         module.add_module(name, make(group))
         with graph.inserting_before(group[0].node):
@@ -111,9 +106,7 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
 
 def share_quantize(graph: fx.Graph) -> int:
     """Merge equal quantizations, and rotations, of one tensor; return how many went away."""
-    ops = torch.ops.fp4pass
-    repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
-    targets = {each.default for each in repeated}
+    targets = {ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize}
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):

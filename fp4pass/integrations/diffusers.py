@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.diffusers import require_diffusers
+from .._compat import require
 from .._version import __version__
-from ..checkpoint.finish import finish
 from ..checkpoint.layouts import PackedLayer, join
 from ..checkpoint.loading import empty_buffers, share_input_scales
+from ..checkpoint.model_layers import finish
 from ..checkpoint.reader import packed_problem
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, Fp4PassError, OptionError, some
@@ -25,7 +25,7 @@ from ..record.rows import Row
 from . import METHOD
 from .as_read import PackedAsRead
 
-require_diffusers()
+require("diffusers")
 
 from diffusers.quantizers import DiffusersQuantizer  # noqa: E402
 

@@ -18,7 +18,7 @@ from ..errors import Fp4PassError, OptionError, VersionError
 from ..evaluation import fast_dtype
 
 try:
-    from .._compat.lm_eval import LoadingHFLM, get_dtype, register_once, run_command_line
+    from .._compat.lm_eval import LoadingHFLM, cli_evaluate, get_dtype, register_once
 except VersionError as error:
     if __name__ == "__main__":
         sys.exit(f"fp4pass: {error}")
@@ -118,7 +118,7 @@ register_once("fp4pass", Fp4PassLM)
 def main() -> None:
     """Run the command line of lm-eval, and exit."""
     try:
-        run_command_line()
+        cli_evaluate()
     except Fp4PassError as error:
         print(f"fp4pass: {error}", file=sys.stderr)
         raise SystemExit(2) from error

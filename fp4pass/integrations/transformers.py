@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from .._compat import require
 from .._compat.transformers import (
     held_plan,
     loading_operation,
     register_quantization,
     released_mesh,
-    require_transformers,
     tied,
     unread_parameters,
 )
@@ -36,7 +36,7 @@ from ..record.state import config_of
 from . import METHOD
 from .as_read import PackedAsRead
 
-require_transformers()
+require("transformers")
 
 from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402

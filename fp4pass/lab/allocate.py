@@ -60,15 +60,7 @@ from ..record import (
     scheme_fields,
     unwrap,
 )
-from .divergence import (
-    Reference,
-    logits_of,
-    mean_kl,
-    read_windows,
-    spread,
-    together,
-    token_count,
-)
+from .divergence import Reference, logits_of, mean_kl, read_windows, spread, together, token_count
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -468,7 +460,7 @@ def _parts(
 
 def _smoothed(root: nn.Module, strength: float, batches: Sequence[Any]) -> nn.Module:
     """Return a copy of a model that is smoothed, as its quality has it, or the model itself."""
-    from ..engine import smooth
+    from ..calibration import smooth
 
     with torch.inference_mode(False):
         found = copy.deepcopy(root)

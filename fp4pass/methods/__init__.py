@@ -12,9 +12,7 @@ from .base import (
     method_to_dict,
     resolve_method,
 )
-from .base import (
-    MethodChoice as MethodChoice,
-)
+from .base import MethodChoice as MethodChoice
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
 from .statistics import STATISTICS, ExpertInputs, Stats, squared_errors

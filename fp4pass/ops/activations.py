@@ -24,11 +24,7 @@ from ..kernels.quantize.naive import (
 )
 from ..kernels.reduce.naive import all_reduce_add_ref, all_reduce_ref
 from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
-from .checks import (
-    require_float,
-    require_quantizable,
-    require_rotation,
-)
+from .checks import require_float, require_quantizable, require_rotation
 from .registration import Backward, operator
 
 

@@ -22,9 +22,9 @@ from ..errors import OptionError, ShapeError, StateError, expected
 from ..nn.experts import QuantizedExperts, require_adapter
 from ..nn.linear import PACKED, SCALE, PackedBlocks
 from ..record.state import get_state, unwrap
-from .linear import ColwiseParallel, ExpertParallel, RowwiseParallel
 from .peers import reach_peers
 from .split import SplitModule
+from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +95,8 @@ def parallelize(
             raise OptionError(
                 "A graph reads weights without calling their layers. Split the model of modules."
             )
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        found = mesh if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise OptionError(expected("mesh", "a DeviceMesh of one dimension", found))
+    if mesh.ndim != 1:
+        raise OptionError(expected("mesh", "a DeviceMesh of one dimension", mesh))
     given = getattr(root, "tp_plan", None) if plan is None else plan
     if not given:
         raise OptionError(
@@ -156,10 +155,9 @@ def fully_shard(module: nn.Module, **options: Any) -> Any:
             )
         if isinstance(each, PackedBlocks):
             for part in (PACKED, SCALE):
-                tensor = each._buffers.pop(part, None)
-                if tensor is not None:
-                    data = shardable(tensor)
-                    each.register_parameter(part, nn.Parameter(data, requires_grad=False))
+                if (tensor := each._buffers.pop(part, None)) is not None:
+                    parameter = nn.Parameter(shardable(tensor), requires_grad=False)
+                    each.register_parameter(part, parameter)
     return torch_fully_shard(module, **options)
 
 
@@ -169,9 +167,8 @@ def _require_equal(root: nn.Module, chosen: Mapping[str, object], mesh: DeviceMe
     Of each tensor the first elements are compared.
     """
     facts: list[Any] = [(name, type(style).__name__) for name, style in chosen.items()]
-    for name, tensor in root.state_dict().items():
-        if not isinstance(tensor, Tensor):
-            continue
+    state = root.state_dict().items()
+    for name, tensor in ((n, each) for n, each in state if isinstance(each, Tensor)):
         if tensor.is_meta:
             raise StateError(
                 f"{name}: it is on the meta device, without values. Load the model without a "
@@ -184,7 +181,14 @@ def _require_equal(root: nn.Module, chosen: Mapping[str, object], mesh: DeviceMe
 
 def _chosen(root: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
     """Return the style of each module that is to be split, by its name."""
-    rule, stacks = _rule(plan), _stacks(root)
+    rule = _rule(plan)
+    # The stacks of experts, and what lies in them.
+    stacks = {
+        f"{name}.{stack}"
+        for name, module in root.named_modules()
+        if isinstance(module, QuantizedExperts)
+        for stack in require_adapter(module).names
+    }
     found: dict[str, ParallelStyle] = {}
     unused = set(plan)
     for name, module in root.named_modules():
@@ -241,27 +245,14 @@ def _refuse_gradients(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _stacks(root: nn.Module) -> set[str]:
-    """Return the names of the stacks of experts and of what lies in them."""
-    return {
-        f"{name}.{stack}"
-        for name, module in root.named_modules()
-        if isinstance(module, QuantizedExperts)
-        for stack in require_adapter(module).names
-    }
-
-
 def _require_whole_heads(root: nn.Module, name: str, style: Any, size: int) -> None:
     """Raise ShapeError if outputs of an attention would be split within a head."""
-    module: Any = root.get_submodule(name)
-    parent = root.get_submodule(name.rpartition(".")[0])
-    head = getattr(parent, "head_dim", None)
     if not isinstance(style, ColwiseParallel) or style.output_layouts == (Replicate(),):
         return
-    if isinstance(head, int) and module.out_features % head == 0:
-        heads = module.out_features // head
-        if heads % size:
-            raise ShapeError(
-                f"{name}: {heads} heads cannot be divided among {size} ranks. Use a number of "
-                "ranks that divides them, or give plan= without this attention."
-            )
+    count: Any = root.get_submodule(name).out_features
+    head = getattr(root.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if isinstance(head, int) and count % head == 0 and count // head % size:
+        raise ShapeError(
+            f"{name}: {count // head} heads cannot be divided among {size} ranks. Use a number of "
+            "ranks that divides them, or give plan= without this attention."
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,24 +30,26 @@ def reach_peers(mesh: DeviceMesh) -> bool:
     if mesh.device_type != "cuda" or mesh.size() == 1:
         return False
     ranks = Ranks(mesh.get_local_rank(), mesh.size(), group)
-    problem = _first(ranks.gather(_far_peer(ranks)))
-    if problem is None:
-        memory, error = _memory(ranks)
-        problem = _first(ranks.gather(error))
-    if problem is None and memory is not None:
+    memory: Memory | None = None
+    problems = ranks.gather(_far_peer(ranks))
+    if not any(problems):
+        problem = ""
+        try:
+            memory = _memory(ranks)
+        except RuntimeError as error:
+            problem = str(error).strip().partition("\n")[0]
+        problems = ranks.gather(problem)
+    if not any(problems) and memory is not None:
         MEMORIES[name] = memory
         return True
     if ranks.rank == 0:
+        problem = next(filter(None, problems))
         _log.info("Reductions of a few rows go through NCCL: %s.", problem)
     return False
 
 
-def _first(problems: list[str | None]) -> str | None:
-    return next((each for each in problems if each is not None), None)
-
-
-def _far_peer(ranks: Ranks) -> str | None:
-    """Return why this GPU does not reach that of another process, as far as that is known."""
+def _far_peer(ranks: Ranks) -> str:
+    """Return why this GPU does not reach that of another process, "" if that is not known."""
     own = torch.cuda.current_device()
     seen = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     for rank, (place, device) in enumerate(ranks.gather((seen, own))):
@@ -56,27 +57,20 @@ def _far_peer(ranks: Ranks) -> str | None:
             return f"rank {rank} is on another host, or sees other GPUs"
         if device != own and not torch.cuda.can_device_access_peer(own, device):
             return f"GPU {own} does not reach the memory of GPU {device}"
-    return None
+    return ""
 
 
-def _memory(ranks: Ranks) -> tuple[Memory | None, str | None]:
-    """Return the memory of all processes, or why there is none."""
-    try:
-        words, addresses = shared_words(count_of_words(ranks.size), ranks.group)
-    except RuntimeError as error:
-        return None, str(error).strip().partition("\n")[0]
+def _memory(ranks: Ranks) -> Memory:
+    """Return the memory of all processes. Raises RuntimeError where there is none."""
+    from ..kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
+
+    words, addresses = shared_words(count_of_words(ranks.size), ranks.group)
     words.zero_()
     found = Memory.of(words, addresses, ranks.rank, ranks.group)
     # All is zero, and the kernel is loaded, before the first process sends anything.
-    _loaded(found)
-    torch.cuda.synchronize()
-    return found, None
-
-
-def _loaded(memory: Memory) -> Any:
-    from ..kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
-
-    nothing = memory.words.new_empty((0, SQUARES), dtype=torch.bfloat16)
+    nothing = words.new_empty((0, SQUARES), dtype=torch.bfloat16)
     for maximum in (False, True):
-        all_reduce_triton(nothing, memory, maximum)
-    all_reduce_add_triton(nothing, nothing, memory)
+        all_reduce_triton(nothing, found, maximum)
+    all_reduce_add_triton(nothing, nothing, found)
+    torch.cuda.synchronize()
+    return found

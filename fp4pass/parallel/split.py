@@ -43,7 +43,7 @@ class SplitModule(nn.Module):
         for name, dim in self.split.items():
             if prefix + name in destination:
                 part = destination[prefix + name].detach()
-                destination[prefix + name] = wrap_as_dtensor(part, dim, self.mesh)
+                destination[prefix + name] = as_dtensor(part, self.mesh, Shard(dim))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load the parts of DTensors; whole tensors do not fit."""
@@ -70,11 +70,15 @@ def split_module(
     swap_class(module, kind, buffers=tensors, attributes=attributes)
 
 
-def to_local_input(x: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:
-    """Redistribute an input that is placed as `layout` says; return the part of this process."""
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [layout], run_check=False)
-    return x.redistribute(placements=[wanted]).to_local()
+def as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return what this process has of a tensor, which is placed so, as a DTensor."""
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def moved(x: Any, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
+    """Return a tensor, placed as `now` unless it is a DTensor, as `wanted`: a local part."""
+    whole = x if isinstance(x, DTensor) else as_dtensor(x, mesh, now)
+    return whole.redistribute(placements=[wanted]).to_local()
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -82,20 +86,13 @@ def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # Not another tensor if there is no gradient: layers that read one input know it by identity.
     if not _has_gradient(x):
         return x
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
-
-
-def redistribute_output(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
-    """Return a local output, placed as `now` says, as `wanted` does."""
-    parts = DTensor.from_local(y, mesh, [now], run_check=False)
-    return parts.redistribute(placements=[wanted]).to_local()
+    return as_dtensor(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the local outputs of all processes, perhaps in place."""
     if _has_gradient(y):
-        return redistribute_output(y, mesh, Partial(), Replicate())
+        return moved(y, mesh, Partial(), Replicate())
     if y.numel() * y.element_size() <= LARGEST:
         return ops.all_reduce(y, mesh.get_group().group_name, False)
     # As a DTensor does it, without its layers of Python.
@@ -117,33 +114,23 @@ def with_shared_scale(
     """
     fmt = config.format
     of_tokens = fmt.has_float_scale and fmt.block == WHOLE and not config.weight_only
-    if of_tokens and weight.input_global_scale is None:
-        rotated = ops.rotate(x, config.input_rotation) if config.input_rotation else x
-        tokens = row_amax(rotated.detach().float().nan_to_num(0.0, 0.0, 0.0), fmt)
-        tokens = _largest(tokens, mesh)
-        return weight._replace(input_global_scale=scale_of(tokens, fmt))
-    if not needs_dynamic_scale(weight, config):
+    is_of_tokens = of_tokens and weight.input_global_scale is None
+    if not is_of_tokens and not needs_dynamic_scale(weight, config):
         return weight
     x = ops.rotate(x, config.input_rotation) if config.input_rotation else x
-    finite = x.detach().nan_to_num(0.0, 0.0, 0.0).abs()
-    amax = finite.amax().view(1) if x.numel() else x.new_zeros(1)
-    # A whole word of memory, which GPUs exchange.
-    amax = _largest(amax.to(torch.promote_types(amax.dtype, torch.float32)), mesh)
-    scale = ops.dynamic_global_scale(amax, config.format.key)
+    finite = x.detach().nan_to_num(0.0, 0.0, 0.0)
+    if is_of_tokens:
+        amax = row_amax(finite.float(), fmt)
+    else:
+        amax = finite.abs().amax().view(1) if x.numel() else x.new_zeros(1)
+        # A whole word of memory, which GPUs exchange.
+        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+    amax = ops.all_reduce(amax.contiguous(), mesh.get_group().group_name, True)
+    scale = scale_of(amax, fmt) if is_of_tokens else ops.dynamic_global_scale(amax, fmt.key)
     return weight._replace(input_global_scale=scale)
-
-
-def _largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the maximum over all processes."""
-    return ops.all_reduce(x.contiguous(), mesh.get_group().group_name, True)
 
 
 def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """Return the part of a tensor that this process has, in memory of its own."""
     part = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def wrap_as_dtensor(tensor: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
-    """Return the part of this process as a DTensor that is split along `dim`."""
-    return DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)

@@ -16,12 +16,7 @@ from ..core.elements import Element
 from ..core.formats import Format, get_format
 from ..errors import NonFiniteError, OptionError, ShapeError
 from ..kernels.search.reference import search_ref
-from ..quantization.functional import (
-    QuantizedBlocks,
-    read_blocks,
-    read_global_scale,
-    require_float,
-)
+from ..quantization.functional import QuantizedBlocks, read_blocks, read_global_scale, require_float
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Indices = np.ndarray[Any, np.dtype[np.int64]]

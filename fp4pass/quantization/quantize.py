@@ -24,13 +24,7 @@ from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
 from .plan import LayerPlan, Plan, forget_kept, planned_row, scale_groups
-from .replace import (
-    begin_replacing,
-    drop_unused_copies,
-    packed_class,
-    rewrite_graph,
-    store_packed,
-)
+from .replace import begin_replacing, drop_unused_copies, packed_class, rewrite_graph, store_packed
 from .search import (
     Found,
     SearchStore,

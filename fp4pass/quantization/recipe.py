@@ -11,14 +11,7 @@ from typing import Any
 from ..core.files import parse_file, path_of
 from ..core.fingerprint import digest_of
 from ..distributed import ranks
-from ..errors import (
-    Fp4PassError,
-    OptionError,
-    as_option,
-    expected,
-    named_as,
-    unknown_name,
-)
+from ..errors import Fp4PassError, OptionError, as_option, expected, named_as, unknown_name
 from ..methods import method_from_dict
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..record.config import OPTIONS, LinearConfig, Rule, check_rules, plain

@@ -10,14 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 from torch import Tensor
 
 from ..core.formats import FORMATS, FP8_E4M3, Format, get_format
-from ..errors import (
-    OptionError,
-    RuleError,
-    as_option,
-    expected,
-    require_number,
-    unknown_name,
-)
+from ..errors import OptionError, RuleError, as_option, expected, require_number, unknown_name
 from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method

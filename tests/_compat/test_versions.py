@@ -44,9 +44,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "installed", ["5.17", "5.24.3", "5.20.0+cpu", "5.17.0.dev20260101", "5.24rc1"]
-)
+@pytest.mark.parametrize("installed", ["5.17", "5.24.3", "5.17.0.dev20260101+cpu", "5.24rc1"])
 def test_tested_versions_say_nothing(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, transformers=installed)
     _compat.require("transformers")

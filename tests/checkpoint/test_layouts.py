@@ -16,14 +16,7 @@ from small_models import Packed, Saved, assert_same_bits, bits, converted, linea
 
 import fp4pass
 from fp4pass import LinearConfig
-from fp4pass.checkpoint import (
-    LAYOUTS,
-    Layout,
-    PackedLayer,
-    Scheme,
-    register_layout,
-    transcode,
-)
+from fp4pass.checkpoint import LAYOUTS, Layout, PackedLayer, Scheme, register_layout, transcode
 from fp4pass.checkpoint.layouts import (
     Piece,
     expected_shapes,

@@ -166,7 +166,7 @@ def test_a_quality_is_printed_recorded_and_shown(
         yield []
 
     # Tracing takes longer than all else.
-    monkeypatch.setattr("fp4pass.engine.smoothing.smoothed_unless_it_fails", note)
+    monkeypatch.setattr("fp4pass.calibration.smoothing.smoothed_unless_it_fails", note)
     options = ("--scheme", "nvfp4", "--quality", "good", "--rules", rules, *CALIBRATED)
     run("quantize", TINY, "-o", out, *options)
     recipe = run_json("inspect", out)["recipe"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import sys
 import time
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.methods import METHODS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ON_GPU = os.environ.get("ON_GPU") == "1"
@@ -102,21 +100,6 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
 
 
 @contextmanager
-def small_parts(divided: bool) -> Iterator[None]:
-    """Have gptq take 32 rows at once, and processes share layers or not."""
-    from fp4pass.kernels.search import gptq_reference
-    from fp4pass.quantization import plan
-
-    method, rows, divide = METHODS["gptq"], gptq_reference.ROWS, plan.divide
-    METHODS["gptq"] = dataclasses.replace(method, rows_at_once=32)
-    gptq_reference.ROWS = 32
-    if not divided:
-        plan.divide = lambda jobs, size: [(0,) * len(parts) for _, parts in jobs]
-    yield
-    METHODS["gptq"], gptq_reference.ROWS, plan.divide = method, rows, divide
-
-
-@contextmanager
 def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
     """Yield what this process searches: the layer, the matrix and its rows."""
     from fp4pass.quantization import search
@@ -177,11 +160,6 @@ def together(folder: Path) -> dict[str, Any]:
     with noting_searches() as found["rows, searched"]:
         found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     cross = fp4pass.Gptq(target="cross", damping=0.5)
-    both = (("rows, cross", True), ("rows, cross, undivided", False))
-    for name, divided in both if SIZE > 1 else ():
-        with small_parts(divided), noting_searches() as found[f"{name}, searched"]:
-            model = decoder(num_attention_heads=4)
-            found[name] = facts(quantized(model, share(texts(2)), cross, sequential=True))
     for name, method in (("sequential", "gptq"), ("cross", cross)):
         found[name] = facts(quantized(decoder(), share(texts()), method, sequential=True))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -250,14 +228,6 @@ def dies(folder: Path) -> dict[str, Any]:
         from fp4pass.quantization import search
 
         search._search = lambda *args: os._exit(3)
-    return {"error": failure(lambda: fp4pass.convert(model, "nvfp4"))}
-
-
-def dies_early(folder: Path) -> dict[str, Any]:
-    """One process ends before anything was sent."""
-    model = quantized_later()
-    if RANK == 1:
-        os._exit(3)
     return {"error": failure(lambda: fp4pass.convert(model, "nvfp4"))}
 
 

@@ -348,6 +348,13 @@ def errors(folder: Path) -> dict[str, Any]:
     parts = DTensor.from_local(torch.randn(3, 64), mesh(), [Replicate()])
     plain: Any = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
     found["input"] = failure(lambda: plain(parts))
+    sys.path.append(str(Path(__file__).parents[1] / "lib"))
+    from mixtures import build
+
+    flash = fp4pass.convert(build("longcat_flash"), method="sse", weight_only=True)
+    fp4pass.parallelize(flash, mesh())
+    flash(inputs_embeds=(x := torch.randn(1, 4, 64)))
+    found["gradient"] = failure(lambda: flash(inputs_embeds=x.requires_grad_()))
     found["state"] = ""
     whole = converted("Qwen3", {}, W4A16).model.layers[0].mlp.gate_proj.state_dict()
     try:
@@ -436,36 +443,6 @@ def adapters(folder: Path) -> dict[str, Any]:
             for key, each in model.named_parameters()
             if each.requires_grad
         }
-    return found
-
-
-def mixtures(folder: Path) -> dict[str, Any]:
-    """Mixtures of each layout: their experts alone are split, and all that their plans have."""
-    sys.path.append(str(Path(__file__).parents[1] / "lib"))
-    from mixtures import MODELS, UNREAD, build, logits
-
-    from fp4pass.nn.experts import QuantizedExperts
-
-    found: dict[str, Any] = {}
-    for name in MODELS:
-        changes = {"num_experts": 4} if name == "qwen3_moe" else {}
-        model = build(name, **changes)
-        fp4pass.convert(model, method="sse", weight_only=True, rules=UNREAD.get(name, ()))
-        experts = [key for key, e in model.named_modules() if isinstance(e, QuantizedExperts)]
-        # Not every version of transformers has all of them in a way that can be packed.
-        if not experts:
-            continue
-        facts = found[name] = {"whole": logits(model), "own plan": logits(model)}
-        if getattr(model, "tp_plan", None):
-            facts["own plan"] = logits(fp4pass.parallelize(copy.deepcopy(model), mesh()))
-        plan = dict.fromkeys(experts, ExpertParallel())
-        facts["experts"] = logits(fp4pass.parallelize(model, mesh(), plan))
-    model = build("longcat_flash")
-    fp4pass.convert(model, method="sse", weight_only=True)
-    fp4pass.parallelize(model, mesh())
-    x = torch.randn(1, 4, 64)
-    model(inputs_embeds=x)
-    found["gradient"] = failure(lambda: model(inputs_embeds=x.requires_grad_()))
     return found
 
 

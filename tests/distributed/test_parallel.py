@@ -224,6 +224,7 @@ ERRORS = {
     "twice": "StateError: The model is split already",
     "dense": "StateError: The model is not converted",
     "input": "StateError: The input of QuantizedLinear: expected a tensor, got a DTensor. Split",
+    "gradient": "StateError: The split model computes no gradient of inputs",
     "state": "expected weight_packed of (48, 32) torch.uint8, got (96, 32) torch.uint8",
 }
 
@@ -261,16 +262,6 @@ def test_transformers_splits_what_it_loads(tmp_path: Path) -> None:
         for name in ("own plan", "fsdp"):
             assert found[name].startswith("OptionError: distributed_config: expected tp_size and")
         assert found["their plan"].startswith("StateError: Qwen3MoeExperts: transformers would sum")
-
-
-@pytest.mark.slow
-def test_mixtures_of_each_layout(tmp_path: Path) -> None:
-    for found in run(SPLITS, "mixtures", tmp_path):
-        assert "computes no gradient of inputs" in found.pop("gradient")
-        assert len(found) >= 13
-        for facts in found.values():
-            assert_near(facts["experts"], facts["whole"])
-            assert_near(facts["own plan"], facts["whole"])
 
 
 @pytest.mark.slow

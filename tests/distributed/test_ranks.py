@@ -49,7 +49,6 @@ MODELS = [
     "sse",
     "smooth",
     "rows",
-    "rows, cross",
     "sequential",
     "cross",
     "experts",
@@ -94,27 +93,12 @@ def test_sums_that_are_exact_give_the_bits_of_one_process(
         assert torch.equal(state["q_proj.weight_scale"], state["k_proj.weight_scale"])
 
 
-@pytest.mark.slow
-def test_three_processes_have_the_bits_of_one(tmp_path: Path, one: dict[str, Any]) -> None:
-    for found in run(SCENARIOS, "exact", tmp_path, 3):
-        for name in ("hessian", "gptq", "rows", "sse"):
-            assert_equal(found[name]["state"], one[name]["state"])
-            assert found[name]["report"] == one[name]["report"]
-
-
 def test_processes_share_the_rows_of_a_large_layer(
     two: list[dict[str, Any]], one: dict[str, Any]
 ) -> None:
     assert two[0]["rows, searched"] == [("tall", 0, slice(12288, 13000)), ("small", 0, None)]
     assert two[1]["rows, searched"] == [("tall", 0, slice(0, 12288))]
     assert one["rows, searched"] == [("tall", 0, None), ("small", 0, None)]
-    # With other statistics than Hessians, and targets made of them.
-    name = "model.layers.0.self_attn.q_proj"
-    for found, rows in zip(two, (slice(0, 64), slice(64, 128)), strict=True):
-        assert (name, 0, rows) in found["rows, cross, searched"]
-    undivided = two[0]["rows, cross, undivided"]
-    assert_equal(two[0]["rows, cross"]["state"], undivided["state"])
-    assert two[0]["rows, cross"]["report"] == undivided["report"]
 
 
 def test_processes_share_experts(two: list[dict[str, Any]]) -> None:
@@ -156,29 +140,23 @@ def test_what_differs_is_an_error_of_all(two: list[dict[str, Any]]) -> None:
     assert two[0]["poisoned"].startswith("RankError: Rank 1 failed: CalibrationError: q: its")
 
 
-def test_a_process_without_batches(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
-    for found in two:
-        assert_equal(found["one calibrates"]["state"], one["hessian"]["state"])
-
-
 def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends behind that is noticed; a rank with a model that is refused is there as well."""
     calls: list[int] = []
-    monkeypatch.setattr("fp4pass.api.ranks", lambda: calls.append(1))
+    monkeypatch.setattr("fp4pass.api.steps.ranks", lambda: calls.append(1))
     with pytest.raises(StateError):
         fp4pass.prepare(nn.Identity())
     assert calls == [1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dies", pytest.param("dies_early", marks=pytest.mark.slow)])
-def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
-    """In the middle of its searches, or before convert, when nothing was sent yet."""
+def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """In the middle of its searches."""
     begin = time.monotonic()
-    processes = start(SCENARIOS, name, tmp_path)
+    processes = start(SCENARIOS, "dies", tmp_path)
     texts = [each.communicate(timeout=120)[0] for each in processes]
     assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
-    found = torch.load(tmp_path / f"{name}-0.pt", weights_only=False)
+    found = torch.load(tmp_path / "dies-0.pt", weights_only=False)
     assert found["error"].startswith("RankError: Rank 0: another process has ended")
     assert time.monotonic() - begin < 60
 

@@ -14,7 +14,7 @@ from small_models import assert_same_bits, linears, mlp, tokens
 from torch import nn
 
 import fp4pass
-from fp4pass.engine.one_call import OneCall
+from fp4pass.api.one_call import OneCall
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.methods import Gptq
 from fp4pass.quantization.observers.observer import OBSERVERS
@@ -124,7 +124,7 @@ def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> 
     model = uneven()
     # Smoothing reads the first alone, and calibration all.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4pass.engine.one_call.INPUT_TOKENS", 1)
+        patch.setattr("fp4pass.api.one_call.INPUT_TOKENS", 1)
         with pytest.raises(RuntimeError):
             in_one(quality="good", model=model, data=[*BATCHES, torch.ones(1, 4)])
     assert "smoothed the inputs of 4 groups" in caplog.text
@@ -139,7 +139,7 @@ def test_a_model_without_a_graph_is_not_smoothed(
         raise TraceError("layers.0: it has no graph.")
 
     caplog.set_level(logging.INFO, "fp4pass")
-    monkeypatch.setattr("fp4pass.engine.smoothing.trace", refuse)
+    monkeypatch.setattr("fp4pass.calibration.smoothing.trace", refuse)
     model = in_one(quality="good", model=uneven())
     assert 'quality "good": inputs are not smoothed, which needs a graph: layers.0' in caplog.text
     assert "smooth" not in get_state(model).recipe
@@ -227,7 +227,7 @@ def test_fast_reads_text_for_the_scales_of_inputs_alone(
 
 
 def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fp4pass.engine.one_call")
+    caplog.set_level(logging.INFO, "fp4pass.api.one_call")
     model = in_one(quality="fast", weight_only=True)
     assert "calibration" not in get_state(model).recipe
     assert caplog.messages[0] == 'quality "fast" needs no data: data= is not read.'

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph.match import find_linears, is_written_between
+from fp4pass.graph.match import find_linears
 from fp4pass.graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.replace import attach_observers, rewrite_graph
@@ -77,15 +77,6 @@ class BothWays(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.mm(F.linear(x, self.weight), self.weight)
-
-
-class CalledAndRead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(K, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + F.linear(2 * x, self.linear.weight)
 
 
 class Biased(nn.Module):
@@ -254,44 +245,6 @@ def test_weights_with_other_readers_stay_whole(door: str, cls: type[nn.Module], 
     torch.testing.assert_close(model(batch()), built(cls)(batch()))
 
 
-def test_a_linear_that_is_called_and_read_is_observed_in_both() -> None:
-    model = fx.symbolic_trace(built(CalledAndRead))
-    fp4pass.prepare(model)
-    model(batch())
-    linear = model.get_submodule("linear")
-    stats = collect(linear.__dict__[OBSERVERS], "").matrix(0)
-    assert stats.tokens == 12
-    assert stats.input_amax == pytest.approx(2 * float(batch().abs().amax()))
-    fp4pass.convert(model, method="naive", weight_only=True)
-    expected = linear(batch()) + F.linear(2 * batch(), linear.weight)
-    torch.testing.assert_close(model(batch()), expected)
-    assert [row.name for row in fp4pass.report(model).rows] == ["linear"]
-
-
-def test_products_that_export_takes_apart_are_rows() -> None:
-    """With a layout that it cannot flatten, a linear decomposes to expand and bmm."""
-
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.last = nn.Linear(K, K, bias=False), nn.Linear(K, K)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.linear(x.transpose(0, 1)))
-
-    x = torch.randn(4, 6, K)
-    shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    program = torch.export.export(built(Transposed), (x,), dynamic_shapes=shapes, strict=False)
-    model = program.run_decompositions().module()
-    fp4pass.convert(model, "nvfp4", method="naive")
-    names = set(reasons(model))
-    assert {name.removesuffix(".weight") for name in names} == {"linear", "last"}
-    for name, reason in reasons(model).items():
-        assert bool(reason) == name.endswith(".weight")
-        if reason:
-            assert "without a linear" in reason
-
-
 @pytest.mark.core
 def test_the_root_may_be_a_linear() -> None:
     for door in DOORS.values():
@@ -312,25 +265,6 @@ def test_converted_graphs_are_copied_and_saved() -> None:
     fp4pass.convert(other, "nvfp4", method="naive")
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(batch()), model(batch()))
-
-
-@pytest.mark.core
-def test_writes_between_readers_are_seen() -> None:
-    aten = torch.ops.aten
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    first = graph.call_function(F.linear, (x, x))
-    other = graph.call_function(aten.relu.default, (x,))
-    last = graph.call_function(F.linear, (x, x))
-    assert not is_written_between(first, last)
-    # To whatever: it may be the same memory under another name.
-    for target in (aten.relu_.default, F.relu):
-        other.target = target
-        assert is_written_between(first, last)
-        assert not is_written_between(other, last)
-    with graph.inserting_before(last):
-        graph.call_method("relu_", (x,))
-    assert is_written_between(other, last)
 
 
 class Twice(Mlp):
@@ -385,45 +319,6 @@ def test_a_write_through_a_view_keeps_exported_readers_apart() -> None:
         fp4pass.convert(each, "mxfp4", method="naive")
     assert targets(model.graph, ops.quantize.default) == 2
     assert torch.equal(model(batch()), live(batch()))
-
-
-def test_symbolic_graphs_are_copied() -> None:
-    model = fx.symbolic_trace(built(Mlp))
-    fp4pass.prepare(model)
-    model(batch())
-    again = copy.deepcopy(model)
-    fp4pass.prepare(again)
-    again(batch())
-    linear = again.get_submodule("down")
-    assert collect(linear.__dict__[OBSERVERS], "").tokens == 12
-    fp4pass.convert(again, "nvfp4", method="naive")
-    assert torch.equal(copy.deepcopy(again)(batch()), again(batch()))
-
-
-class Apart(nn.Module):
-    """Two linears of different parents that read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.ModuleList([nn.Linear(K, K)])
-        self.b = nn.ModuleList([nn.Linear(K, K)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a[0](x) - self.b[0](x)
-
-
-def test_exported_graphs_do_not_take_equal_scales_for_one() -> None:
-    models = [exported(built(Apart)), built(Apart)]
-    for model in models:
-        fp4pass.prepare(model, "sse")
-        model(batch())
-        fp4pass.convert(model, "nvfp4", method="sse")
-        state = model.state_dict()
-        assert torch.equal(state["a.0.input_global_scale"], state["b.0.input_global_scale"])
-        model.load_state_dict(
-            state | {"b.0.input_global_scale": state["b.0.input_global_scale"] / 3}
-        )
-    assert torch.equal(models[0](batch()), models[1](batch()))
 
 
 @pytest.mark.core

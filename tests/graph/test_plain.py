@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from mixtures import build
-from small_models import TINY, bits, language_model, mlp, tokens
-from torch import Tensor, fx, nn
+from small_models import TINY, bits, mlp, tokens
+from torch import fx
 
 import fp4pass
-from fp4pass.errors import OptionError, TraceError
+from fp4pass.errors import TraceError
 from fp4pass.graph.plain import write_plain
 
 pytest.importorskip("transformers")
@@ -62,35 +62,6 @@ def test_logits_are_those_of_packed_layers(
     assert state["0.weight_scale"].dtype == model[0].config.format.scale.storage
 
 
-@pytest.mark.slow
-def test_a_graph_that_generates_and_one_that_was_converted_itself() -> None:
-    model, ids = language_model(), tokens(2, 8)
-    fp4pass.convert(model, "mxfp4a16", "naive")
-    packed, plain = (fp4pass.trace(model, ids, plain=each) for each in (False, True))
-    with torch.no_grad():
-        for rows in (ids, ids[:1, :3]):
-            assert torch.equal(plain(rows).logits, packed(rows).logits)
-    graph = fp4pass.trace(language_model(), {"input_ids": ids}, cache_length=0)
-    fp4pass.convert(graph, "mxfp4a16", "naive")
-    again = fp4pass.trace(graph, {"input_ids": ids}, cache_length=0, plain=True)
-    with torch.no_grad():
-        assert torch.equal(again(ids).logits, graph(ids).logits)
-
-
-@pytest.mark.slow
-def test_export_and_decompositions_of_a_plain_graph() -> None:
-    """What torch_tensorrt and ExecuTorch begin with."""
-    model = mlp().eval()
-    x = torch.randn(4, 64)
-    graph = fp4pass.trace(fp4pass.convert(model, "nvfp4a16", "sse"), (x,), plain=True)
-    program = torch.export.export(graph, (), {"input": x}).run_decompositions()
-    namespaces = {
-        node.target.namespace for node in program.graph.nodes if node.op == "call_function"
-    }
-    assert namespaces == {"aten"}
-    torch.testing.assert_close(program.module()(input=x), model(x))
-
-
 def test_what_has_no_plain_form() -> None:
     x = torch.randn(4, 64)
     with pytest.raises(TraceError, match=r"fp4pass.quantize.* has no form in plain operators"):
@@ -101,18 +72,6 @@ def test_what_has_no_plain_form() -> None:
     ids = tokens(2, 8) % mixture.config.vocab_size
     with pytest.raises(TraceError, match=r"experts_linear.* leave experts out by rules="):
         fp4pass.trace(mixture, {"input_ids": ids}, cache_length=0, plain=True)
-    with pytest.raises(OptionError, match="plain"):
-        fp4pass.trace(mlp(), (x,), plain="yes")  # type: ignore[arg-type]
-
-
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 @pytest.mark.slow

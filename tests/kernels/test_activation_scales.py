@@ -24,9 +24,7 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.quantize.naive import quantize_ref
-from fp4pass.kernels.quantize.triton import (
-    quantize_triton,
-)
+from fp4pass.kernels.quantize.triton import quantize_triton
 
 pytestmark = quiet
 

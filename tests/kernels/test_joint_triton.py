@@ -27,11 +27,7 @@ from fp4pass.kernels.search.joint_reference import (
     normalize,
     regular,
 )
-from fp4pass.kernels.search.joint_triton import (
-    choose_blocks_triton,
-    gptq_triton,
-    joint_triton,
-)
+from fp4pass.kernels.search.joint_triton import choose_blocks_triton, gptq_triton, joint_triton
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import ieee_products
 

@@ -14,7 +14,7 @@ from small_models import bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.engine.smoothing import Smoothed, nearest_octaves
+from fp4pass.calibration.smoothing import Smoothed, nearest_octaves
 from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.quantization.recipe import Recipe

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from ..._version import __version__
 from ...core.formats import Format
-from ...errors import (
-    CheckpointError,
-    UnreadError,
-    as_option,
-    expected,
-    unknown_name,
-)
+from ...errors import CheckpointError, UnreadError, as_option, expected, unknown_name
 from ...nn.kv_cache import CACHE_FORMATS, SCALES
 from ...nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ...record.config import LinearConfig

@@ -17,7 +17,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import statically_equal
 from .fusions import on_gpu
-from .pattern import NARROW_DTYPES, dtype_of, insert
+from .pattern import NARROW_DTYPES, dtype_of, insert, same_shape
 
 aten = torch.ops.aten
 
@@ -59,32 +59,23 @@ def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow
         result = next(iter(node.users))
         call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
         if call is not None:
-            _replace(graph, node, result, call, spans)
+            with graph.inserting_before(node):
+                # One span of keys, with its counters, for each mask.
+                if call.mask not in spans:
+                    both = insert(graph, result, ops.attention_span, call.mask)
+                    items = [insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
+                    spans[call.mask] = items
+                given = (call.q, call.k, call.v, call.mask, *spans[call.mask], call.scale)
+                fused = insert(graph, result, ops.attention, *given)
+                turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
+            result.replace_all_uses_with(turned)
+            # A search for dead code would keep what may drop out numbers.
+            graph.erase_node(result)
+            graph.erase_node(node)
             count += 1
     if count:
         graph.eliminate_dead_code()
     return count
-
-
-def _replace(
-    graph: fx.Graph,
-    node: fx.Node,
-    result: fx.Node,
-    call: _Attention,
-    spans: dict[fx.Node, list[fx.Node]],
-) -> None:
-    """Replace attention by the operator, with one span of keys and its counters for each mask."""
-    with graph.inserting_before(node):
-        if call.mask not in spans:
-            both = insert(graph, result, ops.attention_span, call.mask)
-            spans[call.mask] = [insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
-        arguments = (call.q, call.k, call.v, call.mask, *spans[call.mask], call.scale)
-        fused = insert(graph, result, ops.attention, *arguments)
-        turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
-    result.replace_all_uses_with(turned)
-    # A search for dead code would keep what may drop out numbers.
-    graph.erase_node(result)
-    graph.erase_node(node)
 
 
 def _read(node: fx.Node) -> _Attention | None:
@@ -106,7 +97,8 @@ def _read(node: fx.Node) -> _Attention | None:
         return None
     _, heads, queries, width, _, groups, size, _, _, of_values, _, out_width = sizes
     columns = max(width, out_width)
-    numbers = _rounded_up(heads // groups * queries) * _rounded_up(columns)
+    # In powers of two.
+    numbers = 1 << (heads // groups * queries - 1).bit_length() + (columns - 1).bit_length()
     known = groups == of_values and heads % groups == 0 and queries <= _QUERIES
     known = known and columns <= _WIDTH and numbers <= _NUMBERS
     if not known or not statically_equal(mask.meta["val"].shape[-1], size):
@@ -114,71 +106,52 @@ def _read(node: fx.Node) -> _Attention | None:
     return _Attention(q, k, v, mask, float(width**-0.5 if scale is None else scale))
 
 
-def _rounded_up(n: int) -> int:
-    """Return the power of two from n on."""
-    return 1 << (n - 1).bit_length()
-
-
 def _grouped(node: Any) -> Any:
     """Return the keys [B, groups, S, D] that a node copies to all heads, or the node."""
-    copied = node.args[0] if node.target is aten.reshape.default else None
-    if copied is not None and copied.target is aten.clone.default:
-        copied = copied.args[0]
-    if copied is None or copied.target is not aten.expand.default:
+    # As expand -> clone, if any -> reshape.
+    copied = node.args[0] if node.target is aten.reshape.default else node
+    copied = copied.args[0] if copied.target is aten.clone.default else copied
+    if copied is node or copied.target is not aten.expand.default:
         return node
     before = copied.args[0]
-    if before.target is not aten.unsqueeze.default or before.args[1] != 2:
+    repeated = copied.meta["val"].shape
+    if before.target is not aten.unsqueeze.default or before.args[1] != 2 or len(repeated) != 5:
         return node
-    found = before.args[0]
-    shape, repeated = found.meta["val"].shape, copied.meta["val"].shape
-    if len(repeated) != 5:
-        return node
-    heads = (repeated[0], repeated[1] * repeated[2], *repeated[3:])
-    same = (shape, (*repeated[:2], *repeated[3:])), (node.meta["val"].shape, heads)
-    return found if all(_same_shape(*each) for each in same) else node
+    found, (batch, groups, count, *rest) = before.args[0], repeated
+    same = same_shape(found.meta["val"].shape, (batch, groups, *rest))
+    same = same and same_shape(node.meta["val"].shape, (batch, groups * count, *rest))
+    return found if same else node
 
 
 def _plain_mask(node: Any, cudnn: bool) -> Any:
     """Return what a mask was made of: not expanded, not padded, bool where it was that."""
-    while True:
-        before = _before_expansion(node) or _before_padding(node) or _bool_of(node, cudnn)
-        if before is None:
-            return node
+    while (before := _mask_before(node, cudnn)) is not None:
         node = before
+    return node
 
 
-def _before_expansion(node: Any) -> fx.Node | None:
-    """Return the mask [.., S] that a node expands in other dimensions."""
-    if node.target is not aten.expand.default:
-        return None
-    found: fx.Node = node.args[0]
-    shape, expanded = found.meta["val"].shape, node.meta["val"].shape
-    fits = len(shape) == len(expanded) == 4 and statically_equal(shape[3], expanded[3])
-    return found if fits else None
-
-
-def _before_padding(node: Any) -> fx.Node | None:
-    """Return the mask that was padded, for the strides of the memory, and is whole again."""
-    if node.target is not aten.slice.Tensor or node.args[1:3] != (3, 0):
-        return None
-    padded = node.args[0]
-    if padded.target is not aten.constant_pad_nd.default or padded.args[1][0] != 0:
-        return None
-    found: fx.Node = padded.args[0]
-    return found if _same_shape(found.meta["val"].shape, node.meta["val"].shape) else None
-
-
-def _bool_of(node: Any, cudnn: bool) -> fx.Node | None:
-    """Return the mask of which this is 0 where it is true, and -inf elsewhere."""
-    if node.target is not aten.where.self:
-        return None
-    mask, kept, masked = node.args
-    if mask.target in (aten.logical_not.default, aten.bitwise_not.default):
-        mask, kept, masked = mask.args[0], masked, kept
-    lowest = (-torch.inf, _CUDNN_MASKED) if cudnn else (-torch.inf,)
-    if dtype_of(mask) != torch.bool or _filled(kept) != 0 or _filled(masked) not in lowest:
-        return None
-    return mask if _same_shape(mask.meta["val"].shape, node.meta["val"].shape) else None
+def _mask_before(node: Any, cudnn: bool) -> fx.Node | None:
+    """Return the mask that a node makes another shape or dtype of."""
+    found: Any = None
+    if node.target is aten.expand.default:
+        shape, expanded = node.args[0].meta["val"].shape, node.meta["val"].shape
+        fits = len(shape) == len(expanded) == 4 and statically_equal(shape[3], expanded[3])
+        return node.args[0] if fits else None
+    if node.target is aten.slice.Tensor and node.args[1:3] == (3, 0):
+        # It was padded, for the strides of the memory, and is whole again.
+        padded = node.args[0]
+        if padded.target is aten.constant_pad_nd.default and padded.args[1][0] == 0:
+            found = padded.args[0]
+    elif node.target is aten.where.self:
+        # 0 where it is true, and -inf elsewhere.
+        mask, kept, masked = node.args
+        if mask.target in (aten.logical_not.default, aten.bitwise_not.default):
+            mask, kept, masked = mask.args[0], masked, kept
+        lowest = (-torch.inf, _CUDNN_MASKED) if cudnn else (-torch.inf,)
+        if dtype_of(mask) == torch.bool and _filled(kept) == 0 and _filled(masked) in lowest:
+            found = mask
+    same = found is not None and same_shape(found.meta["val"].shape, node.meta["val"].shape)
+    return found if same else None
 
 
 def _filled(node: Any) -> Any:
@@ -186,7 +159,3 @@ def _filled(node: Any) -> Any:
     if node.target is aten.full.default:
         return node.args[1]
     return node.args[0] if node.target is aten.scalar_tensor.default else None
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(statically_equal, a, b))

@@ -48,8 +48,8 @@ def lower_products() -> None:
     lower_to_cpp(ops.linear_group, _linear_group)
 
 
-def _linear(x: Any, *weight: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
-    call = _call(x, *weight, **options)
+def _linear(*product: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
+    call = _call(*product, **options)
     return None if call is None else [call]
 
 
@@ -57,11 +57,10 @@ def _linear_group(
     x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str, *options: Any
 ) -> list[CppCall | DenseProduct] | None:
     compute, around = (*options[:1], "input")[0], Around(*options[1:])
-    if around != ALONE:
-        return None
     columns = zip(packed, scale, global_scale, bias, strict=True)
-    calls = [_call(x, *each, fmt, compute) for each in columns]
-    return None if None in calls else [call for call in calls if call is not None]
+    calls = [_call(x, *each, fmt, compute) for each in columns] if around == ALONE else []
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(packed) else None
 
 
 def _call(
@@ -80,49 +79,35 @@ def _call(
     n, k, rows = packed.size[0], x.size[-1], math.prod(x.size[:-1])
     fits = packed.size == (n, k // 2) and scale.size == (n, k // record.block)
     fits = fits and packed.dtype == scale.dtype == torch.uint8
-    fits = fits and (
-        not global_scale or (global_scale.dtype, global_scale.size) == (torch.float32, (1,))
-    )
+    if global_scale:
+        fits = fits and (global_scale.dtype, global_scale.size) == (torch.float32, (1,))
     if not fits or not rows or not k:
         return None
-    stored = {"packed": packed, "scale": scale, "global_scale": global_scale}
+    type_, number = _TYPES[x.dtype]
+    stored = _given({"packed": packed, "scale": scale, "global_scale": global_scale})
     if rows <= FEW_ROWS:
         # In the dtype of x, whatever `compute` says of many rows.
-        return _few_rows(x, stored, bias, record)
+        given = _given({"x": x, **stored, "bias": bias})
+        parameters = {name: _pointer(each) for name, each in given.items()}
+        parameters["y"] = f"{type_}*"
+        source = _source(HEADERS[:1], parameters, _FEW_ROWS).format(
+            **_constants(record, "global_scale" in given),
+            **{"n": n, "k": k, "rows": rows, "number": number},
+            bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
+            threads=threads_for(rows * n * k // 4),
+        )
+        inputs, size = tuple(given.values()), (*x.size[:-1], n)
+        return CppCall(source, tuple(parameters.values()), inputs, size, x.dtype)
     if n * k > TILE or uses_fp8(compute, rows):
         return None
-    return DenseProduct(x, _dense(x.dtype, stored, n, k, record), bias)
-
-
-def _few_rows(x: Any, stored: dict[str, Any], bias: Any, fmt: Format) -> CppCall:
-    """Return the call that multiplies a few rows by the codes."""
-    n, k, rows = stored["packed"].size[0], x.size[-1], math.prod(x.size[:-1])
-    number = _TYPES[x.dtype][1]
-    given = _given({"x": x, **stored, "bias": bias})
-    parameters = {name: _pointer(each) for name, each in given.items()}
-    parameters["y"] = f"{_TYPES[x.dtype][0]}*"
-    source = _source(HEADERS[:1], parameters, _FEW_ROWS).format(
-        **_constants(fmt, "global_scale" in given),
-        **{"n": n, "k": k, "rows": rows, "number": number},
-        bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
-        threads=threads_for(rows * n * k // 4),
-    )
-    size = (*x.size[:-1], n)
-    return CppCall(source, tuple(parameters.values()), tuple(given.values()), size, x.dtype)
-
-
-def _dense(dtype: torch.dtype, stored: dict[str, Any], n: int, k: int, fmt: Format) -> CppCall:
-    """Return the call that makes numbers of a whole weight."""
-    type_, number = _TYPES[dtype]
-    given = _given(stored)
-    parameters = {name: _pointer(each) for name, each in given.items()}
+    parameters = {name: _pointer(each) for name, each in stored.items()}
     parameters |= {"y": f"{type_}*", "n": "int64_t", "k": "int64_t", "threads": "int64_t"}
     source = _source(HEADERS, parameters, _DEQUANTIZE).format(
-        **_constants(fmt, "global_scale" in given), n="n", k="k", number=number
+        **_constants(record, "global_scale" in stored), n="n", k="k", number=number
     )
-    numbers = (n, k, threads_for(n * k))
-    inputs = tuple(given.values())
-    return CppCall(source, tuple(parameters.values()), inputs, (n, k), dtype, numbers)
+    kinds, inputs = tuple(parameters.values()), tuple(stored.values())
+    dense = CppCall(source, kinds, inputs, (n, k), x.dtype, (n, k, threads_for(n * k)))
+    return DenseProduct(x, dense, bias)
 
 
 def _given(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import is_erased, meta_of, statically_equal
+from ..._compat.torch import meta_of
 from .pattern import (
     NARROW_DTYPES,
     Bound,
@@ -31,6 +31,7 @@ from .pattern import (
     dtype_of,
     match,
     mul,
+    same_shape,
 )
 
 aten = torch.ops.aten
@@ -104,17 +105,13 @@ ACTIVATIONS = {
 }
 
 
-def is_like(value: Any, source: fx.Node, shape: Iterable[Any]) -> bool:
+def is_like(value: Any, source: fx.Node, shape: Sequence[Any]) -> bool:
     """Return whether a node gives a tensor of a shape with the dtype and device of another."""
     if dtype_of(value) is None:
         return False
-    tensor, like, expected = value.meta["val"], source.meta["val"], tuple(shape)
-    return (
-        tensor.dtype == like.dtype
-        and tensor.device == like.device
-        and len(tensor.shape) == len(expected)
-        and all(statically_equal(a, b) for a, b in zip(tensor.shape, expected, strict=True))
-    )
+    tensor, like = value.meta["val"], source.meta["val"]
+    alike = (tensor.dtype, tensor.device) == (like.dtype, like.device)
+    return alike and same_shape(tensor.shape, shape)
 
 
 # Rows whose products are one launch, in which what is around them may be computed.
@@ -145,15 +142,10 @@ class Fusion:
 FUSIONS = (
     Fusion(rms_norm(), is_norm, ops.norm_quantize, (WEIGHT, None, "rms", EPS), adds=True),
     *(
-        Fusion(
-            _layer_norm(weight, bias),
-            is_norm,
-            ops.norm_quantize,
-            (WEIGHT, BIAS, "layer", EPS),
-            adds=True,
+        Fusion(each, is_norm, ops.norm_quantize, (WEIGHT, BIAS, "layer", EPS), adds=True)
+        for each in (
+            _layer_norm(weight, bias) for weight in (True, False) for bias in (True, False)
         )
-        for weight in (True, False)
-        for bias in (True, False)
     ),
     *(
         Fusion(pattern, is_activation, ops.activate_quantize, (UP, name))
@@ -194,6 +186,8 @@ def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gp
         if found is not None:
             _fuse(quantizer, *found)
             count += 1
+    if count:
+        graph.eliminate_dead_code()
     return count
 
 
@@ -207,16 +201,16 @@ def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> It
         if not isinstance(source, fx.Node) or dtype_of(source) not in dtypes:
             continue
         products = tuple(user for user in source.users if user is not node)
-        alone = all(_reads_dtype_only(product, source) for product in products)
+        # They take no more than the dtype of their result.
+        alone = all(
+            each.target is ops.linear_quantized
+            and each.args[0] is source
+            and source not in each.args[1:]
+            and not each.kwargs
+            for each in products
+        )
         if alone and eligible(source) and not _depends_on(divisor, source):
             yield Quantizer(node, source, products)
-
-
-def _reads_dtype_only(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether a node is a product that takes no more than the dtype of its result."""
-    if node.target is not ops.linear_quantized:
-        return False
-    return node.args[0] is source and source not in node.args[1:] and not node.kwargs
 
 
 def _depends_on(node: Any, source: fx.Node) -> bool:
@@ -241,8 +235,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
     addends = addends_of(x, inputs - {x}) if fusion.adds else None
     leading = addends or ((x, None) if fusion.adds else (x,))
-    last = next(each for each in reversed(node.graph.nodes) if each in inputs)
-    with node.graph.inserting_after(last) if addends else node.graph.inserting_before(node):
+    with node.graph.inserting_after(max(inputs)) if addends else node.graph.inserting_before(node):
         fused = node.graph.call_function(fusion.operator, (*leading, *arguments))
     values = node.meta["val"]
     if fusion.adds:
@@ -252,15 +245,16 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     for user in list(node.users):
         index: Any = user.args[1]
         user.args = (fused, index + fusion.adds)
+    total = x
     if addends:
         with node.graph.inserting_after(fused):
-            x_again = node.graph.call_function(operator.getitem, (fused, 0))
-        x_again.meta = dict(x.meta)
-        x.replace_all_uses_with(x_again)
-        _erase(quantizer, x_again)
-        node.graph.erase_node(x)
-    else:
-        _erase(quantizer, x)
+            total = node.graph.call_function(operator.getitem, (fused, 0))
+        total.meta = dict(x.meta)
+        x.replace_all_uses_with(total)
+    for product in quantizer.products:
+        product.replace_input_with(quantizer.source, total)
+        product.meta = meta_of(product)
+    node.graph.erase_node(node)
 
 
 def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
@@ -272,22 +266,5 @@ def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
         return None
     if any(_depends_on(other, x) for other in others):
         return None
-    order = {node: i for i, node in enumerate(x.graph.nodes)}
-    last = max(order[node] for node in (x, *others))
-    return None if any(order[user] <= last for user in x.users) else x.args
-
-
-def _erase(quantizer: Quantizer, x: fx.Node) -> None:
-    """Erase a quantizer and what only its input was computed from."""
-    graph = quantizer.node.graph
-    for product in quantizer.products:
-        product.replace_input_with(quantizer.source, x)
-        product.meta = meta_of(product)
-    graph.erase_node(quantizer.node)
-    waiting = [quantizer.source]
-    while waiting:
-        node = waiting.pop()
-        if node.users or node.op != "call_function" or is_erased(node) or node is x:
-            continue
-        waiting.extend(node.all_input_nodes)
-        graph.erase_node(node)
+    last = max(x, *others) if others else x
+    return None if any(user <= last for user in x.users) else x.args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,20 @@ from ...core.formats import Format, get_format
 from ...kernels.linear.naive import ALONE, Around
 from ...ops.registration import unserved
 from .fusions import ACTIVATIONS, UP, X, has_few_rows, is_like, on_gpu
-from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul, replace
+from .pattern import (
+    Bound,
+    Either,
+    Narrow,
+    Var,
+    Wide,
+    add,
+    call,
+    dtype_of,
+    match,
+    mul,
+    replace,
+    same_shape,
+)
 
 aten = torch.ops.aten
 
@@ -50,10 +63,9 @@ def around_of(product: fx.Node) -> Around:
 
 
 def put_group(
-    graph: fx.Graph, node: fx.Node, x: Any, products: Iterable[fx.Node], around: Around = ALONE
+    graph: fx.Graph, node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around = ALONE
 ) -> None:
     """Put the first result of `linear_group`, of x and the weights of products, for a node."""
-    products = list(products)
     weights = map(list, zip(*(each.args[_WEIGHT] for each in products), strict=True))
     fmt, compute = (*products[0].args[_OPTIONS], "input")[:2]
     with graph.inserting_before(node):
@@ -90,18 +102,13 @@ def _products(gate: Any, up: Any, last: fx.Node) -> tuple[fx.Node, ...]:
     shape = last.meta["val"].shape
     if not all(is_like(each, last, shape) for each in (gate, up)):
         return ()
-    if _is_product(gate) and _is_product(up):
+    if calls(gate, ops.linear) and calls(up, ops.linear):
         alike = gate.args[0] is up.args[0] and gate.args[_OPTIONS] == up.args[_OPTIONS]
         products: tuple[fx.Node, ...] = (gate, up) if alike and gate is not up else ()
     else:
-        product, interleaved = halves_of(gate, up, _is_product) or (None, False)
+        product, interleaved = halves_of(gate, up, ops.linear) or (None, False)
         products = () if product is None or interleaved else (product,)
     return products if all(only_for(each, last) for each in products) else ()
-
-
-def _is_product(node: Any) -> bool:
-    """Return whether a node is a product of floating point numbers and a packed weight."""
-    return isinstance(node, fx.Node) and node.target is ops.linear and not node.kwargs
 
 
 def only_for(first: fx.Node, last: fx.Node) -> bool:
@@ -116,37 +123,40 @@ def only_for(first: fx.Node, last: fx.Node) -> bool:
     return True
 
 
-def halves_of(gate: Any, up: Any, is_product: Callable[[Any], bool]) -> tuple[fx.Node, bool] | None:
-    """Return the product that these are the halves of, and whether they are interleaved."""
-    if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node):
+def calls(node: Any, operator: Any) -> bool:
+    """Return whether a node calls an operator, without keyword arguments."""
+    return isinstance(node, fx.Node) and node.target is operator and not node.kwargs
+
+
+def halves_of(gate: Any, up: Any, product: Any) -> tuple[fx.Node, bool] | None:
+    """Return the call of `product` that these are halves of, and whether they are interleaved."""
+    both: tuple[Any, Any] = gate, up
+    if not all(isinstance(each, fx.Node) for each in both) or gate.target is not up.target:
         return None
-    if gate.target is up.target is operator.getitem and gate.args[0] is up.args[0]:
-        split: Any = gate.args[0]
-        if split.target is not aten.split.Tensor or (gate.args[1], up.args[1]) != (0, 1):
-            return None
-        first, size, dim = (*split.args, 0)[:3]
-        if not is_product(first):
+    source = gate.args[0] if gate.args else None
+    if source is None or source is not up.args[0]:
+        return None
+    if gate.target is operator.getitem and source.target is aten.split.Tensor:
+        first, size, dim = (*source.args, 0)[:3]
+        if (gate.args[1], up.args[1]) != (0, 1) or not calls(first, product):
             return None
         shape = first.meta["val"].shape
-        halved = statically_equal(2 * size, shape[-1])
-        return (first, False) if halved and dim in (-1, len(shape) - 1) else None
-    if gate.target is up.target is aten.slice.Tensor and gate.args[0] is up.args[0]:
-        product: Any = gate.args[0]
-        if not is_product(product):
+        halved = statically_equal(2 * size, shape[-1]) and dim in (-1, len(shape) - 1)
+        return (first, False) if halved else None
+    if gate.target is not aten.slice.Tensor or not calls(source, product):
+        return None
+    shape = source.meta["val"].shape
+    columns = shape[-1]
+    found = []
+    for each in both:
+        given: tuple[Any, ...] = each.args[1:]
+        dim, start, end, step = given + (0, 0, columns, 1)[len(given) :]
+        if dim not in (-1, len(shape) - 1):
             return None
-        columns = product.meta["val"].shape[-1]
-        found = [_columns(each, len(product.meta["val"].shape), columns) for each in (gate, up)]
-        if found == [(0, columns // 2, 1), (columns // 2, columns, 1)]:
-            return product, False
-        return (product, True) if found == [(0, columns, 2), (1, columns, 2)] else None
-    return None
-
-
-def _columns(node: Any, dimensions: int, columns: Any) -> tuple[Any, ...] | None:
-    """Return start, end and step of a slice of columns; None of another dimension."""
-    given: tuple[Any, ...] = node.args[1:]
-    dim, start, end, step = given + (0, 0, columns, 1)[len(given) :]
-    return (start, min(end, columns), step) if dim in (-1, dimensions - 1) else None
+        found.append((start, min(end, columns), step))
+    if found == [(0, columns // 2, 1), (columns // 2, columns, 1)]:
+        return source, False
+    return (source, True) if found == [(0, columns, 2), (1, columns, 2)] else None
 
 
 PRODUCT, ROUTED, SLOPE, LIMIT, LEAST = map(Var, ("product", "routed", "slope", "limit", "least"))
@@ -205,7 +215,7 @@ def fuse_experts(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) 
 def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
     """Return those of the fused call for a sum, or None if it is of something else."""
     second, weights = bound["product"], bound["routed"]
-    if not _is_expert_product(second) or not isinstance(weights, fx.Node):
+    if not calls(second, ops.experts_linear) or not isinstance(weights, fx.Node):
         return None
     ids: Any
     x: Any
@@ -214,7 +224,7 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
         (gate, found) for gate in EXPERT_GATES for found in match(gate.pattern, second.args[0])
     )
     for gate, found in gates:
-        halves = halves_of(found["x"], found["up"], _is_expert_product)
+        halves = halves_of(found["x"], found["up"], ops.experts_linear)
         if halves is None:
             continue
         first, interleaved = halves
@@ -224,16 +234,10 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
             (first.args[1], first.args[6]) == (ids, fmt)
             and dtype_of(x) == torch.bfloat16
             and x.meta["val"].ndim == 2
-            and weights.meta["val"].ndim == 2
-            and all(map(statically_equal, weights.meta["val"].shape, ids.meta["val"].shape))
+            and same_shape(weights.meta["val"].shape, ids.meta["val"].shape)
             and (limit is None or found["least"] == -limit)
             and only_for(first, node)
         ):
             options = (gate.activation, interleaved, found.get("slope", 1.0), gate.shift, limit)
             return (x, ids, weights, *first.args[_STACK], *second.args[_STACK], *options, fmt)
     return None
-
-
-def _is_expert_product(node: Any) -> bool:
-    """Return whether a node is a product of experts."""
-    return isinstance(node, fx.Node) and node.target is ops.experts_linear and not node.kwargs

@@ -55,23 +55,15 @@ def share_calls(graph: fx.Graph) -> int:
         if first is node:
             continue
         # Equal calls below see equal arguments only when these do.
+        items = {user.args[1:]: user for user in first.users if user.target is operator.getitem}
         for user in list(node.users):
-            twin = _item(first, user)
-            if twin is not None:
-                user.replace_all_uses_with(twin)
+            if user.target is operator.getitem and user.args[1:] in items:
+                user.replace_all_uses_with(items[user.args[1:]])
                 graph.erase_node(user)
         node.replace_all_uses_with(first)
         graph.erase_node(node)
         count += 1
     return count
-
-
-def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
-    """Return what takes from a call the item that `other` takes from an equal one, or None."""
-    if other.target is not operator.getitem:
-        return None
-    items = (user for user in call.users if user.target is operator.getitem)
-    return next((item for item in items if item.args[1:] == other.args[1:]), None)
 
 
 def group_linears(graph: fx.Graph) -> int:
@@ -127,23 +119,21 @@ COMBINE = (aten.add.Tensor, aten.add.Tensor, aten.maximum.default)
 
 def share_observers(graph: fx.Graph) -> int:
     """Leave one of several observations of a tensor; return how many were removed."""
-    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    groups: dict[tuple[object, ...], list[tuple[fx.Node, MutatingCall]]] = {}
     for node in graph.nodes:
         call = MutatingCall.of(node)
         if call is not None and call.operator in OBSERVERS:
-            groups.setdefault((call.operator, call.inputs["x"]), []).append(node)
-    count = 0
-    for members in groups.values():
-        if len(members) > 1:
-            _share(graph, members)
-            count += len(members) - 1
-    return count
+            groups.setdefault((call.operator, call.inputs["x"]), []).append((node, call))
+    shared = [members for members in groups.values() if len(members) > 1]
+    for members in shared:
+        _share(graph, members)
+    return sum(len(members) - 1 for members in shared)
 
 
-def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _share(graph: fx.Graph, members: list[tuple[fx.Node, MutatingCall]]) -> None:
     """Observe once, into zeros, and add what that finds to the statistics of all nodes."""
-    call = _call_of(members[0])
-    with graph.inserting_before(members[0]):
+    first, call = members[0]
+    with graph.inserting_before(first):
         zeros, found = [], []
         for value in (state.meta["val"] for state in call.changed):
             options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
@@ -153,10 +143,11 @@ def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
         for i in range(len(zeros)):
             found.append(graph.call_function(operator.getitem, (seen, i + 1)))
             found[-1].meta["val"] = seen.meta["val"][i + 1]
-    for node in members:
+    for node, _ in members:
+        # A layer called twice adds to what the node before has put in its place.
+        states = MutatingCall.of(node).changed  # type: ignore[union-attr]
         with graph.inserting_before(node):
-            # A layer called twice adds to what the node before has put in its place.
-            for i, (state, new) in enumerate(zip(_call_of(node).changed, found, strict=True)):
+            for i, (state, new) in enumerate(zip(states, found, strict=True)):
                 total = graph.call_function(COMBINE[i], (state, new))
                 total.meta["val"] = state.meta["val"]
                 for user in [user for user in node.users if user.args[1] == i + 1]:
@@ -166,12 +157,6 @@ def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
             # The operator's own result, which is None.
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def _call_of(node: fx.Node) -> MutatingCall:
-    call = MutatingCall.of(node)
-    assert call is not None
-    return call
 
 
 def join_counters(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
@@ -193,8 +178,7 @@ def join_counters(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu)
     joined = [each for each in groups.items() if len(each[1]) > 1]
     for (_, number), totals in joined:
         # Late, for counters that nothing reads any more are written in place.
-        order = {node: i for i, node in enumerate(graph.nodes)}
-        first = min((user for each in totals for user in each.users), key=order.__getitem__)
+        first = min(user for each in totals for user in each.users)
         counters = [each.args[0] for each in totals]
         with graph.inserting_before(first):
             call = graph.call_function(aten._foreach_add.Scalar, (counters, number))

@@ -7,14 +7,14 @@ bfloat16 and float16, nothing for float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..._compat.torch import meta_of
+from ..._compat.torch import meta_of, statically_equal
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -94,7 +94,7 @@ def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Boun
     if isinstance(pattern, Var):
         if pattern.name not in bound:
             yield {**bound, pattern.name: value}
-        elif bound[pattern.name] is value or _equal(bound[pattern.name], value):
+        elif _equal(bound[pattern.name], value):
             yield bound
     elif isinstance(pattern, Either):
         for each in pattern.of:
@@ -130,11 +130,16 @@ def dtype_of(value: Any) -> torch.dtype | None:
     return tensor.dtype if isinstance(tensor, Tensor) else None
 
 
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether two shapes are equal whatever the shapes of the inputs."""
+    return len(a) == len(b) and all(map(statically_equal, a, b))
+
+
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal floats, or lists, of dimensions for one."""
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b
-    return isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
+    """Return whether two values are one, or equal floats, or lists, of dimensions for one."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return list(a) == list(b)
+    return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
 
 
 def _match_cast(pattern: Wide | Narrow, value: Any, bound: Bound) -> Iterator[Bound]:

@@ -17,23 +17,24 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import meta_of, statically_equal
-from ...kernels.linear.naive import Around
 from ...kernels.reduce.naive import LARGEST
 from .fusions import addends_of, has_few_rows, is_like, is_norm, on_gpu, rms_norm
 from .gates import AROUND, around_of, format_of, put_group
-from .pattern import NARROW_DTYPES, Bound, dtype_of, match, replace
+from .pattern import NARROW_DTYPES, dtype_of, match, replace
 
 aten = torch.ops.aten
+
+# A norm is worth a launch of its own where one of these reads it.
+PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A norm of residual + product, or the sum of products, and the products that alone read it."""
+    """The norm of residual + product, or + a sum of products, which alone reads the product."""
 
     product: fx.Node
     residual: fx.Node
     total: fx.Node
-    norm: fx.Node
     weight: fx.Node
     eps: float
 
@@ -63,11 +64,14 @@ def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node, bool], bool] = 
     """Compute sums and norms of one row in the launches of products; return how many norms."""
     count = 0
     for node in list(graph.nodes):
-        place = _place(node) if dtype_of(node) == torch.bfloat16 and _is_row(node) else None
+        place = None
+        if dtype_of(node) == torch.bfloat16:
+            rows = node.meta["val"].shape[:-1]
+            place = _place(node) if all(statically_equal(n, 1) for n in rows) else None
         if place is None or not eligible(place.product, False):
             continue
         if all(eligible(user, True) for user in node.users):
-            _replace(graph, place)
+            _replace(graph, node, place)
             count += 1
     if count:
         graph.eliminate_dead_code()
@@ -76,49 +80,30 @@ def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node, bool], bool] = 
 
 def _place(norm: fx.Node) -> _Place | None:
     """Return what is around a norm, or None if it is none or something else is there."""
-    if not norm.users or not all(_reads(user, norm) for user in norm.users):
-        return None
-    for bound in match(rms_norm(), norm):
-        if is_norm(norm, bound) and (place := _sum_before(norm, bound)) is not None:
-            return place
+    for user in norm.users:
+        # A product reads the norm once, and has none of its own around it.
+        is_product = user.target in PRODUCTS and not user.kwargs
+        if not is_product or user.args[0] is not norm or norm in user.args[1:]:
+            return None
+        if around_of(user).residual is not None:
+            return None
+    bounds = match(rms_norm(), norm) if norm.users else ()
+    for bound in (each for each in bounds if is_norm(norm, each)):
+        total: Any = bound["x"]
+        if total.target is not aten.add.Tensor or total.kwargs:
+            continue
+        shape = total.meta["val"].shape
+        if not all(is_like(each, total, shape) for each in total.args):
+            continue
+        for product, residual in (total.args, total.args[::-1]):
+            is_sum = product.target is ops.all_reduce and not product.args[2]
+            adds = (is_sum or product.target is ops.linear) and not product.kwargs
+            if adds and len(product.users) == 1 and product is not residual:
+                return _Place(product, residual, total, bound["weight"], bound["eps"])
     return None
 
 
-def _sum_before(norm: fx.Node, bound: Bound) -> _Place | None:
-    total: Any = bound["x"]
-    if total.target is not aten.add.Tensor or total.kwargs:
-        return None
-    shape = total.meta["val"].shape
-    if not all(is_like(each, total, shape) for each in total.args):
-        return None
-    for product, residual in (total.args, total.args[::-1]):
-        if _adds(product) and product is not residual:
-            return _Place(product, residual, total, norm, bound["weight"], bound["eps"])
-    return None
-
-
-def _adds(product: fx.Node) -> bool:
-    """Return whether a node is a product, or a sum of products, that a residual can be added to."""
-    if product.kwargs or len(product.users) != 1:
-        return False
-    is_sum = product.target is ops.all_reduce and not product.args[2]
-    return product.target is ops.linear or is_sum
-
-
-def _is_row(node: fx.Node) -> bool:
-    """Return whether a node gives one row, for every size that its graph is for."""
-    return all(statically_equal(size, 1) for size in node.meta["val"].shape[:-1])
-
-
-def _reads(user: fx.Node, norm: fx.Node) -> bool:
-    """Return whether a node is a product of a norm, which it reads once."""
-    is_product = user.target in (ops.linear, ops.linear_group) and not user.kwargs
-    if not is_product or user.args[0] is not norm or norm in user.args[1:]:
-        return False
-    return around_of(user).residual is None
-
-
-def _replace(graph: fx.Graph, place: _Place) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, place: _Place) -> None:
     """Put the operators in the place of a product and a sum, and of those that read the norm."""
     product, total = place.product, place.total
     target, arguments = _added(product, place.residual)
@@ -131,8 +116,14 @@ def _replace(graph: fx.Graph, place: _Place) -> None:
     items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
     total.replace_all_uses_with(items[0])
     norm = AROUND(squares=items[1], norm_weight=place.weight, eps=place.eps)
-    for user in list(place.norm.users):
-        _read_squares(graph, user, items[0], norm)
+    for user in list(node.users):
+        if user.target is ops.linear:
+            put_group(graph, user, items[0], [user], norm)
+            continue
+        _, *weights = user.args[:5]
+        fmt, compute = (*user.args[5:7], "input")[:2]
+        around = norm._replace(gate=around_of(user).gate)
+        replace(graph, user, ops.linear_group, (items[0], *weights, fmt, compute, *around))
 
 
 def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -144,25 +135,6 @@ def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     weights = ([each] for each in (packed, scale, global_scale, bias))
     options = (fmt, *(compute or ["input"]), *AROUND(residual=residual))
     return ops.linear_group, (x, *weights, *options)
-
-
-def _read_squares(graph: fx.Graph, user: fx.Node, x: fx.Node, norm: Around) -> None:
-    """Put a group that reads sums of squares in the place of products of the norm."""
-    if user.target is ops.linear:
-        put_group(graph, user, x, [user], norm)
-        return
-    _, *weights = user.args[:5]
-    fmt, compute = (*user.args[5:7], "input")[:2]
-    around = norm._replace(gate=around_of(user).gate)
-    with graph.inserting_before(user):
-        found = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
-    found.meta = meta_of(user)
-    user.replace_all_uses_with(found)
-    graph.erase_node(user)
-
-
-# A norm is worth a launch of its own where one of these reads it.
-PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
 
 
 def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
@@ -189,8 +161,7 @@ def _replace_norm(node: fx.Node, x: fx.Node, weight: fx.Node, eps: float) -> Non
     if terms is None:
         replace(graph, node, ops.rms_norm, (x, weight, eps))
         return
-    order = {each: i for i, each in enumerate(graph.nodes)}
-    with graph.inserting_after(max((x, weight), key=order.__getitem__)):
+    with graph.inserting_after(max(x, weight)):
         fused = graph.call_function(ops.add_rms_norm, (*terms, weight, eps))
     fused.meta = meta_of(node, val=(x.meta["val"], node.meta["val"]))
     place = fused

@@ -36,22 +36,12 @@ class _Rotated:
     eps: float | None
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A write of rows into the third dimension of a cache."""
-
-    cache: fx.Node
-    places: fx.Node
-    rows: fx.Node
-
-
 def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
     """Norm, rotate, write into the cache and attend in one call; return how often."""
     count = 0
     for node in list(graph.nodes):
-        inputs = None
-        if node.target is ops.attention and eligible(node):
-            inputs = _inputs(node)
+        fits = node.target is ops.attention and eligible(node)
+        inputs = _inputs(node) if fits else None
         if inputs is not None:
             _replace(graph, node, inputs)
             count += 1
@@ -64,35 +54,38 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of the call for attention, or None if something else is before it."""
     q, keys, values, mask, span, counters, scale = cast(tuple[Any, ...], node.args)
     of_keys, of_values = _written(keys), _written(values)
-    if of_keys is None or of_values is None or of_keys.places is not of_values.places:
+    if of_keys is None or of_values is None or of_keys[1] is not of_values[1]:
         return None
-    query, key, value = _rotated(q), _rotated(of_keys.rows), _before_turn(of_values.rows)
+    (cached_keys, places, new_keys), (cached_values, _, new_values) = of_keys, of_values
+    query, key, value = _rotated(q), _rotated(new_keys), _before_turn(new_values)
     if query is None or key is None or value is None:
         return None
     eps = {each.eps for each in (query, key)} - {None}
     if (query.cos, query.sin) != (key.cos, key.sin) or len(eps) > 1:
         return None
-    inputs = {
+    tensors = {
         "q": query.heads,
         "k": key.heads,
         "v": value,
         "q_weight": query.weight,
         "k_weight": key.weight,
-        "eps": eps.pop() if eps else 0.0,
         "cos": query.cos,
         "sin": query.sin,
-        "places": _start_of(of_keys.places),
-        "keys": of_keys.cache,
-        "values": of_values.cache,
+        "keys": cached_keys,
+        "values": cached_values,
     }
-    read = [each for name, each in inputs.items() if name not in ("eps", "places")]
-    dtypes = {dtype_of(each) for each in read if each is not None}
+    dtypes = {dtype_of(each) for each in tensors.values() if each is not None}
     # Nothing that comes before may read a cache after the write, and nothing else the queries.
-    order = {each: i for i, each in enumerate(node.graph.nodes)}
-    users = [user for each in (keys, values) for user in each.users]
-    last = all(order[user] >= order[node] for user in users) and len(q.users) == 1
-    inputs |= {"mask": mask, "span": span, "counters": counters, "scale": scale}
-    return inputs if len(dtypes) == 1 and last else None
+    last = all(user >= node for each in (keys, values) for user in each.users)
+    if len(dtypes) != 1 or not last or len(q.users) != 1:
+        return None
+    others = {"mask": mask, "span": span, "counters": counters, "scale": scale}
+    return {
+        **tensors,
+        **others,
+        "eps": eps.pop() if eps else 0.0,
+        "places": _start_of(places),
+    }
 
 
 def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
@@ -109,15 +102,15 @@ def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
     graph.erase_node(node)
 
 
-def _written(node: Any) -> _Write | None:
-    """Return the write into a cache [B, heads, S, D] that a node is."""
+def _written(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Return the cache [B, heads, S, D], the places in S and the rows that a node writes there."""
     if node.target is not aten.index_put.default or len(node.args) != 3:
         return None
     cache, indices, rows = node.args
     if len(indices) != 3 or indices[0] is not None or indices[1] is not None:
         return None
     dimensions = cache.meta["val"].ndim, indices[2].meta["val"].ndim
-    return _Write(cache, indices[2], rows) if dimensions == (4, 1) else None
+    return (cache, indices[2], rows) if dimensions == (4, 1) else None
 
 
 def _start_of(places: fx.Node) -> fx.Node:
@@ -141,34 +134,34 @@ def _before_turn(node: Any) -> fx.Node | None:
 def _rotated(node: Any) -> _Rotated | None:
     """Return x of x * cos + (-second half, first half) * sin, which a node is."""
     for found in match(_ROTARY, node):
-        x, cos, turned, sin = (found[name] for name in ("x", "cos", "turned", "sin"))
-        if not all(isinstance(each, fx.Node) for each in (x, cos, turned, sin)):
+        x, turned = found["x"], found["turned"]
+        if not all(isinstance(each, fx.Node) for each in found.values()):
             continue
         heads = _before_turn(x) if _is_turned(turned, x) else None
-        tables = [_table(each, x) for each in (cos, sin)]
-        if heads is None or tables[0] is None or tables[1] is None:
+        cos, sin = (_table(found[name], x) for name in ("cos", "sin"))
+        if heads is None or cos is None or sin is None:
             continue
         for bound in match(rms_norm(), heads):
-            weight, before = bound["weight"], bound["x"]
+            weight = bound["weight"]
             if list(bound["dims"]) in ([-1], [3]) and weight.meta["val"].ndim == 1:
-                return _Rotated(before, tables[0], tables[1], weight, bound["eps"])
-        return _Rotated(heads, tables[0], tables[1], None, None)
+                return _Rotated(bound["x"], cos, sin, weight, bound["eps"])
+        return _Rotated(heads, cos, sin, None, None)
     return None
 
 
 def _is_turned(node: fx.Node, x: fx.Node) -> bool:
     """Return whether a node is (-second half, first half) of x [B, heads, T, D]."""
-    if node.target is not aten.cat.default or len(node.args) != 2:
-        return False
-    parts: Any = node.args[0]
+    parts: Any = node.args[0] if node.args else ()
     width = x.meta["val"].shape[-1]
-    if node.args[1] not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:
+    if node.target is not aten.cat.default or node.args[1:] not in ((-1,), (3,)) or width % 2:
+        return False
+    if len(parts) != 2 or parts[0].target is not aten.neg.default:
         return False
     second, first = parts[0].args[0], parts[1]
     if any(half.target is not aten.slice.Tensor or len(half.args) != 4 for half in (first, second)):
         return False
-    of_first, of_second = first.args == (x, 3, 0, width // 2), second.args[:3] == (x, 3, width // 2)
-    return bool(of_first and of_second and second.args[3] >= width and width % 2 == 0)
+    starts = first.args == (x, 3, 0, width // 2) and second.args[:3] == (x, 3, width // 2)
+    return bool(starts and second.args[3] >= width)
 
 
 def _table(node: fx.Node, x: fx.Node) -> fx.Node | None:

@@ -11,6 +11,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,22 +89,15 @@ def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     before, weight, eps = bound["x"], bound["weight"], bound["eps"]
     terms = addends_of(before, {weight})
-    if terms is None:
-        _, values, factors = _call_norm(graph, x, before, None, weight, eps)
-        return values, factors
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    # In the place of the sum, which others read too.
-    with graph.inserting_after(max((before, weight), key=order.__getitem__)):
-        total, values, factors = _call_norm(graph, x, *terms, weight, eps)
-    before.replace_all_uses_with(total)
+    # A sum has the place of the one before, which others read too.
+    place = graph.inserting_after(max(before, weight)) if terms else nullcontext()
+    with place:
+        both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
+    with graph.inserting_after(both):
+        total, values, factors = (insert(graph, x, operator.getitem, both, i) for i in range(3))
+    if terms:
+        before.replace_all_uses_with(total)
     return values, factors
-
-
-def _call_norm(graph: fx.Graph, like: fx.Node, *given: Any) -> list[fx.Node]:
-    """Insert a call of `norm_round`; return its sum, rows and factors."""
-    found = insert(graph, like, ops.norm_round, *given)
-    with graph.inserting_after(found):
-        return [insert(graph, like, operator.getitem, found, i) for i in range(3)]
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -1,4 +1,4 @@
-"""Split packed linear layers over processes, by styles as those of torch."""
+"""Split packed linear layers and experts over processes, by styles as those of torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,41 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..core.formats import WHOLE
-from ..errors import OptionError, ShapeError
-from ..nn.linear import PACKED, SCALE, QuantizedLinear, output_of, read_buffers
-from ..nn.packed_linear import PackedLinear
-from .experts import require_whole_experts, split_experts
+from ..errors import OptionError, ShapeError, StateError
+from ..nn.experts import (
+    QuantizedExperts,
+    QuantizedExpertStack,
+    holder_of,
+    packed_stacks,
+    require_adapter,
+)
+from ..nn.linear import (
+    GLOBAL,
+    INPUT_GLOBAL,
+    PACKED,
+    SCALE,
+    QuantizedLinear,
+    StoredWeight,
+    output_of,
+    read_buffers,
+)
+from ..nn.packed_linear import PackedLinear, swap_class
 from .split import (
     SplitModule,
-    redistribute_output,
+    as_dtensor,
+    local_shard,
+    moved,
     split_module,
     summed,
-    to_local_input,
     with_shared_scale,
     with_summed_gradient,
-    wrap_as_dtensor,
 )
 
 
@@ -74,7 +90,7 @@ class SplitLinear(SplitModule, QuantizedLinear):
     def weight(self) -> Tensor:
         """The dense weight, as a DTensor of which this process has a part."""
         dim = 1 - self.dim if self.transposed else self.dim
-        return wrap_as_dtensor(super().weight.contiguous(), dim, self.mesh)
+        return as_dtensor(super().weight.contiguous(), self.mesh, Shard(dim))
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized and split, for print(model)."""
@@ -115,7 +131,7 @@ class RowLinear(SplitLinear):
 def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
     if not layer.moves_input and not isinstance(input, DTensor):
         return input
-    return to_local_input(input, layer.mesh, layer.layouts.input, layer.wanted)
+    return moved(input, layer.mesh, layer.layouts.input, layer.wanted)
 
 
 def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,7 +139,7 @@ def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
     if layer.sums:
         y = summed(y, layer.mesh)
     elif layer.moves_output:
-        y = redistribute_output(y, layer.mesh, layer.product, layer.layouts.output)
+        y = moved(y, layer.mesh, layer.product, layer.layouts.output)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y if layer.is_local else DTensor.from_local(y, layer.mesh, [layer.layouts.output])
@@ -151,10 +167,9 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
 
 
 def split_linear(
-    name: str, layer: QuantizedLinear, kind: type[SplitLinear], mesh: DeviceMesh, layouts: Layouts
+    layer: QuantizedLinear, kind: type[SplitLinear], mesh: DeviceMesh, layouts: Layouts
 ) -> None:
     """Keep only the part of a layer that this process computes with, in place."""
-    require_whole_blocks(name, layer, kind, mesh.size())
     fmt, split = layer.config.format, {PACKED: kind.dim}
     if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
         split[SCALE] = kind.dim
@@ -163,6 +178,78 @@ def split_linear(
     sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}
     sizes[kind.divided] //= mesh.size()
     split_module(layer, kind, split, mesh, layouts=layouts, **kind.moves(layouts), **sizes)
+
+
+class SplitExpertStack(SplitModule, QuantizedExpertStack):
+    """A stack of the experts of this process."""
+
+    packed_attributes = (*QuantizedExpertStack.packed_attributes, "mesh", "split")
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense stack, which no process has."""
+        raise StateError(
+            f"The dense weight of {type(self).__name__} is split over processes. Read it before "
+            "fp4pass.parallelize, or of a model that fp4pass.load returns."
+        )
+
+    def weight_for(self, x: Tensor) -> StoredWeight:
+        """Return the buffers, with one global scale for the inputs of all processes."""
+        # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.
+        weight = self.packed_weight
+        return weight if x.ndim == 2 else with_shared_scale(weight, self.config, x, self.mesh)
+
+
+class SplitExperts(SplitModule, QuantizedExperts):
+    """The experts of a mixture, of which this process has some.
+
+    Each process computes what its experts add to the tokens of all.
+    """
+
+    first: int  # the id of its first expert
+    count: int
+    adds_identities: bool  # what no expert computes is added by one process
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of the whole mixture."""
+        args = tuple(self._read(each) for each in args)
+        kwargs = {name: self._read(each) for name, each in kwargs.items()}
+        # By name, not super(), as of layers.
+        return summed(QuantizedExperts.forward(self, *args, **kwargs), self.mesh)
+
+    def _read(self, value: Any) -> Any:
+        return with_summed_gradient(value, self.mesh) if isinstance(value, Tensor) else value
+
+    def held(self, ids: Tensor) -> Tensor:
+        """Return where the experts ids [T, k] lie in the stacks; `count` for those elsewhere."""
+        own = ids - self.first
+        return torch.where((own >= 0) & (own < self.count), own, self.count)
+
+    def extra_repr(self) -> str:
+        """Return which experts these are, for print(model)."""
+        return f"experts {self.first} to {self.first + self.count - 1}"
+
+
+def split_experts(owner: Any, mesh: DeviceMesh) -> None:
+    """Keep only the experts that this process computes with, in place."""
+    count = 0
+    biases: dict[str, int] = {}
+    for path, stack in packed_stacks(owner).items():
+        holder, last = holder_of(owner, path)
+        split = {PACKED: 0, SCALE: 0}
+        if stack.weight_global_scale is not None:
+            split[GLOBAL] = 0
+        if stack.input_global_scale is not None and len(stack.input_global_scale) > 1:
+            split[INPUT_GLOBAL] = 0
+        split_module(stack, SplitExpertStack, split, mesh)
+        bias = holder._parameters.get(f"{last}_bias")
+        if bias is not None:
+            bias.data = local_shard(bias.data, 0, mesh)
+            biases[f"{last}_bias"] = 0
+        count = len(stack.weight_packed)
+    rank = mesh.get_local_rank()
+    facts = {"first": rank * count, "count": count, "adds_identities": rank == 0}
+    swap_class(owner, SplitExperts, attributes=facts | {"mesh": mesh, "split": biases})
 
 
 class _LinearStyle:
@@ -187,12 +274,11 @@ class _LinearStyle:
             raise OptionError(f"{name}: outputs of rows are replicated, or split along tokens.")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = type(module).__name__
-        self.check(name, module, device_mesh.size())
+        self.check(type(module).__name__, module, device_mesh.size())
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
         layouts = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        split_linear(name, module, self.kind, device_mesh, layouts)
+        split_linear(module, self.kind, device_mesh, layouts)
         return module
 
 
@@ -251,8 +337,21 @@ class ExpertParallel(torch_parallel.ParallelStyle):
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Raise ShapeError or OptionError unless experts can be divided among so many ranks."""
-        require_whole_experts(name, module, size)
+        stacks = packed_stacks(module) if isinstance(module, QuantizedExperts) else {}
+        if not stacks or set(stacks) != set(require_adapter(module).names):
+            raise OptionError(
+                f"{name}: expected a mixture of which all stacks are packed, got "
+                f"{type(module).__name__}. Convert them all, or leave it out of the plan (each "
+                "rank then has it whole)."
+            )
+        experts = len(next(iter(stacks.values())).weight_packed)
+        if experts % size:
+            raise ShapeError(
+                f"{name}: {experts} experts cannot be divided among {size} ranks. Use a number of "
+                "ranks that divides them, or leave them out of the plan (each rank then has all)."
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        split_experts(type(module).__name__, module, device_mesh)
+        self.check(type(module).__name__, module, device_mesh.size())
+        split_experts(module, device_mesh)
         return module

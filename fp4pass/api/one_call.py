@@ -19,6 +19,7 @@ from ..calibration.to_batches import SEQ_LEN, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
+from ..engine.layer_stack import planned_stacks
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
@@ -28,8 +29,6 @@ from ..quantization.recipe import require_undecided, with_quality
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
-from .layer_stack import planned_stacks
-from .recording import recording_of
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +153,7 @@ class OneCall:
         with ExitStack() as stack:
             if self.smoothing and not smoothing_of(self.root):
                 # Late, for tracing takes a while to import.
-                from .smoothing import smoothed_unless_it_fails
+                from ..calibration.smoothing import smoothed_unless_it_fails
 
                 # The first batches, so many that they have the tokens together.
                 ends = [0, *itertools.accumulate(map(size_of, batches))]
@@ -196,7 +195,7 @@ class OneCall:
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "get_text_config") or config.get_text_config() is config:
             return []
-        recording = recording_of(get_state(self.root))
+        recording = getattr(get_state(self.root), "recording", None)
         inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
         passed, stacked = set[str](), set[nn.Module]()
         if recording is not None:

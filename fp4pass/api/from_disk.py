@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .api import convert
-from .checkpoint.float_models import files_beside, load_float, load_tokenizer
-from .checkpoint.layouts import LayoutName, get_layout
-from .checkpoint.publish import require_repository
-from .checkpoint.saving import save
-from .checkpoint.source_files import MANIFEST
-from .checkpoint.writer import bytes_of
-from .core.atomic import require_free
-from .core.files import path_of
-from .core.progress import shown
-from .distributed import ranks
-from .errors import CalibrationError, OptionError, as_option, expected
-from .methods.base import MethodChoice
-from .quantization.recipe import Recipe
-from .record.config import LinearOptions, Rules, check_rules
-from .record.quality import QualityName
-from .record.rows import Report
-from .record.schemes import Scheme
-from .record.state import config_of, report
+from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
+from ..checkpoint.layouts import LayoutName, get_layout
+from ..checkpoint.publish import require_repository
+from ..checkpoint.saving import save
+from ..checkpoint.source_files import MANIFEST
+from ..checkpoint.writer import bytes_of
+from ..core.atomic import require_free
+from ..core.files import path_of
+from ..core.progress import shown
+from ..distributed import ranks
+from ..errors import CalibrationError, OptionError, as_option, expected
+from ..methods.base import MethodChoice
+from ..quantization.recipe import Recipe
+from ..record.config import LinearOptions, Rules, check_rules
+from ..record.quality import QualityName
+from ..record.rows import Report
+from ..record.schemes import Scheme
+from ..record.state import config_of, report
+from .steps import convert
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
