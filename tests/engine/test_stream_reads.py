@@ -162,7 +162,7 @@ CUTS = {
     "between its files": (finished, "_facts_of", 3),
     "save begins": (writer, "write_json", 1),
     "save ends": (writer, "write_manifest", 1),
-    "renamed": (atomic, "_sync", 9),
+    "renamed": (atomic, "_sync", 8),
 }
 
 
