@@ -189,9 +189,7 @@ def test_products_are_right_without_the_short_way(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.core
-def test_an_operator_has_gradients_without_private_things(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operator_has_gradients_without_private_things(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.library import Library
 
     from fp4pass.ops import registration

@@ -82,17 +82,11 @@ BEFORE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "rms": (lambda x, y, w, b: rms_norm(x, w), "rms_norm"),
     "add, rms": (lambda x, y, w, b: rms_norm(x + y, w), "add_rms_norm"),
     # Of a sum whose columns are contiguous, other readers have the strides.
-    "add columns, rms": (
-        lambda x, y, w, b: rms_norm(columns(x) + columns(y), w),
-        "rms_norm",
-    ),
+    "add columns, rms": (lambda x, y, w, b: rms_norm(columns(x) + columns(y), w), "rms_norm"),
     "layer norm": (lambda x, y, w, b: F.layer_norm(x, (64,), w, b), "layer_norm"),
     "without bias": (lambda x, y, w, b: F.layer_norm(x, (64,), w), "layer_norm"),
     "without both": (lambda x, y, w, b: F.layer_norm(x, (64,)), "layer_norm"),
-    "add, layer norm": (
-        lambda x, y, w, b: F.layer_norm(x + y, (64,), w, b),
-        "add_layer_norm",
-    ),
+    "add, layer norm": (lambda x, y, w, b: F.layer_norm(x + y, (64,), w, b), "add_layer_norm"),
     "silu": (lambda x, y, w, b: F.silu(x), "activate_quantize"),
     "silu, mul": (lambda x, y, w, b: F.silu(x) * y, "activate_quantize"),
     "mul, silu": (lambda x, y, w, b: y * F.silu(x), "activate_quantize"),

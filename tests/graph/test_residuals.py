@@ -54,18 +54,12 @@ def layer(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
 
 # Functions of two rows, and the calls that are left.
 NORMS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
-    "one product": (
-        lambda x, y: product(rms_norm(layer(x, y)), GATE),
-        {"linear_group": 2},
-    ),
+    "one product": (lambda x, y: product(rms_norm(layer(x, y)), GATE), {"linear_group": 2}),
     "a sum that is read later, the other way around": (
         lambda x, y: ((s := product(x, SQUARE) + y), product(rms_norm(s), GATE), s + 1),
         {"linear_group": 2},
     ),
-    "a bias": (
-        lambda x, y: product(rms_norm(layer(x, y, BIAS)), GATE),
-        {"linear_group": 2},
-    ),
+    "a bias": (lambda x, y: product(rms_norm(layer(x, y, BIAS)), GATE), {"linear_group": 2}),
     "several products": (
         lambda x, y: (product(n := rms_norm(layer(x, y)), GATE), product(n, UP)),
         {"linear_group": 2},

@@ -88,12 +88,7 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
     if len(dtypes) != 1 or not last or len(q.users) != 1:
         return None
     others = {"mask": mask, "span": span, "counters": counters, "scale": scale}
-    return {
-        **tensors,
-        **others,
-        "eps": eps.pop() if eps else 0.0,
-        "places": _start_of(places),
-    }
+    return {**tensors, **others, "eps": eps.pop() if eps else 0.0, "places": _start_of(places)}
 
 
 def _written(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
