@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -187,7 +186,6 @@ _PIECES = (
 )
 
 
-@functools.cache
 def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     stages = tuple((name,) for name in names)
@@ -195,6 +193,9 @@ def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
         return _Decorated(stages, transposed=names)
     return _Decorated(stages, pieces=_PIECES)
 
+
+# By `has_gate` and `is_transposed`.
+_DECORATED = {(a, b): _decorated(a, b) for a in (False, True) for b in (False, True)}
 
 # Classes without the decorator, by their names.
 _ADAPTERS: dict[str, ExpertsAdapter] = {
@@ -222,7 +223,7 @@ def adapter_of(module: nn.Module) -> ExpertsAdapter | None:
     """Return the adapter of a module of experts, None for any other module."""
     known = vars(module)
     if "has_gate" in known and "is_transposed" in known:
-        return _decorated(known["has_gate"], known["is_transposed"])
+        return _DECORATED[known["has_gate"], known["is_transposed"]]
     # No subclass, which may compute in another way.
     kind = known.get("kind", type(module))
     path = f"{kind.__module__}.{kind.__qualname__}"
