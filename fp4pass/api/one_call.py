@@ -20,7 +20,6 @@ from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
 from ..engine.layer_stack import planned_stacks
-from ..engine.recording import recording_of
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
@@ -196,7 +195,7 @@ class OneCall:
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "get_text_config") or config.get_text_config() is config:
             return []
-        recording = recording_of(get_state(self.root))
+        recording = getattr(get_state(self.root), "recording", None)
         inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
         passed, stacked = set[str](), set[nn.Module]()
         if recording is not None:

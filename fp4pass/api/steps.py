@@ -14,9 +14,9 @@ from torch import nn
 from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
-from ..engine.conversion import Conversion
-from ..engine.engine import Engine
+from ..engine.engine import Conversion
 from ..engine.recording import record_layers
+from ..errors import StateError
 from ..methods.base import MethodChoice
 from ..nn.kv_cache import KV_CACHE, CacheName
 from ..quantization import checks
@@ -30,7 +30,14 @@ from ..record.config import LinearOptions, Rules, SchemeOptions, check_rules
 from ..record.quality import QualityName
 from ..record.rows import Report
 from ..record.schemes import Scheme
-from ..record.state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
+from ..record.state import (
+    PreparedState,
+    config_of,
+    get_state,
+    remember_tokenizer,
+    set_state,
+    unwrap,
+)
 from .one_call import OneCall
 
 if TYPE_CHECKING:
@@ -82,7 +89,11 @@ def prepare(
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
         checks.require_observers(before, config, needs, rules, sequential)
-        checks.require_same_cache(before, kv_cache)
+        known = before.recipe.get(KV_CACHE)
+        if kv_cache is not None and checks.cache_of(before, kv_cache) != known:
+            raise StateError(
+                f"The model is prepared with kv_cache={known!r}. Give another to convert."
+            )
         set_state(root, dataclasses.replace(before, config=config))
         return model
     recording, observed = record_layers(root, plan) if sequential else (None, plan)
@@ -132,7 +143,9 @@ def calibrate(
         torch.Size([1])
     """
     unwrap(model, data)
-    state = checks.require_prepared(model)
+    state = get_state(model)
+    if not isinstance(state, PreparedState):
+        raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
     batches = calibration.batches(data, tokenizer, model=model)
     remember_tokenizer(model, tokenizer)
     with shown("calibrate", progress):
@@ -211,10 +224,9 @@ def convert(
         by_layers = not (device is None and stream is None)
         call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
-    plan = Conversion.of(unwrap(model), given, rules, kv_cache, **places)
+    conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):
-        rows = Engine(plan).run()
-        plan.finish(rows)
+        conversion.run()
     return model
 
 

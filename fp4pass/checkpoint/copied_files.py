@@ -30,12 +30,10 @@ from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
 from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
 from ..record.state import known_tokenizer
+from .model_layers import COPIED, NOT_COPIED, is_left_over
 from .source_files import read_tensors, without_scales
 
 _log = logging.getLogger(__name__)
-
-# The end of the reasons of rows for source tensors that the model has no place for.
-COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 # Of a tokenizer or a processor, as the classes of transformers name them.
 _READERS = (
@@ -327,15 +325,6 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
         for each, shape in tensor_shapes({each: files[each] for each in left}).items()
     ]
     return {each: files[each] for each in left if each in kept}, rows
-
-
-def is_left_over(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor is of a module that a model has, or like a buffer that it has."""
-    owner, _, last = name.rpartition(".")
-    like = f"{owner.rpartition('.')[2]}.{last}"
-    buffers = (each for each, _ in model.named_buffers())
-    is_module = any(owner == each for each, _ in model.named_modules(remove_duplicate=False))
-    return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
 
 
 def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:

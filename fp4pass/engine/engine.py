@@ -1,74 +1,139 @@
-"""Quantize the layers of a model in order.
+"""Carry out `convert`: check, quantize the layers of a model in order, complete the model.
 
-1. The layers outside of stacks are quantized at once, on what calibration observed of them.
-2. Each layer of a stack, in turn, is brought to its device, calibrated on the outputs of the
+1. Everything that can be wrong raises before the first weight.
+2. The layers outside of stacks are quantized at once, on what calibration observed of them.
+3. Each layer of a stack, in turn, is brought to its device, calibrated on the outputs of the
    quantized layers before it, quantized, stored, and released.
-3. `Conversion.finish` completes the model.
+4. The model gets its recipe and its report.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from .._compat.accelerate import offloaded_tensors
+from ..checkpoint.copied_files import beyond_model
+from ..checkpoint.finished import FinishedLayers, FinishedSearches
+from ..checkpoint.model_layers import finish, split_note
 from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..distributed import ranks
+from ..graph.inductor import install_passes
 from ..methods import resolve_method
-from ..quantization.checks import require_statistics
-from ..quantization.observers.reached import unmapped_layers, warn_of_unmapped
-from ..quantization.plan import LayerPlan, Plan, with_folded_rotations
+from ..nn.kv_cache import KV_CACHE
+from ..quantization import checks
+from ..quantization.adapters import forbid_adapter_merge
+from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
+from ..quantization.observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
+from ..quantization.plan import (
+    LayerPlan,
+    Plan,
+    plan_layers,
+    with_folded_rotations,
+    with_statistics,
+    with_unreached,
+)
 from ..quantization.quantize import quantize_layers, with_shared_scales
-from ..record.rows import Row
-from .conversion import Conversion
+from ..quantization.recipe import recipe_of
+from ..record.config import Rule, check_rules
+from ..record.rows import Row, say_once, tensor_core_note
+from ..record.state import config_of, forget_state, smoothing_of
 from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states
-from .layer_stack import Stack, outside
+from .layer_stack import Stack, find_stacks, outside
+
+# A folder, as a caller names it.
+Folder = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A layer of a stack, and the layers of the plan that are in it."""
+    """A layer of a stack, the name that it has in the model, and the layers of the plan in it."""
 
     stack: Stack
     index: int
+    layer: nn.Module
+    name: str
     own: list[LayerPlan]
 
-    @property
-    def layer(self) -> nn.Module:
-        """The module."""
-        return self.stack.layers[self.index]
 
-    @property
-    def name(self) -> str:
-        """The name that it has in the model."""
-        return self.stack.layer_name(self.index)
-
-
-class Engine:
-    """Carry out a conversion.
+class Conversion:
+    """Carry out one call of `convert`.
 
     A model that is quantized at once has no stacks. With a store, finished layers go to it and come
     from it, and the next ones are read ahead. Ranks do the same steps together.
     """
 
-    def __init__(self, conversion: Conversion) -> None:
-        self.root, self.plan, self.stacks = conversion.root, conversion.plan, conversion.stacks
-        self.recording, self.is_scaled = conversion.recording, conversion.is_scaled
-        self.searches, self.store = conversion.searches, conversion.layers
-        self.device = LayerDevice(conversion.device, keeps=self.store is not None)
+    def __init__(
+        self,
+        root: nn.Module,
+        given: Mapping[str, object],
+        rules: Sequence[Rule],
+        kv_cache: str | None,
+        *,
+        resume: Folder,
+        stream: Folder,
+        device: torch.device | str | None,
+    ) -> None:
+        """Plan the call; everything that can be wrong raises here."""
+        self.root = root
+        self.before = before = checks.require_float(root, "convert")
+        self.recording = recording = None if before is None else before.recording
+        self.kv_cache = checks.cache_of(before, kv_cache)
+        checks.require_place(device, by_layers=recording is not None or stream is not None)
+        self.config = config_of(given, before)
+        self.rules = (*check_rules(rules), *(before.rules if before else ()))
+        plan = plan_layers(root, self.config, self.rules)
+        checks.require_layers(plan)
+        checks.require_one_plan(plan, before)
+        checks.require_batch(root, plan, before)
+        if recording is not None:
+            recording.require_calls()
+            recording.warn_of_unfollowed(stacklevel=4)
+        self.stacks = [] if recording is None else recording.stacks
+        first = with_statistics(outside(plan, self.stacks))
+        if before is not None and any(layer.stats.tokens for layer in first.layers):
+            first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
+        checks.require_unpaired(first.layers)
+        checks.require_statistics(first, before)
+        if recording is not None:
+            checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
+        # Those that other calls than those of `calibrate` ran.
+        own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
+        self.own_tokens = sum(ranks().gather(own_tokens))
+        self.searches = None if resume is None else FinishedSearches(resume)
+        self.plan = plan = plan.update(first)
+        checks.require_layers(plan)
+        if self.kv_cache is not None and recording is None:
+            require_cache_statistics(root, self.kv_cache)
+        notes = [tensor_core_note(layer.config for layer in plan.layers), split_note(root, plan)]
+        for note in notes if ranks().rank == 0 else ():
+            if note:
+                say_once(note)
+        self.store: FinishedLayers | None = None
+        if stream is not None:
+            self.store = FinishedLayers(stream, root, (plan.outline(), recording is not None))
+            self.stacks = self.stacks or find_stacks(root, plan.layers)
+        install_passes()
+        # Whether all global scales are chosen at once: a weight on a disk is read once, where its
+        # layer is quantized.
+        offloads = recording is not None and offloaded_tensors(root)
+        self.is_scaled = self.store is None and not offloads
+        self.device = LayerDevice(device, keeps=self.store is not None)
         self.rows: dict[str, Row] = {} if self.store is None else self.store.rows
         self._states_on: dict[Stack, torch.device] = {}
         # The digest of the layer before, on which the next one depends where layers run.
         self._before = ""
 
-    def run(self) -> dict[str, Row]:
-        """Quantize the model in place, and return the row of each entry of the plan."""
+    def run(self) -> None:
+        """Quantize the model in place, and complete it."""
         current().expect(len(self.plan.by_weight()), "weights")
         self.plan = with_folded_rotations(self.plan, self.root)
         if self.is_scaled:
@@ -92,7 +157,21 @@ class Engine:
                     self._run_layer(work, place)
         unmapped |= {} if self.recording is None else self.recording.unmapped
         warn_of_unmapped(unmapped, stacklevel=4)
-        return self.rows
+        self._finish()
+
+    def _finish(self) -> None:
+        """Complete the model, whose layers are packed."""
+        forbid_adapter_merge(self.root)
+        if self.kv_cache is not None:
+            settle_cache(self.root, self.kv_cache)
+        tokens = max(row.tokens for row in self.rows.values())
+        recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
+        recipe |= smoothing_of(self.root)
+        recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
+        carried, beyond = beyond_model(self.root)
+        forget_state(self.root)
+        rows = [*(self.rows[entry.name] for entry in self.plan.entries), *beyond]
+        finish(self.root, recipe, rows, carried)
 
     def _run_layer(self, work: Work, place: torch.device) -> None:
         """Calibrate, quantize and store a layer, or take it from the store."""
@@ -124,7 +203,7 @@ class Engine:
 
     def _ready(self, part: Plan) -> Plan:
         """Return a part with its global scales, once it has the statistics that it needs."""
-        require_statistics(part, late=self.plan)
+        checks.require_statistics(part, late=self.plan)
         return with_shared_scales(part, ranks())
 
     def _quantize(self, part: Plan) -> None:
@@ -173,8 +252,9 @@ class Engine:
 def _schedule(plan: Plan, stacks: Sequence[Stack]) -> list[Work]:
     """Return the layers of stacks in their order, each with its part of the plan."""
     return [
-        Work(stack, index, [each for each in plan.layers if each.module in modules])
+        Work(stack, index, layer, stack.layer_name(index), own)
         for stack in stacks
         for index, layer in enumerate(stack.layers)
         for modules in [set(layer.modules())]
+        for own in [[each for each in plan.layers if each.module in modules]]
     ]

@@ -19,7 +19,6 @@ from ..errors import CalibrationError
 from ..quantization.observers.reached import observes, unobserved
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
-from ..record.state import ModelState, PreparedState, Recorder
 from .layer_stack import Call, Stack, alike, find_stacks, is_equal, map_tensors, outside, signature
 
 
@@ -27,7 +26,7 @@ class Recorded(Exception):
     """Stop a forward: everything that it was run for is recorded."""
 
 
-class Recording(Recorder):
+class Recording:
     """Record the calls of the stacks of a model, by hooks before and behind layers."""
 
     def __init__(self, root: nn.Module, stacks: Sequence[Stack], whole: bool) -> None:
@@ -227,12 +226,6 @@ class Recording(Recorder):
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
-
-
-def recording_of(state: ModelState | None) -> Recording | None:
-    """Return the recording of a prepared model; None where all is calibrated at once."""
-    found = state.recording if isinstance(state, PreparedState) else None
-    return found if isinstance(found, Recording) else None
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:

@@ -18,8 +18,8 @@ from torch import nn
 from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_loading import choose_config, loads_model
-from ..checkpoint.finish import IN_CONFIG
 from ..checkpoint.layouts import CompressedTensors
+from ..checkpoint.model_layers import IN_CONFIG
 from ..nn.experts import QUANTIZED
 from ..quantization.adapters import around_packed, refuse_merge
 

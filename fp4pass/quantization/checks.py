@@ -17,7 +17,7 @@ from ..errors import CalibrationError, OptionError, StateError, as_option, as_ru
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..record.config import LinearConfig, Rule, check_rules
-from ..record.state import PreparedState, Recorder, get_state
+from ..record.state import PreparedState, get_state
 from .observers.reached import seen_tokens
 from .plan import LayerPlan, Plan
 
@@ -60,13 +60,11 @@ def require_one_plan(plan: Plan, before: PreparedState | None) -> None:
     group.require_equal("The plan", (plan.outline(), prepared))
 
 
-def require_place(
-    device: torch.device | str | None, recording: Recorder | None, stream: object
-) -> None:
+def require_place(device: torch.device | str | None, by_layers: bool) -> None:
     """Raise OptionError for a device that is not there, or not for layers that run in convert."""
     if device is None:
         return
-    if recording is None and stream is None:
+    if not by_layers:
         raise OptionError(
             f"device is {str(device)!r}, but layers run in convert only after "
             f"prepare(model, sequential=True), or with {as_option('stream')}. Move the model "
@@ -92,14 +90,6 @@ def require_unpaired(layers: Sequence[LayerPlan]) -> None:
                 f"the other. Give {as_option('sequential', True)}, and to layers outside of its "
                 f"stacks another method: {as_rules(layer.name, options={'method': 'gptq'})}."
             )
-
-
-def require_prepared(model: nn.Module) -> PreparedState:
-    """Return the state of a prepared model. Raises StateError for any other."""
-    state = get_state(model)
-    if not isinstance(state, PreparedState):
-        raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
-    return state
 
 
 def require_observers(
@@ -144,13 +134,6 @@ def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
             "batches first."
         )
     return kv_cache
-
-
-def require_same_cache(before: PreparedState, kv_cache: str | None) -> None:
-    """Raise StateError for a prepared model that is to be prepared for a cache it was not."""
-    known = before.recipe.get(KV_CACHE)
-    if kv_cache is not None and cache_of(before, kv_cache) != known:
-        raise StateError(f"The model is prepared with kv_cache={known!r}. Give another to convert.")
 
 
 def require_batch(root: nn.Module, plan: Plan, before: PreparedState | None) -> None:

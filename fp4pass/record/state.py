@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,20 +34,6 @@ _INTERRUPTED = (
 )
 
 
-class Recorder(Protocol):
-    """Record the calls of layers, in a model of `prepare(sequential=True)`."""
-
-    @property
-    def tokens(self) -> int:
-        """The tokens that were recorded, the most of any stack of layers."""
-
-    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a batch through a model, as far as there is something to record."""
-
-    def remove(self) -> None:
-        """Take the hooks out for good."""
-
-
 @dataclass(frozen=True)
 class ModelState:
     """The record of a model, as its user sees it.
@@ -71,7 +57,7 @@ class PreparedState(ModelState):
         config: as `prepare` was given it, the default of `convert`.
         rules: the rules that `prepare` was given.
         needs: the statistics that the observers collect.
-        recording: of the calls of layers, for `prepare(sequential=True)`.
+        recording: the `Recording` of calls of layers, for `prepare(sequential=True)`, or None.
         read: the layers whose weights `calibrate` saw read.
         calibrated: the tokens that `calibrate` had seen, the most of any layer.
     """
@@ -81,7 +67,7 @@ class PreparedState(ModelState):
     config: LinearConfig
     rules: tuple[Rule, ...]
     needs: tuple[str, ...]
-    recording: Recorder | None = None
+    recording: Any = None
     read: frozenset[str] = frozenset()
     calibrated: int = 0
 
