@@ -74,14 +74,12 @@ def described() -> Iterator[tuple[str, Any]]:
             yield name, found
             if not inspect.isclass(found) or room.rpartition(".")[2] in BY_CLASS:
                 continue
+            shown = inspect.getdoc(found) or ""
             for method, value in vars(found).items():
-                if not method.startswith("_") and callable(getattr(found, method)):
-                    own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-                    # What the example of the class calls needs none of its own.
-                    if inspect.isfunction(own) and f".{method}(" not in (
-                        inspect.getdoc(found) or ""
-                    ):
-                        yield f"{name}.{method}", own
+                own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                # What the example of the class calls needs none of its own.
+                if inspect.isfunction(own) and method[0] != "_" and f".{method}(" not in shown:
+                    yield f"{name}.{method}", own
 
 
 # Records that the reference shows, though their room exports nothing.
