@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import oracle
 import pytest
 import torch
@@ -11,7 +9,7 @@ from blocks import VARIANTS, check_optimal
 from kernel_cases import (
     DEVICE,
     DTYPES,
-    cases,
+    covering,
     divisor,
     divisor_of,
     formats,
@@ -22,7 +20,7 @@ from kernels.test_quantize import INPUTS
 from near_scales import candidates, errors_at
 from torch import Tensor
 
-from fp4pass.core.formats import Format, get_format
+from fp4pass.core.formats import Format
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
@@ -69,28 +67,15 @@ def spread(rows: int, columns: int) -> Tensor:
     return x
 
 
-# Global scales: None for that of x; 3 is no power of two, and 2^-9 saturates.
-SCALED = [
-    (get_format("nvfp4"), torch.bfloat16, None),
-    (get_format("nvfp4"), torch.bfloat16, 2.0**-9),
-    (get_format("nvfp4:32"), torch.float16, 3.0),
-    (get_format("mxfp4"), torch.float32, None),
-    (get_format("mxfp4:16"), torch.bfloat16, None),
-]
-ALL_SCALED = [
-    (fmt, dtype, g)
-    for fmt, dtype, g in itertools.product(VARIANTS, DTYPES, (None, 3.0, 2.0**-9))
-    if fmt.has_global_scale or g is None
-]
-
-
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("fmt", "dtype", "g"), cases(SCALED, ALL_SCALED))
+# Global scales: 2^-9 saturates, 3 is no power of two, and None is for that of x.
+@covering(("fmt", "dtype", "g"), VARIANTS, DTYPES, (2.0**-9, 3.0, None))
 def test_the_kernel_has_the_best_of_its_candidates(
     fmt: Format, dtype: torch.dtype, g: float | None
 ) -> None:
     x = spread(24, 96).to(dtype)
-    g = fmt.global_scale_for(x.abs().max().item()) if g is None else g
+    if g is None or not fmt.has_global_scale:
+        g = fmt.global_scale_for(x.abs().max().item())
     packed, scale = (
         each.cpu() for each in quantize_triton(x.to(DEVICE), divisor(fmt, g), fmt, "sse")
     )

@@ -13,9 +13,8 @@ from blocks import VARIANTS
 from kernel_cases import (
     DEVICE,
     DTYPES,
-    cases,
+    covering,
     divisor_of,
-    dtypes,
     flat,
     formats,
     quiet,
@@ -235,6 +234,11 @@ def check(x: Tensor, divisor: Tensor | None, fmt: Format) -> None:
     assert torch.equal(packed, wanted[0])
 
 
+def check_dynamic(x: Tensor, key: str = "nvfp4") -> None:
+    x, fmt = x.to(DEVICE), get_format(key)
+    assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
+
+
 def spread(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     """Normal numbers times powers of two, all rows and columns of other sizes."""
     generator = seeded(seed)
@@ -251,12 +255,8 @@ def inputs(name: str, dtype: torch.dtype | None) -> Tensor:
     return x
 
 
-# Every input in one format, and in every format the one with all kinds of blocks.
-READ = [(VARIANTS[0], name) for name in INPUTS] + [(fmt, "special") for fmt in VARIANTS[1:]]
-
-
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("fmt", "name"), cases(READ, itertools.product(VARIANTS, INPUTS)))
+@covering(("fmt", "name"), VARIANTS, list(INPUTS))
 def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
         x = inputs(name, dtype)
@@ -268,48 +268,25 @@ def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_dynamic_global_scale(name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
-        x = inputs(name, dtype).to(DEVICE)
+        x = inputs(name, dtype)
         for part, key in ((x[3], "nvfp4"), (x, "nvfp4:16:multiplier"), (x, "mxfp4")):
-            fmt = get_format(key)
-            assert torch.equal(
-                dynamic_global_scale_triton(part, fmt), dynamic_global_scale_ref(part, fmt)
-            )
+            check_dynamic(part, key)
 
 
-# Where amax is subnormal, where k is clamped, and where it is not.
-EXPONENTS = [(-149,), (-126,), (-115,), (0,), (127,)]
-MORE_EXPONENTS = [(k,) for k in (-140, -127, -125, -114, -1, 126)]
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("k", cases(EXPONENTS, MORE_EXPONENTS))
-def test_the_dynamic_global_scale_at_boundaries(k: int) -> None:
-    fmt = get_format("nvfp4")
-    for factor in (1.0, 2688 / 2048):
-        amax = torch.tensor(factor * 2.0**k)
+@pytest.mark.quick(4)
+def test_the_dynamic_global_scale_at_boundaries_and_of_what_is_not_finite() -> None:
+    """Where amax is subnormal, where the exponent is clamped, and where it is not."""
+    for exponent, factor in itertools.product((-149, -126, -115, 0, 127), (1.0, 2688 / 2048)):
+        amax = torch.tensor(factor * 2.0**exponent)
         for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
-            x = value.repeat(1, 16).to(DEVICE)
-            assert torch.equal(
-                dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt)
-            )
-
-
-@pytest.mark.quick(1)
-@dtypes
-def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
-    fmt = get_format("nvfp4")
+            check_dynamic(value.repeat(1, 16))
     rows = [[0.0] * 16, [math.nan] * 16, [3.0, math.inf, -math.inf, math.nan] * 4]
-    for x in (torch.empty(0, 16), *(torch.tensor([row]) for row in rows)):
-        x = x.to(DEVICE, dtype)
-        assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
-
-
-# All in one dtype; in the others one of each way to divide.
-DIVIDED = [(torch.bfloat16, g) for g in SCALES] + [(torch.float16, 3.0), (torch.float32, 2.0**64)]
+    for x, dtype in itertools.product((torch.empty(0, 16), *map(torch.tensor, rows)), DTYPES):
+        check_dynamic(x.view(-1, 16).to(dtype))
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("dtype", "scale"), cases(DIVIDED, itertools.product(DTYPES, SCALES)))
+@covering(("dtype", "scale"), DTYPES, SCALES)
 def test_any_global_scale(dtype: torch.dtype, scale: float) -> None:
     """Each way of dividing, and scales that saturate, vanish and are subnormal."""
     x = spread((8, 32)) * torch.tensor([1.0, 1e3, 1e-2, 1e-3, 1e5, 1e-5, 0.0, -1.0]).unsqueeze(1)
@@ -330,10 +307,7 @@ def ties(scale: float, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("block", "dtype"),
-    cases([(16, torch.bfloat16), (32, torch.float32)], itertools.product((16, 32), DTYPES)),
-)
+@covering(("block", "dtype"), (16, 32), DTYPES)
 def test_ties_at_every_scale(block: int, dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4", block)
     scales = fmt.scale.values if DEVICE == "cuda" else fmt.scale.values[:34:3]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import oracle
 import pytest
 import torch
 from blocks import HESSIANS, ROWS, WEIGHTS, spectrum
-from kernel_cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, covering, formats, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -17,43 +16,6 @@ from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_stack_triton, search_triton
 
 pytestmark = quiet
-
-
-# Each weight and each Hessian once: 16-bit weights without a division, others with one.
-PAIRS = [
-    ("bfloat16", "steep"),
-    ("bfloat16", "singular"),
-    ("bfloat16", "identity"),
-    ("heavy-tailed", "mild"),
-    ("heavy-tailed", "rank-one"),
-    ("float16", "cond-1e12"),
-    ("adversarial", "mild"),
-    ("least", "rank-one"),
-    ("largest", "indefinite"),
-    ("float64", "one-channel"),
-]
-# Scales with subnormals and the global scale at its limits (nvfp4), powers of two (mxfp4), and
-# blocks of the other size, whose Hessians are quarters or wholes.
-BY_HESSIAN = [
-    ("nvfp4", ("bfloat16", "singular")),
-    ("nvfp4", ("adversarial", "mild")),
-    ("nvfp4", ("least", "rank-one")),
-    ("nvfp4:32", ("bfloat16", "identity")),
-    ("mxfp4", ("bfloat16", "steep")),
-    ("mxfp4", ("largest", "indefinite")),
-    ("mxfp4:16", ("float64", "one-channel")),
-    ("mxfp4:16", ("float16", "cond-1e12")),
-    ("mxfp4:16", ("heavy-tailed", "rank-one")),
-]
-BY_SQUARES = [
-    ("nvfp4", "bfloat16", "sse"),
-    ("nvfp4", "adversarial", "sse"),
-    ("nvfp4", "least", "sse"),
-    ("mxfp4", "float16", "sse"),
-    ("mxfp4", "largest", "sse"),
-    ("mxfp4:16", "adversarial", "sse"),
-    *((key, name, "naive") for key in ("nvfp4", "mxfp4") for name in WEIGHTS),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +50,13 @@ def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objecti
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize(
-    ("key", "name", "objective"),
-    cases(BY_SQUARES, itertools.product(KEYS, WEIGHTS, ["naive", "sse"])),
-)
-def test_blocks(key: str, name: str, objective: str) -> None:
+@covering(("key", "name"), KEYS, list(WEIGHTS))
+def test_blocks(key: str, name: str) -> None:
     fmt = get_format(key)
     weight = WEIGHTS[name](seeded(0))
     g = fmt.global_scale_for(weight.abs().max().item())
-    check(weight, None, g, fmt, objective)
+    for objective in ("naive", "sse"):
+        check(weight, None, g, fmt, objective)
 
 
 @pytest.mark.slow
@@ -123,15 +83,9 @@ def test_a_stack_is_searched_as_each_of_its_weights(
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("key", "pair"),
-    cases(
-        BY_HESSIAN, itertools.product(KEYS, itertools.product(WEIGHTS, HESSIANS) if GPU else PAIRS)
-    ),
-)
-def test_hessian(key: str, pair: tuple[str, str]) -> None:
-    fmt, (name, curvature) = get_format(key), pair
-    weight = WEIGHTS[name](seeded(0))
+@covering(("key", "name", "curvature"), KEYS, list(WEIGHTS), list(HESSIANS), rest=GPU)
+def test_hessian(key: str, name: str, curvature: str) -> None:
+    fmt, weight = get_format(key), WEIGHTS[name](seeded(0))
     columns = weight.shape[1] if GPU else 32
     # Blocks that go to float64, here most, take the interpreter 0.1 s each.
     rows = ROWS if GPU or name not in ("heavy-tailed", "least", "largest", "float64") else 5
@@ -140,10 +94,8 @@ def test_hessian(key: str, pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("key", "factor"),
-    cases([("nvfp4", 1.2345678), ("nvfp4", 2**-6)], itertools.product(KEYS, [1.2345678, 2**-6])),
-)
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("factor", [1.2345678, 2**-6])
 def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: float) -> None:
     """As the tensor functions allow: quotients are divided, and the largest scale may clip."""
     fmt = get_format(key)
@@ -156,23 +108,19 @@ def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: f
 
 
 SHAPES = [(0, 2), (1, 1), (3, 5), (33, 1)]
-SHAPED = [
-    *(("mxfp4:16", objective, shape) for objective in OBJECTIVES for shape in SHAPES),
-    ("mxfp4", "hessian", (3, 5)),
-]
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("key", "objective", "shape"), cases(SHAPED, itertools.product(KEYS, OBJECTIVES, SHAPES))
-)
-def test_shapes(key: str, objective: str, shape: tuple[int, int]) -> None:
+@covering(("key", "shape"), KEYS, SHAPES)
+def test_shapes(key: str, shape: tuple[int, int]) -> None:
     """No rows, one block, blocks that fill no program; and a weight that is a strided view."""
     fmt, (rows, count) = get_format(key), shape
     columns = count * fmt.block
     weight = torch.randn(columns, rows, generator=seeded(rows)).t()
-    for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
-        check(weight.to(dtype), spectrum(0.9)[: math.ceil(columns / 32)], 2.0**-9, fmt, objective)
+    hessian = spectrum(0.9)[: math.ceil(columns / 32)]
+    for objective in OBJECTIVES:
+        for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
+            check(weight.to(dtype), hessian, 2.0**-9, fmt, objective)
 
 
 @gpu

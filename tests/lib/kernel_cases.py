@@ -12,7 +12,7 @@ import torch
 from blocks import VARIANTS
 from torch import Tensor
 
-from fp4pass.core.formats import Format, get_format
+from fp4pass.core.formats import Format
 from fp4pass.ops.registration import OPERATORS
 
 GPU = torch.cuda.is_available()
@@ -56,6 +56,15 @@ def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) 
     ]
 
 
+def covering(names: Sequence[str], *axes: Sequence[Any], rest: bool = True) -> Any:
+    """Cases that have every value of every axis; what the product has besides is slow."""
+    quick = [
+        tuple(axis[(i + j * (i // len(axis))) % len(axis)] for j, axis in enumerate(axes))
+        for i in range(max(map(len, axes)))
+    ]
+    return pytest.mark.parametrize(names, cases(quick, itertools.product(*axes) if rest else ()))
+
+
 def flat(name: str, kind: str = "triton") -> Callable[..., Any]:
     """An operator's "reference", "triton" or "cpu", called as the operator is, or with a Format."""
     operator = OPERATORS[name]
@@ -82,14 +91,4 @@ def _id(case: tuple[Any, ...]) -> str:
     return "-".join(each.key if isinstance(each, Format) else str(each) for each in case)
 
 
-# Every format and every dtype; blocks of 16 and 32, scales with mantissas and powers of two.
-_QUICK = [
-    (get_format("nvfp4"), torch.bfloat16),
-    (get_format("nvfp4:32"), torch.float16),
-    (get_format("mxfp4"), torch.float32),
-    (get_format("mxfp4:16"), torch.bfloat16),
-]
-
-formats_and_dtypes = pytest.mark.parametrize(
-    ("fmt", "dtype"), cases(_QUICK, itertools.product(VARIANTS, DTYPES))
-)
+formats_and_dtypes = covering(("fmt", "dtype"), VARIANTS, DTYPES)
