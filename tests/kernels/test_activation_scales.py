@@ -9,6 +9,7 @@ from blocks import VARIANTS, check_optimal
 from kernel_cases import (
     DEVICE,
     DTYPES,
+    codes_at,
     covering,
     divisor,
     divisor_of,
@@ -36,12 +37,7 @@ def test_the_reference_has_the_best_of_all_scales(fmt: Format, name: str) -> Non
     rows = x.float()
     residual = oracle.residuals(rows.view(len(x), -1, fmt.block), fmt.name, g)
     check_optimal(rows, residual, fmt, found, None)
-    codes = oracle.codes(
-        rows
-        / (oracle.scales(fmt.name)[found[1].long() - 1] * g).float().repeat_interleave(fmt.block, 1)
-    )
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
-    assert torch.equal(found[0].long(), packed)
+    assert torch.equal(found[0], codes_at(rows, found[1], g, fmt))
 
 
 def worst_of(least: Tensor, naive: Tensor, g: float, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -89,6 +85,4 @@ def test_the_kernel_has_the_best_of_its_candidates(
     exact = errors_at(x, naive, g, fmt) == 0
     assert exact.any() and torch.equal(scale[exact].int(), naive[exact])
     # The codes are those of rounding to nearest at the scale.
-    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
-    codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
-    assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
+    assert torch.equal(packed, codes_at(x, scale, g, fmt))

@@ -14,8 +14,7 @@ from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.compute_fp8 import naive as fp8
-from fp4pass.kernels.compute_fp8.operands_triton import expanded, operands, sorted_rows
-from fp4pass.kernels.compute_fp8.triton import SIZES, multiplies_dense, multiply_with, tiles_of
+from fp4pass.kernels.compute_fp8.triton import multiplies_dense, multiply_with, tiles_of
 from fp4pass.kernels.compute_fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import triton as linear
@@ -69,12 +68,6 @@ def nearest(x: Tensor) -> Tensor:
     below, over = x.abs() - low, high - x.abs()
     up = (over < below) | ((over == below) & (above % 2 == 0))
     return torch.where(up, high, low) * torch.where(x < 0, -1.0, 1.0)
-
-
-def bits(values: Tensor) -> Tensor:
-    """The bits of E4M3 numbers, of NaN without its sign."""
-    found = values.view(torch.uint8).cpu()
-    return torch.where(found & 0x7F == 0x7F, 0x7F, found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,57 +141,6 @@ def test_products(key: str) -> None:
         # Both operands are exact: nothing changes but the order of sums.
         plain = ops.linear_quantized(x, *arguments, *weight, None, key)
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
-
-
-# An infinity times 0 is the NaN that is wanted.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-@covering(("key", "dtype", "columns"), KEYS, [*DTYPES, None], (288, 544, 64))
-def test_operands_have_the_bits_of_the_reference(
-    key: str, dtype: torch.dtype | None, columns: int
-) -> None:
-    fmt, rows = get_format(key), 3
-    weight = packed(fmt, 18, columns)
-    x: Tensor | PackedInput
-    if dtype is None:
-        x = packed(fmt, rows, columns, seed=9)
-        expected = fp8.expand_ref(x, fmt)
-        x = on_device(x)
-    else:
-        x = torch.randn(rows, columns, generator=seeded(4)).mul(30).to(dtype)
-        x[0] = 0
-        # Of a row with an infinity that is NaN, and all else 0.
-        x[1, 7], x[1, 9] = -float("inf"), -3
-        expected = fp8.quantize_rows_ref(x)
-        x = x.to(DEVICE)
-    of_weight = fp8.expand_ref(weight, fmt)
-
-    found, dense = expanded(x, as_weight(weight), fmt)
-    for given, wanted in ((found, expected), (dense, of_weight)):
-        assert torch.equal(bits(given.values), bits(wanted[0]))
-        assert torch.equal(given.factors.cpu(), wanted[1])
-
-    def in_groups(values: Tensor, group: int) -> Tensor:
-        words = -(-columns // (8 * group)) * group
-        padded = torch.zeros(len(values), 8 * words, dtype=torch.uint8)
-        padded[:, :columns] = bits(values)
-        return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
-
-    for group in {each.words for each in SIZES}:
-        found, of_codes = operands(x, as_weight(weight), fmt, group)
-        assert torch.equal(bits(found.values), in_groups(expected[0], group))
-        assert torch.equal(found.factors.cpu(), expected[1])
-        assert torch.equal(of_codes.factors.cpu(), of_weight[1])
-        power = torch.exp2(fp8.shift_of(weight.scale, fmt).float())
-        assert torch.equal(of_codes.powers.cpu(), power)
-
-    # The order of words of sixteen, four columns of each at a time.
-    zeros = torch.ones(40, dtype=torch.int32, device=DEVICE)
-    found = sorted_rows(x, columns, 4, fmt, zeros)
-    assert len(found.values) == 4 and not zeros.any()
-    found = found._replace(values=found.values[:rows])
-    in_order = in_groups(expected[0], 8).view(rows, -1, 8, 8).mT.reshape(rows, -1, 4, 4, 4)
-    assert torch.equal(bits(found.values), in_order.transpose(2, 3).reshape(rows, -1))
 
 
 @pytest.mark.parametrize(

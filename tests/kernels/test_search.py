@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, HESSIANS, ROWS, WEIGHTS, check_optimal, spectrum
-from kernel_cases import DEVICE, KEYS, covering, formats, quiet, seeded
+from kernel_cases import DEVICE, KEYS, codes_at, covering, formats, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -79,9 +79,7 @@ def test_naive_is_its_definition(fmt: Format, name: str) -> None:
         exponent = torch.frexp(amax.double()).exponent - 3 + 127
         expected = torch.where(amax == 0, 1, exponent).clamp(1, 254).byte()
     assert torch.equal(scale, expected)
-    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)
-    codes = oracle.codes(weight.float() / step).byte()
-    assert torch.equal(unpack_codes(packed), codes)
+    assert torch.equal(packed, codes_at(weight, scale, g, fmt))
 
 
 @covering(("key", "curvature"), KEYS, list(HESSIANS))
@@ -155,13 +153,6 @@ def all_errors(weight: Tensor, fmt: Format, metric: Tensor | None) -> tuple[Tens
     return errors, errors if metric is None else oracle.errors(residual.abs(), metric.abs())
 
 
-def check_codes(weight: Tensor, found: tuple[Tensor, Tensor], fmt: Format) -> None:
-    packed, scale = found
-    g = fmt.global_scale_for(weight.abs().max().item())
-    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)
-    assert torch.equal(unpack_codes(packed), oracle.codes(weight / step).byte())
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("key", KEYS)
@@ -173,7 +164,7 @@ def test_the_best_of_all_scales(key: str, objective: str) -> None:
     metric = hessians(16, fmt.block, generator) if objective == "hessian" else None
     given = None if metric is None else as_quarters(metric)
     found = search_ref(weight, given, g, fmt, objective)
-    check_codes(weight, found, fmt)
+    assert torch.equal(found[0], codes_at(weight, found[1], g, fmt))
     if objective != "naive":
         errors, rounded = all_errors(weight, fmt, metric)
         at, best = found[1].unsqueeze(0).long() - 1, errors.argmin(0, keepdim=True)

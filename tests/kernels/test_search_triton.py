@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
-from fp4pass.kernels.search.triton import search_stack_triton, search_triton
+from fp4pass.kernels.search.triton import search_triton
 
 pytestmark = quiet
 
@@ -57,29 +57,6 @@ def test_blocks(key: str, name: str) -> None:
     g = fmt.global_scale_for(weight.abs().max().item())
     for objective in ("naive", "sse"):
         check(weight, None, g, fmt, objective)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("key", "name", "objective"),
-    [("nvfp4", "bfloat16", "sse"), ("mxfp4", "float16", "sse"), ("nvfp4", "heavy-tailed", "naive")],
-)
-def test_a_stack_is_searched_as_each_of_its_weights(
-    key: str, name: str, objective: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of other global scales, in memory that is no stack's, and in two launches."""
-    fmt = get_format(key)
-    one = WEIGHTS[name](seeded(0))[:5, :96].contiguous().to(DEVICE)
-    stack = torch.stack((one, one / 8, one.flip(0) / 64), dim=1).transpose(0, 1)
-    monkeypatch.setattr("fp4pass.kernels.search.triton._AT_ONCE", 2 * one.numel())
-    scales = [fmt.global_scale_for(w.abs().max().item()) for w in stack]
-    assert len(set(scales)) == (3 if fmt.has_global_scale else 1)
-    packed, scale = search_stack_triton(stack, scales, fmt, objective)
-    for i, (weight, g) in enumerate(zip(stack, scales, strict=True)):
-        expected = search_triton(weight, None, g, fmt, objective)
-        assert torch.equal(packed[i], expected[0]) and torch.equal(scale[i], expected[1])
-    packed, _ = search_stack_triton(stack[:0], [], fmt, objective)
-    assert packed.shape == (0, len(one), one.shape[1] // 2)
 
 
 @pytest.mark.quick(2)

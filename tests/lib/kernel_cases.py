@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from blocks import VARIANTS
@@ -54,6 +55,13 @@ def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) 
         *(pytest.param(*case, id=_id(case)) for case in quick),
         *(pytest.param(*case, id=_id(case), marks=pytest.mark.slow) for case in rest),
     ]
+
+
+def codes_at(x: Tensor, scale: Tensor, g: float, fmt: Format) -> Tensor:
+    """Packed codes of 4 bits of x [R, K], rounded to nearest at scale bytes: by the oracle."""
+    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
+    codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
+    return (codes[:, ::2] | codes[:, 1::2] << 4).byte()
 
 
 def covering(names: Sequence[str], *axes: Sequence[Any], rest: bool = True) -> Any:
