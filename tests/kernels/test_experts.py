@@ -314,14 +314,6 @@ def test_every_kernel_mixture(case: str) -> None:
     run_mixture(fmt, ids, gate, hidden=96, tiles=tiles, biased=False, dtype=torch.float32, inner=32)
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_tokens_without_experts(tokens: int) -> None:
-    """They are zeros, whatever weights they have; those of no token are no rows."""
-    ids = torch.full((tokens, 2), 5, device=DEVICE)
-    assert not run_mixture(NVFP4, ids, SILU).any()
-    assert run_mixture(NVFP4, ids[:0], SILU).shape == (0, 64)
-
-
 def test_sorted_in_the_launch_that_routes() -> None:
     """What `route` and `arranged` give."""
     x, ids = numbers(70, 176, dtype=torch.bfloat16), routed(70, 2, 3)

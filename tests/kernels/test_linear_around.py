@@ -86,20 +86,6 @@ def test_a_gate_in_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated(x, of, "silu", fmt), wanted, rtol=close, atol=1e-5)
 
 
-@pytest.mark.parametrize("m", [1, 9])
-def test_halves_of_one_weight(m: int) -> None:
-    """They are read where they are; a global scale is that of both."""
-    fmt = get_format("nvfp4")
-    gate, up = weights(fmt, 32, 512)
-    up, x = up._replace(global_scale=gate.global_scale), rows(m, 512, fmt)
-    columns = (torch.cat(each) for each in zip(gate, up, strict=True))
-    merged = PackedWeight(*columns)._replace(global_scale=gate.global_scale)
-    found = gated(x, [merged], "silu", fmt)
-    assert torch.equal(found, gated(x, [gate, up], "silu", fmt))
-    for other, wanted in ((x[0], found[0]), (x[:, None], found[:, None])):
-        assert torch.equal(gated(other, [merged], "silu", fmt), wanted)
-
-
 def test_codes_that_are_not_aligned_are_multiplied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of both take addresses for multiples of 16."""
     fmt = get_format("nvfp4")
