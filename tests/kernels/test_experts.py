@@ -304,7 +304,9 @@ CASES = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * ("pairs" in c)) for c in CASES]
+)
 def test_every_kernel_mixture(case: str) -> None:
     """With biases and without, experts of none, and K that no step divides."""
     fmt, tokens, tiles, gate = CASES[case]

@@ -227,7 +227,7 @@ def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objecti
 
 
 @pytest.mark.quick(3)
-@covering(("key", "name"), KEYS, list(WEIGHTS))
+@covering(("key", "name"), KEYS[::-1], list(WEIGHTS))
 def test_blocks(key: str, name: str) -> None:
     fmt = get_format(key)
     weight = WEIGHTS[name](seeded(0))
