@@ -74,14 +74,12 @@ def described() -> Iterator[tuple[str, Any]]:
             yield name, found
             if not inspect.isclass(found) or room.rpartition(".")[2] in BY_CLASS:
                 continue
+            shown = inspect.getdoc(found) or ""
             for method, value in vars(found).items():
-                if not method.startswith("_") and callable(getattr(found, method)):
-                    own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-                    # What the example of the class calls needs none of its own.
-                    if inspect.isfunction(own) and f".{method}(" not in (
-                        inspect.getdoc(found) or ""
-                    ):
-                        yield f"{name}.{method}", own
+                own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                # What the example of the class calls needs none of its own.
+                if inspect.isfunction(own) and method[0] != "_" and f".{method}(" not in shown:
+                    yield f"{name}.{method}", own
 
 
 # Records that the reference shows, though their room exports nothing.
@@ -119,12 +117,6 @@ def language_writer(folder: Path) -> dict[str, Any]:
     return {"model": decoder(len(tokenizer)), "tokenizer": tokenizer}
 
 
-def experts_of_gpt_oss(folder: Path) -> dict[str, Any]:
-    model = fp4pass.convert(build("gpt_oss"), "mxfp4a16", "naive", rules=[("*.self_attn.*", None)])
-    fp4pass.save(model, folder / "gpt-oss", layout="gpt-oss")
-    return {}
-
-
 def transformers_model(folder: Path) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     model = decoder()
@@ -154,7 +146,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
     "fp4pass.calibration.sample": language_writer,
-    "fp4pass.checkpoint.read_experts": experts_of_gpt_oss,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.PackedConfig": transformers_model,

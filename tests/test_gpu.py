@@ -1,4 +1,4 @@
-"""The same on a GPU: equal codes and scales, and a model that calibrates, converts and compiles."""
+"""The same on a GPU: a model that calibrates, converts and compiles, and whole Hessians."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import VARIANTS
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.core.formats import Format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,54 +25,6 @@ def heavy_tailed(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, columns, generator=generator)
     return (normal / (torch.rand(rows, columns, generator=generator) + 0.1)).bfloat16()
-
-
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("objective", ["naive", "sse", "hessian"])
-def test_search_gives_the_bits_of_the_cpu(fmt: Format, objective: str) -> None:
-    weight = heavy_tailed(96, 256)
-    inputs = heavy_tailed(512, 256, seed=1).float()
-    hessian = None
-    if objective == "hessian":
-        blocks = inputs.view(512, -1, 32).transpose(0, 1)
-        hessian = blocks.mT @ blocks
-    g = fmt.global_scale_for(weight.abs().max().item())
-    cpu = ops.search(weight, hessian, g, fmt.key, objective)
-    on_gpu = None if hessian is None else hessian.cuda()
-    gpu = ops.search(weight.cuda(), on_gpu, g, fmt.key, objective)
-    for a, b in zip(cpu, gpu, strict=True):
-        assert torch.equal(a, b.cpu())
-
-
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_operators_agree_with_the_cpu(fmt: Format, dtype: torch.dtype) -> None:
-    x = heavy_tailed(7, 256, seed=2).clamp(-100, 100).to(dtype)
-    weight = heavy_tailed(48, 256).clamp(-100, 100)
-    g = fmt.global_scale_for(weight.abs().max().item())
-    packed, scale = ops.search(weight, None, g, fmt.key, "naive")
-    divisor = torch.tensor([1 / g]) if fmt.has_global_scale else None
-
-    def both(device: str) -> list[torch.Tensor]:
-        def put(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.to(device)
-
-        on, w = x.to(device), (packed.to(device), scale.to(device), put(divisor))
-        x_divisor = ops.dynamic_global_scale(on, fmt.key) if fmt.has_global_scale else None
-        x_packed, x_scale = ops.quantize(on, x_divisor, fmt.key)
-        dense = ops.dequantize(*w, fmt.key, dtype)
-        plain = ops.linear(on, *w, None, fmt.key)
-        quantized = ops.linear_quantized(on, x_packed, x_scale, x_divisor, *w, None, fmt.key)
-        return [x_packed, x_scale, dense, plain, quantized]
-
-    cpu, gpu = both("cpu"), both("cuda")
-    for a, b in zip(cpu[:3], gpu[:3], strict=True):
-        assert torch.equal(a, b.cpu())
-    for a, b in zip(cpu[3:], gpu[3:], strict=True):
-        step = torch.finfo(dtype).eps
-        # One rounding of the result, and float32 accumulation over K in another order.
-        bound = step * a.abs().float() + 256**0.5 * 2.0**-20 * a.float().abs().max()
-        assert ((a.float() - b.cpu().float()).abs() <= bound).all()
 
 
 def divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:

@@ -43,14 +43,6 @@ def test_the_codes_are_those_of_the_cpu(name: str, fmt: str) -> None:
 
 
 @every_model
-def test_the_logits_are_those_of_the_cpu(name: str) -> None:
-    model = fp4pass.convert(build(name), "nvfp4", "sse", weight_only=True)
-    expected = logits(model)
-    found = logits(model.cuda(), ids().cuda()).cpu()
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-@every_model
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_calibrated_compiled_and_saved(name: str, weight_only: bool, tmp_path: Path) -> None:
     model = fp4pass.prepare(build(name).cuda(), rules=UNREAD.get(name, ()))

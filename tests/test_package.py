@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -99,27 +98,6 @@ def test_the_metadata_names_each_python_that_is_supported() -> None:
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)
     assert named == ["10", "11", "12", "13"] and 'requires-python = ">=3.10"' in text
-
-
-@pytest.mark.slow
-def test_pip_replaces_no_library_of_today(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report"]
-    subprocess.run([*command, str(report), f"{ROOT}[all]"], check=True)
-    planned = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
-    assert planned <= {"fp4pass"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["vllm==0.33.0", "sglang==0.5.23"])
-def test_it_installs_beside_an_engine(engine: str, tmp_path: Path) -> None:
-    wanted, found = tmp_path / "in.txt", tmp_path / "out.txt"
-    wanted.write_text(f"{engine}\nfp4pass[hf,cli,peft,eval] @ {ROOT.as_uri()}\n")
-    uv = pytest.importorskip("uv").find_uv_bin()
-    command = [uv, "pip", "compile", "--quiet", "--python-version", "3.12", "--output-file"]
-    subprocess.run([*command, str(found), str(wanted)], check=True)
-    pins = found.read_text().splitlines()
-    assert engine in pins and any(line.startswith("torch==2.14.") for line in pins)
 
 
 @pytest.mark.slow

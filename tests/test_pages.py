@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pages
 import pytest
 import torch
+from mixtures import build
 from pages import ROOT, Block
 
 import fp4pass
@@ -89,37 +87,10 @@ def wrong_options(words: list[str]) -> str | None:
     return f"fp4pass {words[0]} takes fewer arguments" if places < 0 else None
 
 
-@pytest.mark.parametrize("page", [*ALL, "docs/development/notes.md"])
-def test_what_a_page_names_of_eval_is_there(page: str) -> None:
-    """Modules that its commands run, scripts and results."""
-    text = (ROOT / page).read_text("utf-8")
-    named = set(re.findall(r"\beval/[\w./-]+\.(?:py|json|md)\b", text))
-    named |= {f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (eval\.[\w.]+)", text)}
-    assert not {name for name in named if not (ROOT / name).exists()}
-
-
 def test_every_command_of_a_page_exists() -> None:
     assert len(SHELL) > 40
     found = {f"{block}: {' '.join(words)}": wrong(words) for block, words in SHELL}
     assert not {where: each for where, each in found.items() if each}
-
-
-def test_every_option_of_the_command_line_page_is_one_of_its_command() -> None:
-    """Options in the words of a section are those of the command that is its title."""
-    parts = re.split(r"^## (\w+)\n", (ROOT / "docs/cli.md").read_text("utf-8"), flags=re.MULTILINE)
-    known = subcommands()
-    assert set(parts[1::2]) <= known.keys()
-    for title, text in zip(parts[1::2], parts[2::2], strict=True):
-        own = {name for each in known[title].params for name in each.opts + each.secondary_opts}
-        prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        for code in re.findall(r"`([^`\n]+)`", prose):
-            first, *words = code.split()
-            if first == "fp4pass" and words:
-                assert words[0] in known, code
-            elif first in known and words:
-                assert wrong_options(code.split()[:1] + words) is None, code
-            else:
-                assert {word for word in code.split() if word.startswith("--")} <= own, code
 
 
 def test_every_first_word_of_the_command_line_page_is_described() -> None:
@@ -145,54 +116,34 @@ def test_the_troubleshooting_page_has_every_error() -> None:
     assert "`fp4pass.Fp4PassError`" in page
 
 
-def missing_names(code: str) -> Iterator[str]:
-    """What a snippet takes of fp4pass that fp4pass does not have, keywords included."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4pass"):
-            module = importlib.import_module(str(node.module))
-            for name in node.names:
-                if not hasattr(module, name.name) and not submodule(module, name.name):
-                    yield f"{node.module}.{name.name}"
-        elif isinstance(node, ast.Call) and (function := named(node.func)) is not None:
-            try:
-                parameters = inspect.signature(function).parameters
-            except (TypeError, ValueError):
-                continue
-            open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-            fields = {each.name for each in dataclasses.fields(fp4pass.LinearConfig)}
-            for keyword in node.keywords:
-                known = parameters.keys() | (fields if open_ended else set())
-                if keyword.arg and keyword.arg not in known:
-                    yield f"{ast.unparse(node.func)}({keyword.arg}=)"
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("fp4pass."):
-            if re.fullmatch(r"[\w.]+", ast.unparse(node)) and named(node) is None:
-                yield ast.unparse(node)
-
-
-def named(node: ast.AST) -> Any:
-    """The object of fp4pass that an expression names, or None."""
-    first, *rest = ast.unparse(node).split(".")
-    found: Any = fp4pass
-    if first != "fp4pass" or not rest:
-        return None
-    for name in rest:
-        if not hasattr(found, name) and not submodule(found, name):
-            return None
-        found = getattr(found, name)
-    return found
-
-
-def submodule(module: Any, name: str) -> bool:
-    """Whether a package has a module of this name, which is imported then."""
-    if not isinstance(module, ModuleType) or not hasattr(module, "__path__"):
-        return False
-    path = f"{module.__name__}.{name}"
-    return importlib.util.find_spec(path) is not None and bool(importlib.import_module(path))
+def missing(name: str) -> bool:
+    """Whether fp4pass has no such module, class or function."""
+    first, *rest = name.split(".")
+    found: Any = importlib.import_module(first)
+    for part in rest:
+        if not hasattr(found, part) and importlib.util.find_spec(f"{found.__name__}.{part}"):
+            importlib.import_module(f"{found.__name__}.{part}")
+        if not hasattr(found, part):
+            return True
+        found = getattr(found, part)
+    return False
 
 
 def test_every_snippet_compiles_and_its_names_exist() -> None:
+    """Also of those that are not run, and files of eval that pages name."""
     assert len(PYTHON) > 80
-    assert not {str(each): found for each in PYTHON if (found := [*missing_names(each.code)])}
+    for block in PYTHON:
+        compile(block.code, str(block), "exec")
+        code = re.sub(r'"[^"\n]*"', "", block.code)
+        names = re.findall(r"(?<![\w./])fp4pass(?:\.[a-zA-Z]\w*)+", code)
+        for module, imported in re.findall(r"^from (fp4pass[\w.]*) import ([\w, ]+)$", code, re.M):
+            names += [f"{module}.{name.split()[0]}" for name in imported.split(",")]
+        assert not [name for name in names if missing(name)], block
+    for page in (*ALL, "docs/development/notes.md"):
+        text = (ROOT / page).read_text("utf-8")
+        named = set(re.findall(r"\beval/[\w./-]+\.(?:py|json|md)\b", text))
+        named |= {f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (eval\.[\w.]+)", text)}
+        assert not {name for name in named if not (ROOT / name).exists()}, page
 
 
 def test_what_is_not_run_is_shown() -> None:
@@ -244,7 +195,8 @@ def test_page_runs_twice(page: str, place: Path) -> None:
         for folder in ("examples", "eval"):
             (place / folder).symlink_to(ROOT / folder)
     if any("mixture" in pages.local(block.code) for block in pages.blocks(page)):
-        make_mixture(place / "mixture")
+        build("qwen3_moe", torch.bfloat16, vocab_size=2048).save_pretrained(place / "mixture")
+        pages.tokenizer().save_pretrained(place / "mixture")
     if (recipe := pages.recipe_file(page)) is not None:
         (place / "recipe.yaml").write_text(recipe)
     files = {*place.iterdir()}
@@ -292,16 +244,3 @@ def run_command(words: list[str], again: bool) -> None:
         code, output = done.returncode, done.stdout + done.stderr
     refused = again and code == 2 and "--overwrite" in output
     assert code == 0 or refused, (words, output)
-
-
-def make_mixture(folder: Path) -> None:
-    """Save a small mixture of experts with the tokenizer of the repository's model."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
-    Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=2048, **sizes, **heads, **experts)
-    ).save_pretrained(folder)
-    pages.tokenizer().save_pretrained(folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from browser import browse
-from pages import ROOT, Block, blocks
+from pages import ROOT
 
 markdown = pytest.importorskip("markdown")
 markdown_it = pytest.importorskip("markdown_it")
@@ -31,10 +31,6 @@ ALL = sorted(
 BOX = re.compile(r"^(?:\?\?\?|!!!|===)\+? .*\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
 
 EXPLORER = ROOT / "docs" / "assets" / "explorer.js"
-
-# Printed text is as wide as it is.
-CODE = {"python", "sh", "yaml", "json", "toml", "bash"}
-COLUMNS = 80
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +73,6 @@ def test_lists_and_tables_are_those_of_github(page: str, site_markdown: Any) -> 
     assert not re.findall(r"\n *(?:[-*] |```|\$\$).*", re.sub(r"<[^>]*>", "", prose))
 
 
-@pytest.mark.parametrize("page", ALL)
-def test_code_fits_the_column(page: str) -> None:
-    """Wider code is cut on the site at 1280 pixels."""
-    code = [block for block in blocks(page) if block.language in CODE]
-    assert not [wide for block in code for wide in wider(block)]
-
-
-def wider(block: Block) -> list[str]:
-    return [f"{block}: {line}" for line in block.code.splitlines() if len(line) > COLUMNS]
-
-
 # ---- the table of results ----------------------------------------------------------------------
 
 CHOOSE = """
@@ -104,14 +89,7 @@ document.title = JSON.stringify([before, shown(), location.search]);
 @pytest.mark.parametrize(
     ("query", "before", "after", "url"),
     [
-        ("", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
         ("?sort=-kl", "a:16 a:16 b:16", "b:16 a:16", "?sort=kl&method=sse"),
-        (
-            "?inputs=&format=a:16",
-            "a:16 a:16 a:16",
-            "a:16",
-            "?inputs=&format=a:16&method=sse&sort=kl",
-        ),
         ("?model=n&text=u", "c:16", "c:16", "?model=n&text=u&method=sse&sort=kl"),
         ("?model=gone&format=gone&sort=gone", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
     ],

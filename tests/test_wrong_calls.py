@@ -130,7 +130,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         "weight: expected the shape of state, (4, 64)",
     ),
     # fp4pass.parity
-    (lambda: swap(model(), "nf8"), "kind 'nf8' does not exist"),
+    (lambda: swap(model(), "nf9"), "kind 'nf9' does not exist"),
     (lambda: swap(model(), "nf4", threshold=3.0), "threshold: expected none for kind 'nf4'"),
     (lambda: codebook_quantize(BLOCKS, levels=200), "levels: expected 1 to 127 magnitudes"),
     # evaluation and reports

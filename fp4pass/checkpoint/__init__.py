@@ -7,7 +7,6 @@
 # ruff: noqa: F401
 
 from .copied_files import TOKENIZER_FILES
-from .finish import finish as finish_model
 from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import (
@@ -26,7 +25,8 @@ from .layouts import (
     side_files,
 )
 from .loading import load
-from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint, read_experts
+from .model_layers import finish as finish_model
+from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint
 from .readers import SERVED
 from .saving import save
 from .source_files import (
@@ -47,7 +47,6 @@ __all__ = [
     "Scheme",
     "load",
     "open_checkpoint",
-    "read_experts",
     "register_layout",
     "save",
     "transcode",

@@ -30,12 +30,10 @@ from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
 from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
 from ..record.state import known_tokenizer
+from .model_layers import COPIED, NOT_COPIED, is_left_over
 from .source_files import read_tensors, without_scales
 
 _log = logging.getLogger(__name__)
-
-# The end of the reasons of rows for source tensors that the model has no place for.
-COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 # Of a tokenizer or a processor, as the classes of transformers name them.
 _READERS = (
@@ -80,11 +78,9 @@ def files_to_copy(
 ) -> tuple[list[Path], list[str]]:
     """Return the files of a folder that go with its model, and the names of those that do not.
 
-    A folder may hold training data and keys, so files go by a list: what transformers,
-    sentence-transformers and diffusers look for by name, the code that configs name, licenses.
-    Hidden files, the weights that from_pretrained reads, and files that are `written` anew neither
-    go nor are named. Links out of the folder are not followed. Raises OptionError for a glob that
-    matches no file in the folder.
+    A folder may hold training data and keys, so files go by a list. Hidden files, weights, and what
+    is `written` anew neither go nor are named; links out of the folder are not followed. Raises
+    OptionError for a glob that matches no file.
     """
     if isinstance(globs, str):
         raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
@@ -228,17 +224,11 @@ def copy_beside(
 
 @dataclass(frozen=True)
 class Beside:
-    """The tokenizer and the source that come along with a model.
+    """The tokenizer and the source that come along with a model."""
 
-    Attributes:
-        tokenizer: a tokenizer or processor, None where the source has it.
-        source: the folder that the model was made of, None if there is none.
-        copy_files: globs of its files that come along, with those that always do.
-    """
-
-    tokenizer: Any
-    source: Path | None
-    copy_files: Sequence[str]
+    tokenizer: Any  # None where the source has it
+    source: Path | None  # the folder that the model was made of
+    copy_files: Sequence[str]  # globs of its files that come along, with those that always do
 
     @staticmethod
     def of(
@@ -327,15 +317,6 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
         for each, shape in tensor_shapes({each: files[each] for each in left}).items()
     ]
     return {each: files[each] for each in left if each in kept}, rows
-
-
-def is_left_over(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor is of a module that a model has, or like a buffer that it has."""
-    owner, _, last = name.rpartition(".")
-    like = f"{owner.rpartition('.')[2]}.{last}"
-    buffers = (each for each, _ in model.named_buffers())
-    is_module = any(owner == each for each, _ in model.named_modules(remove_duplicate=False))
-    return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
 
 
 def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,6 @@
 """Keep finished work of a conversion in a folder, found again by all that decides it.
 
-`convert(resume=)` keeps searches; `convert(stream=)` keeps layers in files that the model maps, and
-that `save` takes as they are.
+`convert(resume=)` keeps searches; `convert(stream=)` keeps layers in files that the model maps.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
 from ..record.rows import Row
 from ..record.state import ModelState
-from .layouts import Layout, PackedLayer
 
 _log = logging.getLogger(__name__)
 
@@ -43,15 +41,10 @@ _PROOF = ("loss", "bound")
 
 
 class FinishedWork:
-    """A folder of finished work, each file whole or not there.
+    """A folder of finished work, each file whole or not there."""
 
-    Attributes:
-        option: the option of `convert` that names the folder.
-        holds: the work that is in it.
-    """
-
-    option: ClassVar[str]
-    holds: ClassVar[str]
+    option: ClassVar[str]  # of `convert`, which names the folder
+    holds: ClassVar[str]  # the work that is in it
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = path_of(folder, self.option)
@@ -140,7 +133,7 @@ def _write_whole(
 
     mark: of the name that it has until then.
     sync: wait for the disk. Layers do not, for the next one is to be read: a file that a machine
-        tears when it stops is found by its checksums, and `save` waits for those that it links.
+        tears when it stops is found by its checksums.
     """
     partial = path.with_name(f".{path.name}.{mark}")
     try:
@@ -159,58 +152,9 @@ def _write_whole(
 
 
 @dataclass(frozen=True)
-class LayerFile:
-    """A file of packed tensors from which a model maps them.
-
-    Attributes:
-        path: of the file, which has each tensor under its name in the state dict.
-        tensors: by their names, as they were mapped.
-        versions: of these, which tell whether they were written to since.
-        sums: their fingerprints.
-        stamp: what tells whether the file is still the same.
-    """
-
-    path: Path
-    tensors: Mapping[str, Tensor]
-    versions: Mapping[str, int]
-    sums: Mapping[str, Any]
-    stamp: tuple[int, ...]
-
-    @staticmethod
-    def of(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, Any]) -> LayerFile:
-        """Return the record of a file that was just mapped."""
-        return LayerFile(path, tensors, _versions(tensors), sums, _stamp(path))
-
-    def is_unchanged(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the file has just these tensors, unchanged since they were mapped."""
-        return (
-            tensors.keys() == self.tensors.keys()
-            and all(tensors[name] is tensor for name, tensor in self.tensors.items())
-            and _versions(self.tensors) == self.versions
-            and self.path.is_file()
-            and _stamp(self.path) == self.stamp
-        )
-
-
-def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor._version for name, tensor in tensors.items()}
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    facts = path.stat()
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
-
-
-@dataclass(frozen=True)
 class ConvertedState(ModelState):
-    """The record of a converted model, and the files on the disk that it uses.
+    """The record of a converted model, and the file of what a checkpoint has beyond it."""
 
-    Attributes:
-        files: those that packed layers are mapped from.
-        carried: the file of each tensor that a checkpoint has beyond the model.
-    """
-
-    files: tuple[LayerFile, ...] = ()
     carried: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -220,10 +164,7 @@ class FinishedLayers(FinishedWork):
     A file is written while the next layer is worked on. It has the identity of its layer, and of
     the options and shapes of all layers; one of another identity is written again. Of several
     processes the first writes, and all map that.
-
-    Attributes:
-        rows: the row of each layer that is packed.
-        files: those that the model maps.
+    `rows` has the row of each layer that is packed.
     """
 
     option, holds = "stream", "layers"
@@ -238,7 +179,6 @@ class FinishedLayers(FinishedWork):
         self.root = root
         self.key = digest_of(ranks().gather(digest_of(call)))
         self.rows: dict[str, Row] = {}
-        self.files: list[LayerFile] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="fp4pass-keep")
         # The layer that will map its file, when the next one is kept, or at the end.
         self._last: tuple[Path, dict[str, nn.Module], Future[None] | None] | None = None
@@ -310,9 +250,7 @@ class FinishedLayers(FinishedWork):
         with self.usable(), ranks().first_alone():
             if written is not None:
                 written.result()
-        facts, tensors = self._mapped(path)
-        own = {f"{full}.{part}": x for full, parts in tensors.items() for part, x in parts.items()}
-        self.files.append(LayerFile.of(path, own, facts["sums"]))
+        _, tensors = self._mapped(path)
         for full, module in packed.items():
             if not offload_from(module, tensors[full]):
                 module._buffers.update(tensors[full])
@@ -367,45 +305,3 @@ def _is_whole(path: Path, identity: str) -> bool:
 def _facts_of(path: Path) -> Path:
     """Return the path of the facts of a file of tensors."""
     return path.with_suffix(".json")
-
-
-def files_to_take(
-    modules: Mapping[str, nn.Module],
-    files: Sequence[LayerFile],
-    layout: Layout,
-    packed: Mapping[str, tuple[str, str, PackedLayer]],
-    renamed: Collection[str],
-    limit: int,
-) -> list[LayerFile]:
-    """Return the files that a model maps which are files of a checkpoint as they are.
-
-    Args:
-        modules: of the model, by their names.
-        files: that it maps.
-        layout: of the checkpoint.
-        packed: the layer, the buffer and the record of each packed tensor of the state dict.
-        renamed: the layers that have other names in the checkpoint, or are taken apart there.
-        limit: the bytes of a file.
-    """
-
-    def is_stored_so(name: str, tensor: Tensor) -> bool:
-        layer, part, record = packed[name]
-        if layer in renamed or layout.tensor_name(layer, part, record.fmt) != name:
-            return False
-        return layout.encode(part, tensor, record) is tensor
-
-    found = []
-    for file in files:
-        layers = {packed[name][0] for name in file.tensors if name in packed}
-        tensors = {
-            name: tensor
-            for name, (layer, part, _) in packed.items()
-            if layer in layers and (tensor := modules[layer]._buffers.get(part)) is not None
-        }
-        # A layer that is skipped whole has a file without tensors.
-        if tensors and file.is_unchanged(tensors) and file.path.stat().st_size <= limit:
-            if all(is_stored_so(*each) for each in tensors.items()):
-                found.append(file)
-    # In the order of the model, whichever were finished first.
-    place = {name: i for i, name in enumerate(packed)}
-    return sorted(found, key=lambda file: min(place[name] for name in file.tensors))

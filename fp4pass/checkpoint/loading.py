@@ -12,7 +12,8 @@ import re
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +24,15 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import ignored_tensors, stays_float32, untie, whole_modules
+from .._compat.transformers import (
+    config_faults,
+    ignored_tensors,
+    model_from_config,
+    stays_float32,
+    tied_weights,
+    untie,
+    whole_modules,
+)
 from .._compat.transformers_loading import mark_initialized, names_in_model
 from ..core.files import path_of
 from ..core.machine import require_device
@@ -38,20 +47,27 @@ from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..record.config import Rule
 from ..record.rows import Report, Row
-from ..record.source_folder import tensor_shapes
 from ..record.state import forget_state, unwrap
-from .copied_files import COPIED, NOT_COPIED, is_left_over
-from .finish import finish
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join, join_layers
-from .model_layers import all_names, stacks_in, whole_record
+from .model_layers import (
+    COPIED,
+    NOT_COPIED,
+    all_names,
+    finish,
+    is_left_over,
+    stacks_in,
+    whole_record,
+)
 from .reader import (
     CheckpointReader,
     cache_format_in,
+    dense_problem,
     open_checkpoint,
     packed_problem,
     require_input_scales,
+    with_layers,
 )
-from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names, module_for
+from .source_files import require_config, tensor_facts
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -96,8 +112,7 @@ def load(
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
     folder = PackedFolder(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
-        size = sum(path.stat().st_size for path in {*reader.files.values()})
-        current().expect(size, "bytes")
+        current().expect(len(reader.files), "tensors")
         tensors = folder.read(name for name in folder.disk.files if name not in folder.carried)
         tensors |= {each.parameter: each.weight() for each in folder.dense}
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
@@ -114,9 +129,12 @@ def load(
         check_skeleton(skeleton, folder.reader, tensors, aliases)
         if isinstance(device_map, Mapping):
             _require_map(skeleton, device_map)
-    forget_state(skeleton)
-    remove_observers(skeleton)
-    unobserve_cache(skeleton)
+    if model is not None:
+        # It may be prepared.
+        given = unwrap(model)
+        forget_state(given)
+        remove_observers(given)
+        unobserve_cache(given)
 
     def stored(name: str) -> Tensor | None:
         return tensors.get(aliases.get(name, name))
@@ -224,19 +242,15 @@ class DenseHere:
 
 
 class PackedFolder:
-    """A folder with packed weights under the names of a model, which it fills.
+    """A folder with packed weights under the names of a float model, which it fills.
 
-    Args:
-        model: a float model; its parameters may be on meta.
-        reader: of the folder.
-        is_part: the model may lack heads that the folder has packed.
-
-    Attributes:
-        disk: the folder with the names of the model, where experts lie one by one.
-        layers: the packed layers of the model, with whole stacks once they are joined.
-        dense: packed layers of the folder that are dense in the model.
-        carried: names on disk of tensors beyond the model.
+    is_part: the model may lack heads that the folder has packed.
     """
+
+    disk: CheckpointReader  # with the names of the model, where experts lie one by one
+    layers: dict[str, PackedLayer]  # of the model, with whole stacks once they are joined
+    dense: list[DenseHere]
+    carried: dict[str, str]  # names on disk of tensors beyond the model
 
     def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
         self.model = model
@@ -334,7 +348,7 @@ class PackedFolder:
         """
         found, bar = dict[str, Tensor](), current()
         for name, tensor in self.disk.checked(names):
-            bar.step(tensor.nbytes)
+            bar.step()
             if name not in self._packed:
                 found[name] = tensor
                 continue
@@ -346,12 +360,10 @@ class PackedFolder:
         return found
 
     def join_stacks(self, tensors: dict[str, Tensor]) -> None:
-        """Put stacks in place of their pieces, in `tensors` too.
+        """Put stacks, which become modules, in place of their pieces, in `tensors` too.
 
-        Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
-        that a stack cannot hold.
+        Raises CheckpointError for experts that a stack cannot hold.
         """
-        filled, dynamic = list[str](), list[str]()
         for path, owner in list(self.model.named_modules()):
             for key, stack in stacks_of(owner).items():
                 name = join(path, key)
@@ -371,25 +383,8 @@ class PackedFolder:
                     whole, joined = join_layers(name, pieces, records, whole, state)
                     self.layers[name] = whole
                     tensors |= joined
-                    if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
-                        filled += [n for n in records if join(n, INPUT_GLOBAL) not in state]
-                    elif whole.fmt.has_global_scale and not whole.config.weight_only:
-                        dynamic.append(name)
                 if name in self.layers:
                     add_stack(stack)
-        if filled:
-            warnings.warn(
-                f"{len(filled)} linear layers of experts have no usable scale of their inputs "
-                f"({some(sorted(filled))}): calibration never reached them. They get the largest "
-                "of the other experts of their layer.",
-                stacklevel=3,
-            )
-        if dynamic:
-            warnings.warn(
-                f"{len(dynamic)} stacks of experts have no scale of their inputs "
-                f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
-                stacklevel=3,
-            )
 
     def hold_cache(self, tensors: dict[str, Tensor]) -> None:
         """Give the model room for the scales of its key-value cache, if the folder has some."""
@@ -500,7 +495,7 @@ class PackedFolder:
                 shape = tuple(module.weight.shape)
                 rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
         why = f"{model_class(self.model).__name__} has no place for it{COPIED}"
-        rows += [Row(n, shape, skip_reason=why) for n, shape in tensor_shapes(files).items()]
+        rows += [Row(n, shape, skip_reason=why) for n, (shape, _) in tensor_facts(files).items()]
         rows += self._ignored
         declared = self.disk.config.get("quantization_config") or {}
         producer = declared.get("producer") or declared.get("version")
@@ -586,3 +581,159 @@ def _on_disk(
             save_file({name: tensor.detach().cpu().contiguous()}, file)
             index[name] = {"safetensors_file": str(file), "weight_name": name}
     return index
+
+
+# The float model that is loaded into: built from its config, and checked.
+
+
+def build_skeleton(reader: CheckpointReader) -> nn.Module:
+    """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
+    folder, path = reader.folder, reader.folder / "config.json"
+    advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
+    if not reader.config:
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is not a transformers model. {advice}"
+        )
+    require_config(folder, reader.config, reader.own)
+    try:
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise CheckpointError(
+            "Building a transformers model needs transformers and accelerate: pip install "
+            f"'fp4pass[hf]'. {advice}"
+        ) from error
+    with _made_of(path, advice):
+        # Without it transformers asks on the terminal whether it may run the files of a folder.
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # ModelOpt may have left it to its own file.
+        config.__dict__.pop("quantization_config", None)
+        config.dtype = getattr(torch, reader.dtype)
+        (architecture,) = config.architectures
+        cls = getattr(transformers, architecture)
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            raise TypeError(f"{architecture} is no class of models")
+        with init_empty_weights(include_buffers=False):
+            model: Any = model_from_config(cls, config)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        with _made_of(path, "Copy it again, or delete it."):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    built: nn.Module = model
+    return built
+
+
+@contextmanager
+def _made_of(path: Path, advice: str) -> Iterator[None]:
+    """Make what transformers raises for a config a CheckpointError that names the file."""
+    import transformers
+
+    try:
+        yield
+    except config_faults() as error:
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} cannot make anything of it: "
+            f"{type(error).__name__}: {error}. {advice}"
+        ) from error
+
+
+def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+    """Return the names that transformers gives to what has another name on disk."""
+    if reader.own is not None:
+        found: Mapping[str, str] = reader.own.get("renamed", {})
+    else:
+        names = [*(join(layer, "weight") for layer in reader.layers), *reader.plain()]
+        if set(skeleton.state_dict()).issuperset(names):
+            return {}
+        found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
+    return with_layers(found)
+
+
+def fit_tensors(
+    skeleton: nn.Module,
+    reader: CheckpointReader,
+    tensors: dict[str, Tensor],
+    aliases: dict[str, str],
+) -> None:
+    """Bring what another library wrote to the tensors and dtypes of the model, in place.
+
+    Raises CheckpointError for a dense tensor that cannot be, or is not finite.
+    """
+    # Ties become aliases; what the model ignores goes, and scales of a cache that it has not.
+    for target, source in tied_weights(skeleton).items():
+        # A weight may be tied in a float model, and packed in this one.
+        packed = target.removesuffix(".weight") in reader.layers
+        if not packed and target not in tensors and source in tensors:
+            aliases[target] = source
+        elif source not in tensors and target in tensors:
+            # The name that a model lists first is the written one.
+            aliases.setdefault(source, target)
+    patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    is_kept = stays_float32(skeleton)
+    buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
+    rounded = []
+    for name in [name for name in tensors if name not in buffers]:
+        if name in known:
+            # As from_pretrained does.
+            dtype = torch.float32 if is_kept(name) else known[name].dtype
+            before, tensors[name] = tensors[name], tensors[name].to(dtype)
+            if before.dtype != dtype and not torch.equal(before, tensors[name].to(before.dtype)):
+                rounded.append(name)
+        elif name.endswith(CACHE_SCALES) or any(re.search(each, name) for each in patterns):
+            del tensors[name]
+    if rounded:
+        warnings.warn(
+            f"{len(rounded)} dense tensors are rounded to the dtype that config.json says "
+            f"({some(rounded)}), as in transformers. To keep them, load into a model in their "
+            "dtype: fp4pass.load(dir, model=model).",
+            stacklevel=3,
+        )
+    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    for name, tensor in tensors.items():
+        if problem := dense_problem(tensor, is_buffer=name not in parameters):
+            raise CheckpointError(f"{reader.folder}: {name}: {problem}")
+
+
+def module_for(
+    modules: Mapping[str, nn.Module], reader: CheckpointReader, name: str, advice: str
+) -> nn.Module:
+    """Return the module that a packed layer has its place in. Raises CheckpointError."""
+    module, layer = modules.get(name), reader.layers[name]
+    weight = None if module is None else module._parameters.get("weight")
+    if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
+        found = "a model without one" if weight is None else str(tuple(weight.shape))
+        raise CheckpointError(
+            f"{name}: expected a linear layer with a weight of {layer.dense_shape}, as "
+            f"{reader.folder} has, got {found}. {advice}"
+        )
+    return module
+
+
+def check_skeleton(
+    skeleton: nn.Module,
+    reader: CheckpointReader,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+) -> None:
+    """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
+    advice = "Load into a model of the same architecture."
+    modules = dict(skeleton.named_modules(remove_duplicate=False))
+    names = all_names(skeleton, {module_for(modules, reader, n, advice) for n in reader.layers})
+    packed = {join(name, part) for name in names for part in BUFFERS}
+    own = skeleton.state_dict()
+    wanted = set(own) - {weight_name(name, modules[name]) for name in names}
+    plain = {name for name in (*tensors, *aliases) if name not in packed}
+    if plain != wanted:
+        missing = sorted(wanted - plain) or "nothing"
+        extra = sorted(plain - wanted) or "nothing"
+        raise CheckpointError(
+            f"{reader.folder} is of another architecture than the model: it lacks {missing} and "
+            f"has {extra} beyond it."
+        )
+    for name in plain:
+        saved = tensors[aliases.get(name, name)]
+        if saved.shape != own[name].shape:
+            raise CheckpointError(
+                f"{name}: expected {tuple(own[name].shape)}, as the model has, got "
+                f"{tuple(saved.shape)} in {reader.folder}."
+            )

@@ -1,35 +1,79 @@
-"""Describe the packed layers of a model in memory: how they are packed, and their names on disk."""
+"""Describe a model whose layers are packed, and complete it.
+
+How its layers are packed, their names on disk, what its config makes; its state and saving.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+import inspect
+import json
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._compat.diffusers import declare, is_diffusers
 from .._compat.torch import model_class
-from .._compat.transformers import is_pretrained
+from .._compat.transformers import (
+    config_faults,
+    is_pretrained,
+    meta_model,
+    own_config,
+    saves_adapters,
+    saving_model,
+    tied_weights,
+    untie,
+)
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
+from .._version import __version__
 from ..core.fingerprint import dtype_name
-from ..errors import CheckpointError, as_option
+from ..core.names import without_numbers
+from ..errors import CheckpointError, OptionError, StateError, as_option, expected, some
+from ..graph.inductor import install_passes
 from ..nn.experts import (
     ExpertStack,
     QuantizedExperts,
     QuantizedExpertStack,
+    finalize_stacks,
     packed_stacks,
     stacks_of,
     weight_name,
 )
+from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL, PACKED
+from ..quantization.adapters import parents
+from ..quantization.observers.attention import calling_projections
+from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
-from ..record.config import LinearConfig
-from ..record.rows import Row
-from ..record.state import ModelState, has_adapters
-from .copied_files import COPIED, NOT_COPIED
-from .layouts import Layout, PackedLayer, Piece, below, fused_problems, has_whole_tiles, join
+from ..quantization.replace import quantizes_input, share_inputs, use_slow_paths
+from ..quantization.restore import enable_dequantize
+from ..record.config import LinearConfig, Rule
+from ..record.rows import Report, Row
+from ..record.state import ModelState, get_state, has_adapters, set_state
+from .finished import ConvertedState
+from .layouts import (
+    BUFFERS,
+    Layout,
+    PackedLayer,
+    Piece,
+    below,
+    fused_problems,
+    get_layout,
+    has_whole_tiles,
+    join,
+)
+from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
+from .savers import asked_for
+from .source_files import require_writable
+
+# The end of the reasons of rows for source tensors that the model has no place for.
+COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 # The end of the name of a layer's weight.
 _WEIGHT = ".weight"
@@ -137,9 +181,9 @@ def require_equal_parts(
     layout: Layout, layers: Mapping[str, PackedLayer], dense: Collection[str]
 ) -> None:
     """Raise CheckpointError for a layout of engines if layers that these fuse differ."""
-    for parent, problem in fused_problems(layers, dense) if layout.engines else ():
+    for parent, what in fused_problems(layers, dense) if layout.engines else ():
         raise CheckpointError(
-            f"{parent}: {problem}. Serving engines multiply by these as by one matrix. Give them "
+            f"{parent}: {what}. Serving engines multiply by these as by one matrix. Give them "
             f"one scheme by {as_option('rules')}, or save with {as_option('layout', 'fp4pass')}, "
             "which only fp4pass reads."
         )
@@ -178,17 +222,11 @@ def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class NamesOnDisk:
-    """Names on disk by those in a model, of what has another one there.
+    """Names on disk by those in a model, of what has another one there."""
 
-    Attributes:
-        tensors: of dense tensors.
-        layers: of layers, packed and dense.
-        stacks: of stacks, as a folder of the float model has them.
-    """
-
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    layers: Mapping[str, str] = field(default_factory=dict)
-    stacks: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)  # dense ones
+    layers: Mapping[str, str] = field(default_factory=dict)  # packed and dense
+    stacks: Mapping[str, str] = field(default_factory=dict)  # as folders of the float model
 
     @classmethod
     def of(
@@ -200,8 +238,8 @@ class NamesOnDisk:
     ) -> NamesOnDisk:
         """Return the names on disk of what `save_pretrained` of a float model would rename.
 
-        `packed` are layers that lie in a folder in one piece, by all their names; `whole` the names
-        on disk of stacks that lie there in pieces, and in one in a folder of the float model.
+        packed: layers that lie in a folder in one piece. whole: the names on disk of stacks that
+        lie there in pieces, and in one in a folder of the float model.
         """
         if not is_transformers(root):
             return cls()
@@ -235,16 +273,10 @@ class NamesOnDisk:
 
 @dataclass(frozen=True)
 class SplitStack:
-    """A stack [E, N, K] that lies in a folder in layers.
+    """A stack [E, N, K] that lies in a folder in layers."""
 
-    Attributes:
-        pieces: the layers.
-        whole: the name of the stack in folders of the float model that have it in one tensor, "" if
-            they have these layers, too.
-    """
-
-    pieces: list[Piece]
-    whole: str = ""
+    pieces: list[Piece]  # the layers
+    whole: str = ""  # its name in folders of the float model that have it in one tensor
 
 
 def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:
@@ -365,3 +397,269 @@ def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) 
     adapter = adapter_of(model.get_submodule(path))
     others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]
     return len({each and each.scheme for each in others}) == 1
+
+
+def is_left_over(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor is of a module that a model has, or like a buffer that it has."""
+    owner, _, last = name.rpartition(".")
+    like = f"{owner.rpartition('.')[2]}.{last}"
+    buffers = (each for each, _ in model.named_buffers())
+    is_module = any(owner == each for each, _ in model.named_modules(remove_duplicate=False))
+    return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
+
+
+# What a model is made of by its config.
+
+
+def require_made_by_config(
+    root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError for a model of transformers that its config does not make.
+
+    Modules that a user has added are no such edit, but for further layers in a list of layers.
+    """
+    made = None if has_adapters(root) else _made(root, layers)
+    if made is None:
+        return
+    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    packed = {modules[name]: layer for name, layer in layers.items()}
+    names = all_names(root, packed)
+    buffers = {join(name, part) for name in names for part in BUFFERS}
+    own = {
+        name: tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if name not in buffers and isinstance(tensor, Tensor)
+    }
+    own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
+    problems = [
+        f"{name} {shape} is not in the model"
+        if name not in own
+        else f"{name} is {own[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if own.get(name) != shape
+    ]
+    # A layer like those of its list, which is longer than the config says.
+    alike = {without_numbers(name) for name in wanted}
+    beyond = (name for name in own if name not in wanted and without_numbers(name) in alike)
+    problems += [f"{name} is beyond it" for name in beyond]
+    problems += [
+        f"{target} is not {source}, to which it is tied"
+        for target, source in tied_weights(made).items()
+        if _differ(tensors.get(target), tensors.get(source))
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{type(root).__name__}: expected a model that its config makes, got another, which no "
+            f"library would load: {some(problems)}. Set the fields of model.config that say so. If "
+            "it has none for it, save with layout='fp4pass', and load into a model that is edited "
+            "alike: fp4pass.load(dir, model=model)."
+        )
+
+
+def _made(root: nn.Module, layers: Mapping[str, PackedLayer]) -> nn.Module | None:
+    """Return the float model that a config makes, without memory; None if that is not known."""
+    if not is_transformers(root) or not hasattr(model_class(root), "_from_config"):
+        return None
+    try:
+        made: nn.Module = meta_model(model_class(root), root.config)
+    except config_faults():
+        # A class that cannot be made so; loading it is tried with memory for its buffers.
+        return None
+    called: list[Rule] = [(name, {}) for name in layers if name.rpartition(".")[2] == "q_proj"]
+    with calling_projections(made, called):
+        return made
+
+
+def _differ(*tensors: object) -> bool:
+    """Return whether two dense tensors are known not to be equal; a packed one is not there."""
+    # Only all processes together can compare tensors that are split over them.
+    a, b = (each if type(each) in (Tensor, nn.Parameter) else None for each in tensors)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
+        return False
+    return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
+
+
+# A model whose layers are packed: its state, saving, compiling.
+
+# The layout whose names the buffers have in memory.
+_LAYOUT = "compressed-tensors"
+
+# The `quant_method` of folders that diffusers writes.
+IN_CONFIG = "fp4pass"
+
+
+@dataclass(frozen=True, eq=False)
+class SaveMethod:
+    """A `save_pretrained` that checks a model before its class saves it."""
+
+    root: Any
+    check: Callable[..., None]  # called with the model, `reason` and the options of the call
+    reason: str  # why the model cannot be saved so, "" if it can
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the class's own method, which pipelines look at for its options."""
+        return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and save it."""
+        self.check(self.root, self.reason, **kwargs)
+        return type(self.root).save_pretrained(self.root, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class DeclaredConfig:
+    """The quantization_config that transformers writes when it saves a converted model itself."""
+
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of it; in a folder, with what stock transformers needs beside."""
+        # A forward that looks at its config is traced with it, and saves nothing.
+        if torch.compiler.is_compiling():
+            return copy.deepcopy(dict(self.data))
+        model = saving_model()
+        state = None if model is None else get_state(model)
+        if model is None or state is None or saves_adapters(model):
+            return copy.deepcopy(dict(self.data))
+        facts = Facts(model, describe_layers(model, state), self.data)
+        return copy.deepcopy({**self.data, **of_stock(facts)[1]})
+
+
+def finish(
+    root: nn.Module,
+    recipe: Mapping[str, Any],
+    rows: Sequence[Row],
+    carried: Mapping[str, Path] | None = None,
+) -> None:
+    """Complete a converted or loaded model in place; nothing is known of it as it was before.
+
+    recipe: options, rules and calibration as plain values. rows: of its report. carried: the file
+    of each tensor that a checkpoint of it has beyond the model.
+    """
+    use_slow_paths(root)
+    sharing = [module for module in root.modules() if quantizes_input(module)]
+    share_inputs(root, sharing, parents(root))
+    finalize_stacks(root)
+    own_config(root)
+    untie(root)
+    state = ConvertedState(recipe, Report(tuple(rows)), carried or {})
+    set_state(root, state)
+    enable_cache(root, recipe)
+    _enable_save_pretrained(root, state)
+    enable_dequantize(root)
+    install_passes()
+
+
+def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
+    """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
+    if has_adapters(root):
+        return
+    if is_diffusers(root):
+        _declare_in_config(root, state)
+        return
+    if not is_pretrained(root):
+        _enable_in_parts(root, state)
+        return
+    if not is_transformers(root) or not hasattr(root, "save_pretrained"):
+        return
+    layout, layers, refused = get_layout(_LAYOUT), describe_layers(root, state), ""
+    try:
+        require_static_scales(root, layers)
+        require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
+        others = dict([*root.named_parameters(), *root.named_buffers()])
+        packed = {join(name, part) for name in layers for part in BUFFERS}
+        require_writable({name: each for name, each in others.items() if name not in packed})
+    except CheckpointError as error:
+        refused = str(error)
+    ignore = ignored_names(root, state)
+    facts = Facts(root, layers, ignore=ignore, refused=refused)
+    reason = problem(SAVE_PRETRAINED, facts)
+    root.__dict__["save_pretrained"] = SaveMethod(root, _check, reason)
+    if reason:
+        return
+    config: Any = root.config
+    cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
+    # Engines look for the names on disk.
+    disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
+    ignore += [disk[name] for name in ignore if name in disk]
+    config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
+
+
+def _enable_in_parts(root: nn.Module, state: ModelState) -> None:
+    """Let models of libraries inside of another be saved, as of SentenceTransformer."""
+    inside = ""
+    for name, part in list(root.named_modules()):
+        if not name or (inside and name.startswith(inside)):
+            continue
+        if not (is_pretrained(part) or is_diffusers(part)):
+            continue
+        inside = f"{name}."
+        rows = [row for row in state.report.rows if row.name.startswith(inside)]
+        own = [dataclasses.replace(row, name=row.name.removeprefix(inside)) for row in rows]
+        if any(row.config is not None for row in own):
+            own_config(part)
+            part_state = ConvertedState(state.recipe, Report(tuple(own)))
+            set_state(part, part_state)
+            _enable_save_pretrained(part, part_state)
+            enable_dequantize(part)
+
+
+def _check(root: Any, reason: str, **options: Any) -> None:
+    """Raise CheckpointError for what others cannot load.
+
+    Of a model that transformers has put adapters on `save_pretrained` writes these alone.
+    """
+    state = get_state(root)
+    if state is None or saves_adapters(root):
+        return
+    if reason:
+        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
+    layers = describe_layers(root, state)
+    require_no_others(root, {root.get_submodule(name) for name in layers})
+    with asked_for():
+        tensors = root.state_dict()
+    require_made_by_config(root, layers, tensors)
+
+
+def _declare_in_config(root: nn.Module, state: ModelState) -> None:
+    """Have the config of a model of diffusers describe what is packed; alone, as it writes it."""
+    layers = describe_layers(root, state)
+    odd = (name for name, layer in layers.items() if layer.is_stacked or layer.transposed)
+    reason = "".join(
+        f"{name}: the config has no place for stacks of experts and transposed weights."
+        for name in [*odd][:1]
+    )
+    schemes: dict[str, dict[str, Any]] = {}
+    for name, layer in layers.items():
+        record = {"config": layer.config.to_dict(), "static_inputs": layer.static_inputs}
+        key = json.dumps(record, sort_keys=True)
+        schemes.setdefault(key, {**record, "layers": []})["layers"].append(name)
+    skipped: dict[str, list[str]] = {}
+    for row in state.report.skipped:
+        skipped.setdefault(row.skip_reason, []).append(row.name)
+    declared = {"quant_method": IN_CONFIG, "version": __version__, "schemes": [*schemes.values()]}
+    declare(root, {**declared, "skipped": skipped, "recipe": dict(state.recipe)})
+    root.__dict__["save_pretrained"] = SaveMethod(root, _check_in_config, reason)
+
+
+def _check_in_config(
+    root: Any, reason: str, *, use_flashpack: bool = False, **options: Any
+) -> None:
+    """Raise an error unless `save_pretrained` of a model of diffusers can write it."""
+    state = get_state(root)
+    if state is None:
+        return
+    if reason:
+        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
+    if has_adapters(root):
+        raise StateError(
+            "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
+            "both. Save the adapters by model.save_lora_adapter(...), and the packed model before "
+            "they are put on."
+        )
+    if use_flashpack:
+        raise OptionError(expected("use_flashpack", "False: it casts packed weights", True))
+    layers = describe_layers(root, state)
+    require_no_others(root, {root.get_submodule(name) for name in layers})

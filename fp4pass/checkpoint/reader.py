@@ -16,7 +16,6 @@ from .._version import __version__
 from ..core.atomic import interrupted
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint
-from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError, expected, nearest, some
 from ..nn.experts import dequantize_stack
 from ..nn.kv_cache import KV_CACHE
@@ -539,37 +538,3 @@ def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
             f"{remedy}."
         )
     return ""
-
-
-def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
-    """Yield the packed experts of a folder, such as gpt-oss, without a changed bit.
-
-    Args:
-        directory: the folder.
-
-    Yields:
-        The name of a parameter, such as model.layers.0.mlp.experts.gate_up_proj, and the state of
-        each expert [N, K]; gate and up are every other row of gate_up_proj.
-
-    Raises:
-        CheckpointError: the folder is damaged or has no stacked experts.
-
-    Example:
-        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss"):
-        ...     print(name, len(experts), experts[0].shape)
-        model.layers.0.mlp.experts.gate_up_proj 4 (128, 64)
-        model.layers.0.mlp.experts.down_proj 4 (64, 64)
-        model.layers.1.mlp.experts.gate_up_proj 4 (128, 64)
-        model.layers.1.mlp.experts.down_proj 4 (64, 64)
-    """
-    reader = open_checkpoint(directory)
-    for name, layer in reader.layers.items():
-        if layer.is_stacked:
-            parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])
-            packed, scale = parts[PACKED], parts[SCALE]
-            assert packed is not None and scale is not None, "open_checkpoint requires both"
-            states = [
-                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
-                for codes, bits in zip(packed, scale, strict=True)
-            ]
-            yield name, tuple(states)

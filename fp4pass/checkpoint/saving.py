@@ -27,7 +27,7 @@ from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.state import get_state, has_adapters, unwrap
 from .copied_files import Beside, read_carried
-from .finished import ConvertedState, LayerFile, files_to_take
+from .finished import ConvertedState
 from .layouts import (
     BUFFERS,
     CompressedTensors,
@@ -47,6 +47,7 @@ from .model_layers import (
     ignored_names,
     is_transformers,
     require_equal_parts,
+    require_made_by_config,
     require_no_others,
     require_static_scales,
     split_layers,
@@ -54,7 +55,6 @@ from .model_layers import (
 from .publish import check_card, require_repository, upload, write_card
 from .readers import Facts, Readers, judge
 from .savers import asked_for, part_error
-from .skeleton import require_made_by_config
 from .source_files import MANIFEST, require_writable
 from .writer import CheckpointWriter, bytes_of
 
@@ -63,35 +63,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavePlan:
-    """All that is decided of a folder before its first byte.
-
-    Attributes:
-        layout: of its tensors.
-        layers: the packed layers, by their names in the folder.
-        files: those that the model maps, to be taken as they are.
-        tensors: what gives each other tensor, by its name in the model.
-        size: the bytes of these.
-        names: of dense tensors in the folder, of those that have another one there.
-        packed: the layer, the buffer and the record of each packed tensor.
-        pieces: the layers in the folder of each layer of the model.
-        ignored: names and patterns of what stays dense.
-        declared: the quantization_config, {} for a model that is not of transformers.
-        facts: what fp4pass.json says of the model.
-        readers: the programs that read it.
-        warnings: what a caller should know.
-    """
+    """All that is decided of a folder before its first byte; names are those on disk."""
 
     layout: Layout
     layers: Mapping[str, PackedLayer]
-    files: Sequence[LayerFile]
-    tensors: Mapping[str, Callable[[], Tensor]]
-    size: int
-    names: Mapping[str, str]
-    packed: Mapping[str, tuple[str, str, PackedLayer]]
-    pieces: Mapping[str, Sequence[Piece]]
-    ignored: Sequence[str]
-    declared: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    tensors: Mapping[str, Callable[[], Tensor]]  # what gives each, by its name in the model
+    size: int  # the bytes of these
+    names: Mapping[str, str]  # of dense tensors that have another one in the model
+    packed: Mapping[str, tuple[str, str, PackedLayer]]  # the layer and buffer of a tensor
+    pieces: Mapping[str, Sequence[Piece]]  # in the folder, of each layer of the model
+    ignored: Sequence[str]  # names and patterns of what stays dense
+    declared: Mapping[str, Any]  # the quantization_config, {} if the model is of no library
+    facts: Mapping[str, Any]  # for fp4pass.json
     readers: Readers
     warnings: Sequence[str]
 
@@ -176,7 +159,7 @@ def save(
     with shown("save", progress), group.first_alone() as is_first:
         if not is_first:
             return
-        plan = _plan(root, state, tensors, chosen, limit)
+        plan = _plan(root, state, tensors, chosen)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
         with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
@@ -190,7 +173,7 @@ def save(
 
 
 def _plan(
-    root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: Layout, limit: int
+    root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: Layout
 ) -> SavePlan:
     """Decide what a folder holds. Raises CheckpointError for what no folder can hold."""
     layers = describe_layers(root, state)
@@ -225,8 +208,6 @@ def _plan(
     apart = {name: module for name, module in named.items() if name not in split}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
     names = NamesOnDisk.of(root, dense, apart, whole)
-    files = files_to_take(modules, state.files, layout, packed, {*split, *names.layers}, limit)
-    taken = {name for file in files for name in file.tensors}
     pieces = {name: [Piece(names.layers.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
     written = {names.layers.get(name, name): layer for name, layer in written.items()}
@@ -258,9 +239,8 @@ def _plan(
     return SavePlan(
         layout=layout,
         layers=written,
-        files=files,
-        tensors={name: read for name, read in tensors.items() if name not in taken},
-        size=sum(found[name].nbytes for name in tensors if name not in taken),
+        tensors=tensors,
+        size=sum(found[name].nbytes for name in tensors),
         names=names.tensors,
         packed=packed,
         pieces=pieces,
@@ -306,8 +286,6 @@ def _write(
     if is_transformers(root):
         _write_configs(root, plan, writer)
     beside.write_tokenizer(root, folder)
-    for file in plan.files:
-        writer.add_file(file)
     current().expect(plan.size, "bytes")
     for name, read in plan.tensors.items():
         tensor = _on_cpu(read())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
 from ..errors import CheckpointError, OptionError, expected
-from .finished import LayerFile
 from .layouts import Layout, PackedLayer, matches
 from .source_files import write_json, write_manifest
 
@@ -57,23 +55,9 @@ class ShardWriter:
         self.size += tensor.nbytes
         self.total += tensor.nbytes
 
-    def add_file(self, file: LayerFile) -> None:
-        """Take a whole file in place of its tensors: the same on the disk, or else a copy."""
-        part = self._new_part()
-        try:
-            part.hardlink_to(file.path)
-        except OSError:
-            # The file system has no links, or is another one.
-            shutil.copyfile(file.path, part)
-        self.parts.append((part, [*file.tensors]))
-        self.total += sum(tensor.nbytes for tensor in file.tensors.values())
-
-    def _new_part(self) -> Path:
-        return self.folder / f"part-{len(self.parts)}"
-
     def _flush(self) -> None:
         """Write what is held to a file, under a temporary name."""
-        path = self._new_part()
+        path = self.folder / f"part-{len(self.parts)}"
         # safetensors makes files that only their owner can read.
         path.touch()
         mode = path.stat().st_mode
@@ -146,11 +130,6 @@ class CheckpointWriter(ShardWriter):
             self.sums[own] = fingerprint(each)
             current().step(each.nbytes)
             super().add(own, each)
-
-    def add_file(self, file: LayerFile) -> None:
-        """Take a file that holds tensors as the layout has them."""
-        self.sums |= file.sums
-        super().add_file(file)
 
     def close(self, facts: Mapping[str, Any] | None = None) -> None:
         """Write the rest, and fp4pass.json with what `facts` says of the model."""

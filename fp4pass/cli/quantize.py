@@ -150,7 +150,7 @@ def quantize(
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
     by_layers = "--stream" if stream else "--sequential" if sequential else ""
-    limit = _read_budget(budget, schemes, config_options, by_layers, group.size)
+    limit = _read_budget(budget, schemes, config_options, recipe.quality, by_layers, group.size)
     names = SCHEMES if schemes is None else tuple(filter(None, schemes.split(",")))
     if limit is None:
         tried = [recipe]
@@ -251,6 +251,7 @@ def _read_budget(
     budget: str | None,
     schemes: str | None,
     options: Mapping[str, Any],
+    quality: str | None,
     by_layers: str,
     processes: int,
 ) -> dict[str, float] | None:
@@ -264,6 +265,8 @@ def _read_budget(
             raise OptionError(
                 f"--budget decides {given.flag(name)}. Leave it out, and give --schemes."
             )
+    if quality is not None:
+        raise OptionError("--budget does not go with a quality. Give --method instead.")
     if by_layers:
         raise OptionError(f"--budget does not go with {by_layers}, which runs parts of models.")
     if processes > 1:
@@ -281,8 +284,7 @@ def _with_method(recipe: Recipe, path: Path | None, options: Mapping[str, Any]) 
     """Return a recipe with the method of `allocate`, unless something says another one."""
     data = {} if path is None else parse_file(path)
     data = data.get("recipe", data) if isinstance(data, Mapping) else {}
-    says = "method" in options or "method" in data or recipe.quality is not None
-    return recipe if says else recipe.override({"method": "sse"})
+    return recipe if "method" in options or "method" in data else recipe.override({"method": "sse"})
 
 
 def _allocate(
@@ -300,7 +302,7 @@ def _allocate(
         data = None
         if not is_usual:
             data = calibration.batches(None, processor, model=model, batch_size=1, **numbers)
-    decided = ("fmt", "weight_only", "block", "kv_cache")
+    decided = ("fmt", "weight_only", "block", "quality", "kv_cache")
     rest: Any = {name: each for name, each in recipe.arguments().items() if name not in decided}
     rest |= {"schemes": schemes, **limit}
     return allocate(model, data=data, tokenizer=processor, **rest)

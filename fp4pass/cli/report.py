@@ -30,7 +30,7 @@ def report(
     ],
     reference: Annotated[
         str | None,
-        Option(help="The original, to compare scales, sizes and outputs with.", metavar="MODEL"),
+        Option(help="The original, to compare weights, sizes and outputs with.", metavar="MODEL"),
     ] = None,
     data: given.Measured = None,
     samples: given.MeasuredSamples = None,

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from .._compat.accelerate import offloaded_tensors
-from ..checkpoint.finish import finish
+from ..checkpoint.copied_files import beyond_model
 from ..checkpoint.finished import FinishedLayers, FinishedSearches
-from ..checkpoint.model_layers import split_note
+from ..checkpoint.model_layers import finish, split_note
 from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..distributed import ranks
@@ -44,7 +44,7 @@ from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.recipe import recipe_of
 from ..record.config import Rule, check_rules
 from ..record.rows import Row, say_once, tensor_core_note
-from ..record.state import config_of, smoothing_of
+from ..record.state import config_of, forget_state, smoothing_of
 from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack, find_stacks, outside
@@ -168,8 +168,10 @@ class Conversion:
         recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
         recipe |= smoothing_of(self.root)
         recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
-        files = () if self.store is None else tuple(self.store.files)
-        finish(self.root, recipe, [self.rows[entry.name] for entry in self.plan.entries], files)
+        carried, beyond = beyond_model(self.root)
+        forget_state(self.root)
+        rows = [*(self.rows[entry.name] for entry in self.plan.entries), *beyond]
+        finish(self.root, recipe, rows, carried)
 
     def _run_layer(self, work: Work, place: torch.device) -> None:
         """Calibrate, quantize and store a layer, or take it from the store."""

@@ -18,8 +18,8 @@ from torch import nn
 from .._compat.diffusers import register_quantizer
 from .._compat.peft_hooks import around_adapters
 from .._compat.transformers_loading import choose_config, loads_model
-from ..checkpoint.finish import IN_CONFIG
 from ..checkpoint.layouts import CompressedTensors
+from ..checkpoint.model_layers import IN_CONFIG
 from ..nn.experts import QUANTIZED
 from ..quantization.adapters import around_packed, refuse_merge
 
@@ -75,7 +75,7 @@ def _choose(declared: Mapping[str, Any], given: Any) -> Any:
             return None
     elif given is None and declared.get("quant_method") == "quark":
         # Quark has formats of its own library.
-        from ..checkpoint.layouts.mxfp4 import is_read
+        from ..checkpoint.layouts.vendors import is_read
 
         if not is_read(declared):
             return None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import mark_loaded
-from ..checkpoint.finish import finish
+from ..checkpoint.copied_files import beyond_model
+from ..checkpoint.model_layers import finish
 from ..errors import NonFiniteError
 from ..nn.experts import current_weight, set_weight, weight_name
 from ..quantization.checks import require_layers
@@ -111,4 +112,5 @@ class PackedAsRead:
         self._convert(self.remaining())
         rows = [self.rows.get(entry.name) or planned_row(entry) for entry in self.plan.entries]
         options = plain(self._recipe.config.options())
-        finish(model, {**options, "rules": plain(self._recipe.rules)}, rows)
+        carried, beyond = beyond_model(model)
+        finish(model, {**options, "rules": plain(self._recipe.rules)}, [*rows, *beyond], carried)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .._compat import require
 from .._version import __version__
-from ..checkpoint.finish import finish
 from ..checkpoint.layouts import PackedLayer, join
 from ..checkpoint.loading import empty_buffers, share_input_scales
+from ..checkpoint.model_layers import finish
 from ..checkpoint.reader import packed_problem
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, Fp4PassError, OptionError, some

@@ -6,7 +6,7 @@ the loss, and `freeze` makes the student a converted model again. `merge` takes 
 packed weights. `allocate` chooses a scheme for each layer under a budget.
 """
 
-from .allocate import SCHEMES, Allocation, Candidate, Cost, GroupScheme, Point, allocate
+from .allocate import SCHEMES, Allocation, Candidate, Cost, GroupScheme, allocate
 from .distill import Distillation, Evaluated, distill
 from .divergence import kl_loss
 from .latent import freeze, trainable
@@ -21,7 +21,6 @@ __all__ = [
     "Evaluated",
     "GroupScheme",
     "Merged",
-    "Point",
     "allocate",
     "distill",
     "freeze",

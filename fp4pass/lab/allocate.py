@@ -25,7 +25,6 @@ from ..errors import (
     CalibrationError,
     OptionError,
     StateError,
-    TraceError,
     expected,
     require_number,
     some,
@@ -44,19 +43,15 @@ from ..quantization import (
     plan_layers,
     require_float,
     require_layers,
-    require_undecided,
-    with_quality,
 )
 from ..record import (
     LinearConfig,
     LinearOptions,
-    QualityName,
     Rule,
     Rules,
     Scheme,
     check_options,
     check_rules,
-    get_quality,
     scheme_fields,
     unwrap,
 )
@@ -113,7 +108,6 @@ class GroupScheme:
         weights: how many they have.
         scheme: the chosen one; "float" for layers that stay as they are.
         costs: bytes and KL by scheme, as measured with this group alone.
-        is_fixed: whether a rule decided.
 
     Example:
         >>> costs = {"nvfp4a16": fp4pass.lab.Cost(bytes=576, kl=0.01)}
@@ -125,7 +119,6 @@ class GroupScheme:
     weights: int
     scheme: str
     costs: Mapping[str, Cost] = field(hash=False)
-    is_fixed: bool = False
 
     @property
     def bits(self) -> float:
@@ -164,25 +157,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The best choice under a budget, by prediction.
-
-    Attributes:
-        bits: of a weight.
-        bytes: of all weights.
-        predicted: the sum of the KL of the groups.
-
-    Example:
-        >>> fp4pass.lab.Point(bits=4.5, bytes=576, predicted=0.01).bits
-        4.5
-    """
-
-    bits: float
-    bytes: int
-    predicted: float
-
-
-@dataclass(frozen=True)
 class Allocation:
     """The scheme of each layer under a budget; print it for a table.
 
@@ -194,7 +168,7 @@ class Allocation:
         uniform: the best uniform model of at most the same bytes, None if there is none; a uniform
             one has one scheme, or a larger one for the first layers.
         measured: all models that were measured, `chosen` and `uniform` among them.
-        curve: predicted KL by bytes, from the smallest model to the largest.
+        curve: bits, bytes and predicted KL of the best choices by prediction, the smallest first.
         text: tokens of the parts of the data.
         is_uniform: whether a uniform model was no worse, and is chosen.
 
@@ -210,7 +184,7 @@ class Allocation:
     chosen: Candidate
     uniform: Candidate | None
     measured: tuple[Candidate, ...]
-    curve: tuple[Point, ...]
+    curve: tuple[Mapping[str, float], ...] = field(hash=False)
     text: Mapping[str, int] = field(hash=False)
     is_uniform: bool = False
 
@@ -259,9 +233,8 @@ class Allocation:
             first, *others = group.layers
             name = ", ".join([first, *(each.rpartition(".")[2] for each in others)])
             name = f"{first} and {len(others)} more" if len(others) > 3 else name
-            scheme = group.scheme + (" (by a rule)" if group.is_fixed else "")
             kl = f"{group.costs[group.scheme].kl:.6f}"
-            groups.append((name, scheme, f"{group.bits:.2f}", kl))
+            groups.append((name, group.scheme, f"{group.bits:.2f}", kl))
         return "\n".join([f"{text}.", "", *_table(models), "", *_table(groups)])
 
 
@@ -284,7 +257,6 @@ def allocate(
     data: Any = None,
     tokenizer: Any = None,
     method: MethodChoice | None = None,
-    quality: QualityName | None = None,
     rules: Rules = (),
     windows: int = 8,
     held_out: int = 16,
@@ -311,9 +283,7 @@ def allocate(
         data: text, as for `calibrate`; by default the model writes its own.
         tokenizer: of the texts in `data`, or of those that the model writes.
         method: as for `convert`; default "sse", which is quick.
-        quality: as for `convert`, in place of `method`.
-        rules: as for `convert`. Those with `fmt` decide about their layers, which count with the
-            bytes that they have then.
+        rules: as for `convert`, without `fmt`.
         windows: on which groups are measured.
         held_out: windows of the rest of the text, on which whole models are measured.
         seq_len: tokens of a window, at most the context of the model.
@@ -345,7 +315,7 @@ def allocate(
         )
     ((name, value),) = budget.items()
     require_number(name, "a positive number", value, float, ABOVE_0)
-    given: dict[str, Any] = {"method": method, "quality": quality, "rules": rules, **options}
+    given: dict[str, Any] = {"method": method, "rules": rules, **options}
     text = {"data": data, "tokenizer": tokenizer, "seq_len": seq_len}
     measuring = measured(model, schemes, windows, held_out, text, given, bits)
     with shown("allocate", progress), measuring as trials:
@@ -384,36 +354,26 @@ def measured(
         require_number(name, "at least 1", value, least=1)
     names, keeps_float = _scheme_names(schemes)
     options = {name: value for name, value in given.items() if value is not None}
-    quality, rules = options.pop("quality", None), check_rules(options.pop("rules", ()))
+    rules = check_rules(options.pop("rules", ()))
     if beside := [name for name in ("fmt", "weight_only", "block") if name in options]:
         raise OptionError(f"schemes decides {beside[0]}. Leave {beside[0]} out.")
-    if quality is None:
-        options.setdefault("method", Sse())
-    else:
-        require_undecided(quality, options)
+    if deciding := [glob for glob, each in rules if "fmt" in (each or {})]:
+        raise OptionError(
+            f"schemes decides the scheme of every layer, and a rule that of {deciding[0]!r}. Leave "
+            "fmt out of it, or skip these layers with None."
+        )
+    options.setdefault("method", Sse())
     configs = {name: LinearConfig(name, **options) for name in names}
-    # Rules that name a format also say whether inputs are quantized.
-    inputs = {"weight_only": configs[names[0]].weight_only}
-    rules = tuple(
-        (glob, {**inputs, **each} if each is not None and "fmt" in each else each)
-        for glob, each in rules
-    )
     plans = {name: plan_layers(root, config, rules) for name, config in configs.items()}
     for plan in plans.values():
         require_layers(plan)
     least = min(map(_bits_of, plans.values()))
     if bits is not None and bits < least:
         raise _too_few(bits, least)
-    used = [each if quality is None else with_quality(each, quality) for each in configs.values()]
-    more = _MORE if any(map(_needs_text, used)) else 0
+    more = _MORE if any(map(_needs_text, configs.values())) else 0
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         parts = _parts(root, windows, held_out, more, text)
-        if quality is not None:
-            smoothing = get_quality(quality).smoothing
-            if smoothing and not all(each.weight_only for each in configs.values()):
-                root = _smoothed(root, smoothing, parts["calibration"])
-                plans = {name: plan_layers(root, each, rules) for name, each in configs.items()}
-        source = _Model(root, plans, rules, options, quality, folder, parts["calibration"])
+        source = _Model(root, plans, rules, options, folder, parts["calibration"])
         with _finely(root):
             reference = Reference(root, parts["measured"])
             groups = source.groups(_inputs(root, source.callers, parts["measured"]))
@@ -429,7 +389,7 @@ def measured(
             )
         costs = _measure(source, groups, reference, names)
         for cost, group in zip(costs, groups, strict=True):
-            if (keeps_float and not group.is_fixed) or not cost:
+            if keeps_float or not cost:
                 cost[FLOAT] = Cost(group.dense_bytes, 0.0)
         with fast_dtype(root):
             reference = Reference(root, parts["held_out"])
@@ -456,20 +416,6 @@ def _parts(
         "held_out": together(root, [found[i] for i in apart]),
         "calibration": together(root, rest),
     }
-
-
-def _smoothed(root: nn.Module, strength: float, batches: Sequence[Any]) -> nn.Module:
-    """Return a copy of a model that is smoothed, as its quality has it, or the model itself."""
-    from ..calibration import smooth
-
-    with torch.inference_mode(False):
-        found = copy.deepcopy(root)
-        try:
-            smooth(found, strength, data=batches)
-        except (StateError, TraceError) as error:
-            _log.info("inputs are not smoothed, which needs a graph: %s", error)
-            return root
-    return found
 
 
 def _scheme_names(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
@@ -512,15 +458,12 @@ class _Group:
     Attributes:
         names: of the layers.
         owners: of one layer for each weight.
-        schemes: those that all of them can have; one for a group whose scheme a rule decides.
-        is_fixed: whether a rule decides.
+        schemes: those that all of them can have.
         callers: the modules that read the weights when they are called.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerPlan], schemes: tuple[str, ...], is_fixed: bool
-    ) -> None:
-        self.schemes, self.is_fixed = schemes, is_fixed
+    def __init__(self, layers: Sequence[LayerPlan], schemes: tuple[str, ...]) -> None:
+        self.schemes = schemes
         self.names = tuple(layer.name for layer in layers)
         each = {layer.weight_key: layer for layer in reversed(layers)}.values()
         self.owners = [layer.name for layer in each]
@@ -536,8 +479,7 @@ class _Model:
         root: the model.
         plans: by the name of the scheme.
         rules: of the user.
-        options: fields of `LinearConfig` beside the scheme, those of a quality left out.
-        quality: as `convert` takes it.
+        options: fields of `LinearConfig` beside the scheme.
         searches: a folder for finished searches.
         data: batches to calibrate on.
     """
@@ -548,12 +490,11 @@ class _Model:
         plans: Mapping[str, Plan],
         rules: tuple[Rule, ...],
         options: Mapping[str, Any],
-        quality: str | None,
         searches: str,
         data: Sequence[Any],
     ) -> None:
         self.root, self.plans, self.rules = root, plans, rules
-        self.options, self.quality, self.searches, self.data = options, quality, searches, data
+        self.options, self.searches, self.data = options, searches, data
         entries = next(iter(plans.values())).entries
         found = {each.name: each for plan in plans.values() for each in plan.layers}
         self.names = [each.name for each in entries]
@@ -572,27 +513,26 @@ class _Model:
         """
 
         def keys(layer: LayerPlan) -> set[object]:
-            # One input of two schemes by rule is no reason to join them.
-            own, pattern = self._decided(layer.name), self.pattern(layer.name)
+            pattern = self.pattern(layer.name)
             parent = pattern.rpartition(".")[0]
             found: set[object] = {("weight", layer.weight_key)}
             if layer.stage:
-                return found | {("stage", own, parent, layer.stage)}
+                return found | {("stage", parent, layer.stage)}
             if "*" in pattern:
-                found.add(("experts", own, pattern))
-            return found | {(own, parent, each) for each in inputs.get(layer.module, ())}
+                found.add(("experts", pattern))
+            return found | {(parent, each) for each in inputs.get(layer.module, ())}
 
         found = []
         for members in joined(self.planned, keys):
             if not any(caller_of(each.module) in inputs for each in members):
                 continue
-            decided, names = self._decided(members[0].name), {each.name for each in members}
+            names = {each.name for each in members}
             fitting = tuple(
                 scheme
                 for scheme, plan in self.plans.items()
                 if names <= {layer.name for layer in plan.layers}
             )
-            found.append(_Group(members, (decided,) if decided else fitting, bool(decided)))
+            found.append(_Group(members, fitting))
         return found
 
     def unreached(self, groups: Sequence[_Group]) -> list[str]:
@@ -602,17 +542,7 @@ class _Model:
 
     def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
         """Return the recipe of a model with a scheme for each layer, `main` for all others."""
-        config = LinearConfig(main, **self.options)
-
-        def completed(rule: Rule) -> Rule:
-            """Rules for the other kind of inputs get the method that the quality has for it."""
-            kind = None if rule[1] is None else rule[1].get("weight_only")
-            if self.quality is None or kind in (None, config.weight_only):
-                return rule
-            return rule[0], {**get_quality(self.quality).options_for(kind), **(rule[1] or {})}
-
-        rules = tuple(map(completed, self.rules_for(chosen)))
-        return Recipe(config, rules, quality=self.quality)
+        return Recipe(LinearConfig(main, **self.options), tuple(self.rules_for(chosen)))
 
     def convert(self, recipe: Recipe) -> nn.Module:
         """Return a converted copy of the model."""
@@ -626,10 +556,9 @@ class _Model:
         """Return rules that give layers a scheme, FLOAT for none, and then all other rules."""
         by_rule: dict[tuple[int, str], list[str]] = {}
         for name, scheme in chosen.items():
-            if scheme == FLOAT or not self._decided(name):
-                rule = matching_rule(name, self.rules)
-                index = -1 if rule is None else self.rules.index(rule)
-                by_rule.setdefault((index, scheme), []).append(name)
+            rule = matching_rule(name, self.rules)
+            index = -1 if rule is None else self.rules.index(rule)
+            by_rule.setdefault((index, scheme), []).append(name)
         # Of experts one pattern is for all that have one scheme.
         others = {self.pattern(name) for name in set(self.names) - {*chosen}}
         kinds: dict[str, set[object]] = {}
@@ -657,14 +586,6 @@ class _Model:
     def _short(self, name: str, shared: Collection[str]) -> str:
         pattern = self.pattern(name)
         return pattern if pattern in shared else name
-
-    def _decided(self, name: str) -> str:
-        """Return the scheme that a rule of the user gives a layer, "" for none."""
-        rule = matching_rule(name, self.rules)
-        if rule is None or rule[1] is None or "fmt" not in rule[1]:
-            return ""
-        plan = next(iter(self.plans.values()))
-        return next((each.config.scheme for each in plan.layers if each.name == name), "")
 
 
 def _inputs(
@@ -716,7 +637,7 @@ def _measure(
     """Return the costs of each group in its schemes; one whose KL is not finite is left out."""
     found: list[dict[str, Cost]] = [{} for _ in groups]
     current().expect(sum(len(group.schemes) for group in groups), "groups")
-    for scheme in dict.fromkeys([*schemes, *(x.schemes[0] for x in groups if x.is_fixed)]):
+    for scheme in schemes:
         left = [i for i, group in enumerate(groups) if scheme in group.schemes]
         while left:
             # No two that have weights in one module of experts.
@@ -727,8 +648,7 @@ def _measure(
             left = [i for i in left if i not in part]
             chosen = {name: FLOAT for group in groups for name in group.names}
             chosen |= {name: scheme for i in part for name in groups[i].names}
-            main = scheme if scheme in schemes else schemes[0]
-            converted = model.convert(model.recipe(main, chosen))
+            converted = model.convert(model.recipe(scheme, chosen))
             with _finely(model.root, converted):
                 for i in part:
                     with _swapped(model.root, groups[i].callers, converted):
@@ -824,7 +744,7 @@ class Trials:
             budget=dict(budget),
             recipe=self.recipe(chosen.schemes),
             groups=tuple(
-                GroupScheme(group.names, group.weights, scheme, dict(costs), group.is_fixed)
+                GroupScheme(group.names, group.weights, scheme, dict(costs))
                 for group, scheme, costs in zip(
                     self.groups, chosen.schemes, self.costs, strict=True
                 )
@@ -833,7 +753,11 @@ class Trials:
             uniform=uniform,
             measured=tuple(self.found.values()),
             curve=tuple(
-                Point(8 * each.bytes / self.weights, each.bytes, each.kl)
+                {
+                    "bits": 8 * each.bytes / self.weights,
+                    "bytes": each.bytes,
+                    "predicted": each.kl,
+                }
                 for each in sorted(points, key=lambda each: each.bytes)
             ),
             text=self.text,
@@ -845,7 +769,7 @@ class Trials:
         sizes = dict.fromkeys(self.model.plans, 0)
         chosen = dict.fromkeys(self.model.unreached(self.groups), FLOAT)
         for group, scheme in zip(self.groups, schemes, strict=True):
-            if scheme in sizes:
+            if scheme != FLOAT:
                 sizes[scheme] += group.weights
             chosen |= dict.fromkeys(group.names, scheme)
         return self.model.recipe(max(sizes, key=lambda each: sizes[each]), chosen)

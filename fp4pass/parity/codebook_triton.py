@@ -2,8 +2,8 @@
 
 A lane takes eight elements, whose codes are one word. Codes are the reference's to the bit, because
 bounds are compared with the same float32 quotients. Equidistant values are counted by rounding. For
-16 other values [-1, 1] is cut into cells: a quotient is compared with the one bound of its cell,
-looked up, and with the few bounds that share a cell. Larger tables are searched by bisection.
+other values [-1, 1] is cut into cells: a quotient is compared with the one bound of its cell,
+looked up, and with the few bounds that share a cell.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, div
         *(codes.view(torch.int32 if codebook.bits == 4 else torch.int64), absmax, len(absmax)),
         DTYPE=DTYPES.get(x.dtype, tl.float32),
         CODEBOOK=codebook,
-        OTHERS=() if codebook.bits > 4 else cells_of(codebook)[2],
+        OTHERS=() if codebook.steps else cells_of(codebook)[2],
         DIVIDE=divide,
         BLOCKS=together,
         LANES=lanes,
@@ -127,12 +127,9 @@ def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tu
 
 @lru_cache(maxsize=64)
 def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
-    """Return what quotients are compared with."""
-    # For cells int64 [32], a bound's float32 bits and above them how many precede it; for a table
-    # that is searched float32 [256], all bounds and infinity.
-    if codebook.bits > 4:
-        rest = (1 << codebook.bits) - len(codebook.bounds)
-        return torch.tensor((*codebook.bounds, *[math.inf] * rest), device=device)
+    """Return cells int64 [32]: a bound's float32 bits, and above them how many precede it."""
+    if codebook.steps is not None:
+        return torch.empty(0, dtype=torch.int64, device=device)
     first, before, _ = cells_of(codebook)
     bits = torch.tensor(first, dtype=torch.float32).view(torch.int32).long() & 0xFFFFFFFF
     return (bits | torch.tensor(before) << 32).to(device)
@@ -140,9 +137,8 @@ def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _order(codebook: Codebook, device: torch.device) -> Tensor:
-    """Return the code of each rank, int32 [2 ** bits]; 0 for ranks that are never found."""
-    rest = (1 << codebook.bits) - len(codebook.order)
-    return torch.tensor((*codebook.order, *[0] * rest), dtype=torch.int32, device=device)
+    """Return the code of each rank, int32 [2 ** bits]."""
+    return torch.tensor(codebook.order, dtype=torch.int32, device=device)
 
 
 @triton.constexpr_function
@@ -209,18 +205,6 @@ def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constex
         integer = quotient * CODEBOOK.steps + (power(23) + power(22))
         code = bits_of(integer) & ((1 << CODEBOOK.bits) - 1)
     else:
-        rank = rank_of(quotient, bounds, CODEBOOK, OTHERS)
-        if is_ordered(CODEBOOK):
-            code = rank
-        else:
-            code = tl.load(order + rank)
-    return code
-
-
-@triton.jit
-def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
-    """Return how many bounds float32 quotients are above, int32."""
-    if CODEBOOK.bits == 4:
         # The sum is the nearest integer, in its lowest bits.
         place = tl.fma(quotient, _SLOPE, power(23) + power(22) + _CELLS // 2)
         # Also a NaN is in some cell.
@@ -228,13 +212,11 @@ def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
         rank = (cell >> 32).to(tl.int32) + is_above(quotient, float_of(cell.to(tl.int32)))
         for i in tl.static_range(len(OTHERS)):
             rank += is_above(quotient, OTHERS[i])
-    else:
-        rank = tl.zeros_like(bits_of(quotient))
-        BITS: tl.constexpr = CODEBOOK.bits
-        for i in tl.static_range(BITS):
-            step = 1 << (BITS - 1 - i)
-            rank += tl.where(quotient > tl.load(bounds + rank + (step - 1)), step, 0)
-    return rank
+        if is_ordered(CODEBOOK):
+            code = rank
+        else:
+            code = tl.load(order + rank)
+    return code
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.elements import Record
-from ..core.formats import FORMATS, FP8_E4M3
+from ..core.formats import FORMATS
 from ..core.quant_state import OTHER_RECORDS, OtherRecord
 from ..errors import OptionError, ShapeError, unknown_name
 from ..kernels.common.rounding import in_chunks
@@ -51,7 +51,7 @@ class Codebook(Record):
 
     name: str  # under which it is registered
     bits: int  # of a code: 4, with the first of two codes in the high half of a byte, or 8
-    values: tuple[float, ...]  # 2 ** bits, in the order of the codes; NaN for codes never written
+    values: tuple[float, ...]  # 2 ** bits, in the order of the codes
     block: int = 64  # elements that share an absmax, one of BLOCK_SIZES
 
     __hash__ = Record.__hash__
@@ -85,8 +85,7 @@ class Codebook(Record):
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The codes by ascending value; of equal values the smaller code first."""
-        used = (code for code, value in enumerate(self.values) if not math.isnan(value))
-        return tuple(sorted(used, key=self.values.__getitem__))
+        return tuple(sorted(range(len(self.values)), key=self.values.__getitem__))
 
     @cached_property
     def bounds(self) -> tuple[float, ...]:
@@ -107,37 +106,14 @@ def _float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def _normal(bits: int) -> tuple[float, ...]:
-    """Return quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023)."""
-    # Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
-    # probability up to 1 - delta, where delta is the mean of half a step of each side.
-    half = 1 << (bits - 1)
-    top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
-
-    def quantiles(count: int) -> Tensor:
-        steps = torch.arange(count, dtype=torch.float64)
-        found = torch.special.ndtri(top - (top - 0.5) * steps / count)
-        return (found / found[0]).float()
-
-    zero = torch.zeros(1)
-    return tuple(torch.cat((-quantiles(half - 1), zero, quantiles(half).flip(0))).tolist())
-
-
 def _linear(bits: int) -> tuple[float, ...]:
     """Return the values k / (2^(bits - 1) - 1) of all signed k, in two's complement."""
     half = 1 << (bits - 1)
     return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
 
 
-def _fp8() -> tuple[float, ...]:
-    """Return the values of E4M3 divided by 448, its largest; its -0.0 is never written."""
-    values = [_float32(value / FP8_E4M3.max) for value in FP8_E4M3.values]
-    values[1 << (FP8_E4M3.bits - 1)] = math.nan
-    return tuple(values)
-
-
-# The tables of bitsandbytes, in float32. Its nf4 is _normal(4) from other approximations of the
-# quantiles, 2e-7 away; its fp4 has two zeros and is ordered by the bits of sign and exponent.
+# The tables of bitsandbytes, in float32: nf4 has quantiles of a normal distribution, 8 positive, 7
+# negative and 0; fp4 has two zeros and is ordered by the bits of sign and exponent.
 NF4 = Codebook(
     "nf4",
     4,
@@ -157,8 +133,6 @@ CODEBOOKS: dict[str, Codebook] = {
     for codebook in (
         NF4,
         FP4,
-        Codebook("nf8", 8, _normal(8)),
-        Codebook("fp8_e4m3", 8, _fp8()),
         Codebook("int8_linear", 8, _linear(8)),
         Codebook("int4_linear", 4, _linear(4)),
     )

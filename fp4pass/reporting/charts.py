@@ -34,8 +34,6 @@ _CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 
 _LEAST_RANGE = 0.2
 # The widest map whose cells have room for their numbers.
 _NUMBERED = 40
-# Layers of one format have the same bits: their dots are spread over so many.
-_SPREAD = 0.12
 _WIDTH, _HEIGHT = 442.0, 288.0
 # Of a letter, on average, and from line to line.
 _LETTER, _LINE = 6.3, 15
@@ -119,32 +117,6 @@ def _layer_map(
     )
 
 
-def bits(data: Data) -> list[Markup]:
-    """Return a chart for each error: a dot for each layer against its bits per weight."""
-    used = sorted({group["bits"] for group in data["groups"]})
-    charts = []
-    for error in (error for error in ERRORS if data["ranges"][error]):
-        dots = []
-        for color, group in enumerate(data["groups"]):
-            mine = [each for each in data["layers"] if each["legend"] == group["legend"]]
-            for i, layer in enumerate(each for each in mine if each[error] is not None):
-                aside = ((i * 0.618034) % 1 - 0.5) * _SPREAD
-                said = f"{layer['name']}: {100 * layer[error]:.2f} %"
-                dots.append((layer["bits"] + aside, 100 * layer[error], color, said))
-
-        def draw(x: Place, y: Place, dots: Sequence[Any] = dots) -> Iterable[str]:
-            return (_marker(x(at), y(value), color, said) for at, value, color, said in dots)
-
-        groups: list[Entry] = [
-            (index, group["legend"]) for index, group in enumerate(data["groups"])
-        ]
-        ticks = {each: f"{each:g}" for each in used}
-        across = Axis(used[0] - 0.2, used[-1] + 0.2, ticks, "bits per weight")
-        upwards = _axis([dot[1] for dot in dots], f"{ERRORS[error]}, %")
-        charts.append(_chart("", across, upwards, draw, groups))
-    return charts
-
-
 def scales(data: Data) -> list[Markup]:
     """Return a histogram of the block scales of each format, on a logarithmic axis."""
     charts = []
@@ -160,20 +132,6 @@ def scales(data: Data) -> list[Markup]:
         ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
         x = Axis(at[0] - 0.6, at[-1] + 0.6, ticks, "block scale as stored")
         charts.append(_bars(f"{row['format']}, scales in {row['scale']}", x, bars, width))
-    return charts
-
-
-def offsets(data: Data) -> list[Markup]:
-    """Return a histogram for each format and method of how far scales are from naive ones."""
-    charts = []
-    for row in data["offsets"]:
-        counts = [(each["offset"], 100 * each["share"]) for each in row["counts"]]
-        low, high = min(-4, *(at for at, _ in counts), 0), max(4, *(at for at, _ in counts), 0)
-        ticks = {at: f"{at:+d}" if at else "0" for at in whole_numbers(low, high)}
-        label = "steps from the naive scale, larger scales to the right"
-        title = ", ".join(filter(None, (row["format"], row["method"])))
-        bars = [(at, share, int(at != 0), f"{at:+d}") for at, share in counts]
-        charts.append(_bars(title, Axis(low - 0.6, high + 0.6, ticks, label), bars, 0.8))
     return charts
 
 

@@ -15,7 +15,7 @@ from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import OptionError
 from ..methods import squared_errors
-from ..methods.search import scale_counts, scale_offsets
+from ..methods.search import scale_counts
 from ..record.rows import Row, tensor_core_note
 from .charts import ERRORS
 from .models import CODES, FloatModel, PackedModel, Source, open_float, open_packed
@@ -49,7 +49,7 @@ def gather(
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name, model.on_disk)
     facts = {row.name: layer_facts(row) for row in model.rows}
-    scales, offsets = _read_weights(model, original, facts, progress)
+    scales = _read_weights(model, original, facts, progress)
     layers, packed = list(facts.values()), [facts[name] for name in model.packed]
     known = {error: [x[error] for x in layers if x[error] is not None] for error in ERRORS}
     # A page may be read on another machine.
@@ -69,7 +69,6 @@ def gather(
         "maps": layer_maps(layers),
         "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
         "scales": scales,
-        "offsets": offsets,
         "evaluations": [{**row, "text": _public(row["text"])} for row in evaluations],
         "recipe": model.recipe,
         "calibration": model.calibration,
@@ -175,16 +174,14 @@ def _public(name: str) -> str:
 
 def _read_weights(
     model: PackedModel, original: FloatModel | None, facts: Mapping[str, Facts], progress: bool
-) -> tuple[list[Facts], list[Facts]]:
-    """Count block scales by format; one weight is held at a time."""
+) -> list[Facts]:
+    """Count block scales by format; weight errors that nobody reported are measured."""
     counts: dict[str, Counter[float]] = {}
-    offsets: dict[tuple[str, str], Counter[int]] = {}
     compared = 0
     for name, layer in track(model.packed.items(), "block scales", unit="layers", show=progress):
         found, sums = facts[name], [0.0, 0.0]
         # Of float32 scales hardly two are equal.
-        is_counted = not layer.fmt.has_float_scale
-        for scale in model.scales(name) if is_counted else ():
+        for scale in () if layer.fmt.has_float_scale else model.scales(name):
             counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(scale, layer.fmt))
         for state, piece in model.states(name) if original is not None else ():
             weight = None if original is None else original.weight(name, layer, piece)
@@ -192,10 +189,6 @@ def _read_weights(
                 continue
             weight = layer.config.stored(weight.to(state.qdata.device))
             compared += 1
-            if is_counted:
-                key = layer.fmt.key, found["method"]
-                offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
-            # Nobody reported it.
             if found["weight_error"] is None:
                 sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
         if found["weight_error"] is None and sums[1]:
@@ -205,10 +198,7 @@ def _read_weights(
             f"{original.name} has none of the layers of {model.name}. Give the float model that "
             "it was made of."
         )
-    return (
-        [_scales(key, found) for key, found in counts.items()],
-        [_offsets(*key, found) for key, found in offsets.items()],
-    )
+    return [_scales(key, found) for key, found in counts.items()]
 
 
 def _scales(key: str, counts: Mapping[float, int]) -> Facts:
@@ -229,20 +219,6 @@ def _scales(key: str, counts: Mapping[float, int]) -> Facts:
         "counts": [
             {"value": value, "blocks": counts[value], "share": counts[value] / blocks}
             for value in used
-        ],
-    }
-
-
-def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
-    blocks = sum(counts.values())
-    return {
-        "format": key,
-        "method": method,
-        "blocks": blocks,
-        "other": 1 - counts.get(0, 0) / blocks if blocks else 0.0,
-        "counts": [
-            {"offset": offset, "blocks": counts[offset], "share": counts[offset] / blocks}
-            for offset in sorted(counts)
         ],
     }
 
@@ -305,8 +281,8 @@ def _unknown(
         ),
         (
             original is None,
-            "Without --reference ORIGINAL, scales are not compared with naive ones, and the size "
-            "before assumes the same tensors with dense linear layers.",
+            "Without --reference ORIGINAL, the size before assumes the same tensors with dense "
+            "linear layers.",
         ),
         (not evaluations, "No text was read. --data FILE measures perplexity."),
         (

@@ -133,9 +133,7 @@ def render(data: Mapping[str, Any]) -> str:
         calibrated_on=calibrated_on,
         charts={
             "layers": charts.layers(data),
-            "bits": charts.bits(data),
             "scales": charts.scales(data),
-            "offsets": charts.offsets(data),
             "perplexity": [charts.perplexity(row) for row in data["evaluations"]],
         },
         dash=DASH,

@@ -146,14 +146,6 @@ def test_a_chat_goes_through_the_template() -> None:
     assert ids(batches([parts], reader)) == wanted
 
 
-def test_shared_chats_have_roles_of_their_own() -> None:
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    shared = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]
-    reader = tokenizer()
-    for data in ([shared], [{"conversations": shared}]):
-        assert ids(batches(data, reader)) == ids(batches([TURNS], reader))
-
-
 @pytest.mark.core
 def test_tools_and_their_calls_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}
@@ -205,7 +197,6 @@ ASKED = "user: add\n\n1 2\nassistant: 3\n"
         ({"text": "a list", "label": 1}, "a list", "a list"),
         ({"body": "a list"}, "a list", "a list"),
         ({"prompt": "add", "response": "3"}, "user: add\nassistant: 3\n", "add\n3"),
-        ({"prompt": "add", "completion": "3"}, "user: add\nassistant: 3\n", "add\n3"),
         ({"question": "add", "answer": "3", "id": "x"}, "user: add\nassistant: 3\n", "add\n3"),
         ({"instruction": "add", "input": "1 2", "output": "3"}, ASKED, "add\n\n1 2\n3"),
         ({"instruction": "add", "input": "", "output": "3"}, "user: add\nassistant: 3\n", "add\n3"),
@@ -222,13 +213,6 @@ def test_columns_of_a_row_are_found(row: dict[str, Any], chat: str, plain: str |
             batches([row], reader)
     else:
         assert written(batches([row], reader), reader) == reader.bos_token + plain
-
-
-def test_the_columns_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    rows = [{"id": str(i), "text": "ab", "prompt": "c", "response": "d"} for i in range(3)]
-    assert batches(rows, Tokens())[0].tolist() == [[0, 1, 2] * 3]
-    assert caplog.text.count("data: reads text, of id, text, prompt, response.") == 1
 
 
 @pytest.mark.core

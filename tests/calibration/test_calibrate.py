@@ -57,12 +57,6 @@ def test_padding_of_chats_enters_no_statistic(sequential: bool) -> None:
         assert mine.output_error == pytest.approx(theirs.output_error, rel=0.02)
 
 
-def test_layers_one_by_one_begin_with_one_window() -> None:
-    ids = tokens(5, 16)
-    model = calibrated(ids, sequential=True)
-    assert calibration(model) == calibration(calibrated([ids[:1], ids[1:]], sequential=True))
-
-
 def test_without_data_the_model_samples_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

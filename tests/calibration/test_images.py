@@ -31,43 +31,34 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": names[i % 2], "content": each} for i, each in enumerate(contents)]
 
 
+LLAVA = [
+    {"from": "human", "value": "what?\n<image>"},
+    {"from": "gpt", "value": "a list"},
+]
+PARTS = [
+    [{"type": "image", "image": picture()}, {"type": "text", "text": "and"}],
+    "a list",
+    [{"type": "text", "text": "this"}, {"type": "image", "image": picture(1)}],
+]
+LOOK = f"user: {IMAGE}how do I sort a list?\nassistant: with sorted(list)\n"
+BOTH = f"user: {IMAGE}and\nassistant: a list\nuser: this{IMAGE}\n"
+PLACES = turns([{"type": "image"}, {"type": "image"}], "two lists")
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("row", "text"),
     [
         ({"image": picture(), "text": "a list"}, f"user: {IMAGE}a list\n"),
         ({"image": picture(), "text": "see <image> here"}, f"see {IMAGE} here"),
+        ({"images": [picture()], "messages": TURNS[1:]}, LOOK),
         (
-            {"image": picture(), "question": "what?", "answer": "a list"},
-            f"user: {IMAGE}what?\nassistant: a list\n",
-        ),
-        (
-            {"images": [picture()], "messages": TURNS[1:]},
-            f"user: {IMAGE}how do I sort a list?\nassistant: with sorted(list)\n",
-        ),
-        (
-            {
-                "image": picture(),
-                "conversations": [
-                    {"from": "human", "value": "what?\n<image>"},
-                    {"from": "gpt", "value": "a list"},
-                ],
-            },
+            {"image": picture(), "conversations": LLAVA},
             f"user: what?{IMAGE}\nassistant: a list\n",
         ),
+        (turns(*PARTS), BOTH),
         (
-            turns(
-                [{"type": "image", "image": picture()}, {"type": "text", "text": "and"}],
-                "a list",
-                [{"type": "text", "text": "this"}, {"type": "image", "image": picture(1)}],
-            ),
-            f"user: {IMAGE}and\nassistant: a list\nuser: this{IMAGE}\n",
-        ),
-        (
-            {
-                "images": [picture(), picture(1)],
-                "messages": turns([{"type": "image"}, {"type": "image"}], "two lists"),
-            },
+            {"images": [picture(), picture(1)], "messages": PLACES},
             f"user: {IMAGE}{IMAGE}\nassistant: two lists\n",
         ),
     ],
@@ -100,14 +91,7 @@ def test_images_are_read_from_files_and_bytes(tmp_path: Path) -> None:
     path = str(tmp_path / "one.png")
     for data in (
         [{"image": {"bytes": written_to.getvalue(), "path": None}, "text": "a"}],
-        [
-            turns(
-                [
-                    {"type": "image", "path": path},
-                    {"type": "text", "text": "a"},
-                ]
-            )
-        ],
+        [turns([{"type": "image", "path": path}, {"type": "text", "text": "a"}])],
         # Beside the file that names it.
         tmp_path / "rows.jsonl",
     ):
@@ -133,12 +117,6 @@ def test_calibration_on_images_reaches_all_layers() -> None:
     report = fp4pass.report(fp4pass.convert(model, "nvfp4"))
     assert {row.name for row in report.skipped} == {"lm_head"}
     assert any("vision_tower" in row.name for row in report.converted)
-
-
-def test_an_image_processor_alone_reads_images() -> None:
-    reader = processor().image_processor
-    (batch,) = batches([{"image": picture(i), "label": i} for i in range(2)], reader)
-    assert batch.keys() == {"pixel_values"} and batch["pixel_values"].shape == (2, 3, 28, 28)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ def test_documents_are_packed_behind_bos():
     assert without.tolist() == [[1, 2, newline], [3, 4, 5], [6, 7, 8]]
 
 
-def test_doc_line_is_not_searched_inside_lines():
-    text = "a<|doc|>\n<|doc|>b"
-    assert token_windows(Tokens(), text, window=18).shape == (1, 18)
-
-
 def test_windows_are_spread_evenly_and_the_rest_is_dropped():
     ids = token_windows(None, torch.arange(43), window=4, windows=4)
     assert ids[:, 0].tolist() == [0, 8, 20, 28]
@@ -46,7 +41,6 @@ def test_text_shorter_than_a_window():
     ("text", "options", "message"),
     [
         ("abc", {"tokenizer": None}, "tokenizer: expected one"),
-        (["abc"], {}, "got a list"),
         (torch.ones(8), {"window": 4}, "got a tensor of torch.float32"),
         (torch.ones(2, 2, 2, dtype=torch.int64), {}, "got a tensor of torch.int64"),
         ("abc", {"window": 1}, "window: expected at least 2"),

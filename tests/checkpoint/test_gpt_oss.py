@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from small_models import assert_same_bits, bits, change, language_model, logits
 
 import fp4pass
-from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
+from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
@@ -31,13 +31,13 @@ def packed_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore:.*MXFP4")
 def test_the_experts_of_gpt_oss(packed_experts: Path, tmp_path: Path) -> None:
     stored = load_file(packed_experts / "model.safetensors")
-    experts = dict(read_experts(packed_experts))
-    assert len(experts) == 4
-    for name, states in experts.items():
-        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-        assert len(states) == 3 and states[0].format.key == "mxfp4"
-        assert torch.equal(torch.stack([s.qdata for s in states]), blocks.flatten(-2))
-        assert torch.equal(torch.stack([s.scale for s in states]), scales)
+    reader = open_checkpoint(packed_experts)
+    assert len(reader.layers) == 4
+    for name, layer in reader.layers.items():
+        parts = reader.parts(name)
+        assert layer.shape[0] == 3 and layer.fmt.key == "mxfp4"
+        assert torch.equal(parts["weight_packed"], stored[f"{name}_blocks"].flatten(-2))
+        assert torch.equal(parts["weight_scale"], stored[f"{name}_scales"])
     transcode(packed_experts, tmp_path / "dense", "bf16")
     dense = language_model(tmp_path / "dense")
     # On a CPU transformers dequantizes what it loads.
@@ -105,7 +105,7 @@ def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None
         shutil.copytree(packed_experts, tmp_path / "d")
         change(tmp_path / "d", name + part, edit)
         with pytest.raises(CheckpointError, match=message):
-            dict(read_experts(tmp_path / "d"))
+            fp4pass.load(tmp_path / "d")
         shutil.rmtree(tmp_path / "d")
 
 

@@ -385,6 +385,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no number": (("--budget", "bits"), "expected a number as in 5.0bits"),
     "schemes alone": (("--schemes", "nvfp4a16,bf16"), "--schemes is for --budget"),
     "a scheme": (("--budget", "5bits", "--scheme", "nvfp4"), "--budget decides --scheme"),
+    "a quality": (
+        ("--budget", "5bits", "--quality", "good"),
+        "--budget does not go with a quality",
+    ),
     "a stream": (("--budget", "5bits", "--stream"), "--budget does not go with --stream"),
 }
 

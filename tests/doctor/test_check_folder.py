@@ -79,7 +79,7 @@ def names_for(damage: str) -> list[str]:
     return [n for n in GOOD if DAMAGES[damage].kind not in ORDER or n not in RANDOM]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damage_is_found_and_named(good: Good, tmp_path: Path, damage: str) -> None:
     """In one folder of those that can have it, another one for each damage."""

@@ -130,7 +130,7 @@ def test_other_changes_are_said_and_layers_have_their_inputs_in_the_float_model(
 
 
 @pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (0, 2)])
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 2)])
 def test_modules_side_by_side_are_calibrated_as_those_outside_of_stacks(
     order: tuple[int, ...], loop: bool
 ) -> None:
@@ -149,34 +149,16 @@ def test_modules_side_by_side_are_calibrated_as_those_outside_of_stacks(
 
 def vision_language_model() -> Any:
     """A small Qwen3-VL: image features are added between its first layers."""
-    text = dict(
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_scaling={
-            "rope_type": "default",
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
-    )
-    vision = dict(
-        depth=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=2,
-        out_hidden_size=64,
-        patch_size=4,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        num_position_embeddings=16,
-        deepstack_visual_indexes=[0, 1],
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    patches = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    tower = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
     config = transformers.Qwen3VLConfig(
-        text_config=text, vision_config=vision, image_token_id=150, vision_start_token_id=152
+        text_config=dict(sizes, **heads, vocab_size=160, num_hidden_layers=3, rope_scaling=rope),
+        vision_config=dict(sizes, **patches, **tower, deepstack_visual_indexes=[0, 1]),
+        image_token_id=150,
+        vision_start_token_id=152,
     )
     torch.manual_seed(0)
     cls = transformers.Qwen3VLForConditionalGeneration
@@ -197,7 +179,6 @@ def image_batch(seed: int, height: int = 4, width: int = 4) -> dict[str, Tensor]
     }
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("images", [True, False])
 def test_a_model_that_adds_image_features_between_layers(images: bool) -> None:
     float_model = vision_language_model()

@@ -23,7 +23,7 @@ from fp4pass.nn.linear import quantize_input
 from fp4pass.record.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
-MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]
+MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "qwen3_moe"]
 CROSS = Gptq(target="cross")
 K = 64
 
@@ -96,9 +96,7 @@ def assert_same_layer(a: nn.Module, b: nn.Module, name: str, same: bool = True) 
     assert all(equal) == same
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("weight_only", [True, False])
-@pytest.mark.parametrize("method", ["naive", "hessian", "gptq"])
+@pytest.mark.parametrize(("method", "weight_only"), [("naive", False), ("gptq", True)])
 def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: bool) -> None:
     """To the bit; those behind it see quantized outputs, which changes them if inputs count."""
     whole = converted(model(), method, False, weight_only=weight_only)
@@ -154,19 +152,16 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tenso
     return found
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
-    "how",
+    ("fmt", "how"),
     [
-        {"weight_only": True},
-        {},
-        {"activation_scales": "sse"},
-        {"rotation": 32},
-        {"weight_only": True, "rotation": 32},
+        ("nvfp4", {"weight_only": True}),
+        ("nvfp4", {}),
+        ("mxfp4", {"activation_scales": "sse"}),
+        ("nvfp4", {"rotation": 32}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_the_cross_target_is_that_of_least_squares(
     targets: dict[tuple[int, ...], list[Tensor]], fmt: str, how: dict[str, Any]
 ) -> None:
@@ -230,42 +225,9 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     first = fp4pass.convert(source, method="gptq", weight_only=True)
     assert_same_bits(first, fp4pass.convert(loop, method="gptq", weight_only=True))
     calibration = get_state(first).recipe["calibration"]
-    assert (calibration["sequential"], calibration["batches"], calibration["tokens"]) == (
-        True,
-        5,
-        640,
-    )
+    assert calibration["sequential"] and (calibration["batches"], calibration["tokens"]) == (5, 640)
     assert "own_tokens" not in calibration
     assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
-
-
-@pytest.mark.core
-def test_every_layer_gets_its_own_arguments() -> None:
-    class Different(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, _ = layer(x, torch.full((1,), float(i)), factor=1.0 + i)
-            self.runs += 1
-            return x
-
-    def build() -> Model:
-        torch.manual_seed(0)
-        return Different().eval()
-
-    source = prepared(build(), "naive")
-    assert source.runs == 3
-    fp4pass.convert(source, "nvfp4", method="naive")
-    with torch.no_grad():
-        seen: list[float] = []
-        for x in batches():
-            for i, layer in enumerate(source.layers):
-                if i == 2:
-                    seen.append(float(x.abs().max()))
-                x, _ = layer(x, torch.full((1,), float(i)), factor=1.0 + i)
-    linear = source.layers[2].up
-    assert 1.0 / float(linear.input_global_scale) == linear.config.format.global_scale_for(
-        max(seen)
-    )
 
 
 def test_a_layer_that_changes_its_input_in_place() -> None:
@@ -296,30 +258,22 @@ def run_case(case: zoo.Case, module: nn.Module) -> Any:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param("gptq", marks=pytest.mark.slow, id="plain"), pytest.param(CROSS, id="cross")],
-)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers(name: str, method: Any) -> None:
+def test_models_of_transformers(name: str) -> None:
     """Grouped queries, tuples, other masks for other layers, two stacks."""
     case = CASES[name]
     for package in case.requires:
         pytest.importorskip(package)
     # Other tokens reach an expert once layers are quantized.
     rules = [("*.experts.*", {"method": "gptq"})] if name == "qwen3_moe" else []
-    source = fp4pass.prepare(case.build(), method, rules=rules, sequential=True)
-    fp4pass.convert(run_case(case, source), method=method, weight_only=True, rules=rules)
+    source = fp4pass.prepare(case.build(), CROSS, rules=rules, sequential=True)
+    fp4pass.convert(run_case(case, source), method=CROSS, weight_only=True, rules=rules)
     whole = run_case(case, fp4pass.prepare(case.build(), "gptq"))
     fp4pass.convert(whole, method="gptq", weight_only=True)
     assert linears(source).keys() == linears(whole).keys()
     reference = case.run(case.build(), 0)
     errors = [float((case.run(m, 0) - reference).norm()) for m in (source, whole)]
-    assert errors[0] < errors[1] * (1.3 if method == "gptq" else 0.9)
-    stack = {"t5": "encoder.block", "gpt2": "transformer.h", "mamba2": "backbone.layers"}
-    first = stack.get(name, "model.encoder.layers" if name == "whisper" else "model.layers") + ".0."
-    if method == "gptq":
-        assert_same_layer(source, whole, first)
+    assert errors[0] < 0.9 * errors[1]
 
 
 @pytest.mark.core
@@ -380,10 +334,6 @@ def shared() -> Model:
     return source
 
 
-def cached() -> Any:
-    return CASES["llama"].build()
-
-
 def generate(source: Any) -> None:
     source.generate(zoo._ids(0, 1, 9), max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
@@ -404,30 +354,26 @@ def convert_after_a_batch(m: nn.Module) -> nn.Module:
     return fp4pass.convert(m, "nvfp4", method="gptq")
 
 
+SEQUENTIAL: dict[str, Any] = {"sequential": True}
 ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str]] = [
     (model, fp4(CROSS, id), OptionError, r"layers\.0\.up: .*Give sequential=True, and"),
-    (
-        model,
-        fp4(CROSS, id, sequential=True),
-        OptionError,
-        r"head: .*another method: rules=\[\('head'",
-    ),
+    (model, fp4(CROSS, id, **SEQUENTIAL), OptionError, r"head: .*another method: rules=\[\('head'"),
     (
         lambda: nn.Sequential(nn.Linear(K, K), nn.ReLU()),
-        fp4("gptq", id, sequential=True),
+        fp4("gptq", id, **SEQUENTIAL),
         StateError,
         "expected a list of at least two layers .* got Sequential without one",
     ),
-    (shared, fp4("gptq", id, sequential=True), StateError, "share one weight, but are in"),
+    (shared, fp4("gptq", id, **SEQUENTIAL), StateError, "share one weight, but are in"),
     (
         lambda: fp4pass.prepare(model(), "gptq"),
-        fp4("gptq", id, sequential=True),
+        fp4("gptq", id, **SEQUENTIAL),
         StateError,
         "is prepared with sequential=False",
     ),
     (
         around,
-        fp4("gptq", convert_after_a_batch, sequential=True, rules=NO_HEAD),
+        fp4("gptq", convert_after_a_batch, rules=NO_HEAD, **SEQUENTIAL),
         CalibrationError,
         r"layers: calibration never reached these layers\. Run batches that use them",
     ),
@@ -438,8 +384,8 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         r"layers\.1\.side: other tokens reach it .*\[\('layers\.1\.side', \{'method': 'gptq'\}\)",
     ),
     (
-        cached,
-        fp4("gptq", generate, sequential=True),
+        CASES["llama"].build,
+        fp4("gptq", generate, **SEQUENTIAL),
         CalibrationError,
         r"model\.layers is called with a cache that is filled",
     ),
@@ -510,7 +456,7 @@ def test_recording_runs_no_layer_that_it_need_not(
     fp4pass.calibrate(model, [x], progress=False)
     assert [layer.calls for layer in model.layers] == counts
     assert all("forward" not in layer.__dict__ for layer in model.layers)
-    (call,) = model.__dict__["_fp4pass_state"].recording.stacks[0].calls
+    (call,) = get_state(model).recording.stacks[0].calls
     assert torch.equal(call.hidden, x)
     for (_, scale), (args, _) in zip(seen, call.arguments, strict=True):
         assert torch.equal(args[1], scale)

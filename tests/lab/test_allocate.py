@@ -66,8 +66,9 @@ def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
     assert found.kl <= found.uniform.kl
     assert found.chosen.bytes == sum(g.costs[g.scheme].bytes for g in found.groups)
     assert found.chosen.predicted == pytest.approx(sum(g.costs[g.scheme].kl for g in found.groups))
-    assert [point.bytes for point in found.curve] == sorted(p.bytes for p in found.curve)
-    assert all(a.predicted >= b.predicted for a, b in itertools.pairwise(found.curve))
+    pairs = list(itertools.pairwise(found.curve))
+    assert pairs and all(a["bytes"] < b["bytes"] for a, b in pairs)
+    assert all(a["predicted"] >= b["predicted"] for a, b in pairs)
     # The recipe makes the model that was measured.
     packed = fp4pass.convert(model, **found.recipe.arguments(), progress=False)
     rows = {row.name: row.scheme for row in fp4pass.report(packed).converted}
@@ -141,30 +142,16 @@ def test_a_kl_that_no_scheme_reaches() -> None:
 def test_rules_are_kept() -> None:
     rules = [
         ("*.0.self_attn.*", None),
-        ("*.down_proj", {"fmt": "mxfp4a16"}),
         ("*.gate_proj", {"unreached": "skip"}),
         ("*.up_proj", {"unreached": "skip"}),
     ]
     found = allocated(decoder(), bits=5.0, rules=rules)
     assert not schemes_of(found, "0.self_attn")
-    assert schemes_of(found, "down_proj") == {"mxfp4a16"}
-    assert all(g.is_fixed == ("down_proj" in g.layers[0]) for g in found.groups)
     packed = fp4pass.convert(decoder(), **found.recipe.arguments(), progress=False)
     rows = {row.name: row for row in fp4pass.report(packed).rows}
     assert rows["model.layers.0.self_attn.q_proj"].config is None
-    assert rows["model.layers.1.mlp.down_proj"].scheme == "mxfp4a16"
     gate = rows["model.layers.0.mlp.gate_proj"].config
     assert gate is None or gate.unreached == "skip"
-
-
-@pytest.mark.parametrize(
-    "quality", ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("good", "best"))]
-)
-def test_a_quality_is_that_of_the_recipe(quality: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = allocated(decoder(), bits=5.5, schemes=("nvfp4", EIGHT), quality=quality)
-    assert found.recipe.quality == quality and found.bits <= 5.5
-    packed = fp4pass.convert(decoder(), **found.recipe.arguments(), data=windows(), progress=False)
-    assert {row.scheme for row in fp4pass.report(packed).converted} <= {"nvfp4", EIGHT}
 
 
 @pytest.mark.quick(1)
@@ -268,10 +255,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
     "one": ({"bits": 5, "schemes": ("nvfp4a16",)}, OptionError, "Add 'bf16' to leave layers"),
     "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "at least one that quantizes"),
     "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt. Leave"),
-    "two methods": (
-        {"bits": 5, "method": "sse", "quality": "good"},
+    "a rule": (
+        {"bits": 5, "rules": [("*.down_proj", {"fmt": "mxfp4"})]},
         OptionError,
-        "quality decides method",
+        r"a rule that of '\*\.down_proj'. Leave fmt out",
     ),
     "little text": ({"bits": 5, "data": windows(1)}, CalibrationError, "two windows or more"),
     "beyond": (

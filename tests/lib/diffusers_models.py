@@ -16,158 +16,93 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def flux() -> Made:
-    model = diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        pooled_projection_dim=32,
-        axes_dims_rope=[8, 12, 12],
-        guidance_embeds=True,
-    )
-    return model, {
-        "hidden_states": random(1, 16, 16),
-        "encoder_hidden_states": random(1, 8, 64),
-        "pooled_projections": random(1, 32),
-        "timestep": torch.tensor([0.5]),
-        "guidance": torch.tensor([3.5]),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(8, 3),
-    }
+def of(kind: str, sizes: dict[str, Any], **call: Any) -> Callable[[], Made]:
+    """A class of diffusers with sizes, and its call; tuples of whole numbers are random tensors."""
+
+    def made() -> Made:
+        given = {key: random(*e) if isinstance(e, tuple) else e for key, e in call.items()}
+        return getattr(diffusers, kind)(**sizes), given
+
+    return made
 
 
-def qwen_image() -> Made:
-    model = diffusers.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        axes_dims_rope=(8, 12, 12),
-    )
-    return model, {
-        "hidden_states": random(1, 16, 16),
-        "encoder_hidden_states": random(1, 8, 64),
-        "encoder_hidden_states_mask": torch.ones(1, 8, dtype=torch.long),
-        "timestep": torch.tensor([0.5]),
-        "img_shapes": [[(1, 4, 4)]],
-    }
-
-
-def sd3() -> Made:
-    model = diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        caption_projection_dim=64,
-        pooled_projection_dim=32,
-        pos_embed_max_size=8,
-    )
-    return model, {
-        "hidden_states": random(1, 4, 8, 8),
-        "encoder_hidden_states": random(1, 8, 64),
-        "pooled_projections": random(1, 32),
-        "timestep": torch.tensor([500]),
-    }
-
-
-def wan() -> Made:
-    """A video; its class keeps some layers in float32."""
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,
-        text_dim=64,
-        freq_dim=32,
-        ffn_dim=128,
-        num_layers=1,
-        rope_max_seq_len=32,
-    )
-    return model, {
-        "hidden_states": random(1, 4, 2, 8, 8),
-        "encoder_hidden_states": random(1, 8, 64),
-        "timestep": torch.tensor([500]),
-    }
-
-
-def ltx() -> Made:
-    model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=16,
-        out_channels=16,
-        num_attention_heads=2,
-        attention_head_dim=32,
-        cross_attention_dim=64,
-        num_layers=1,
-        caption_channels=64,
-    )
-    return model, {
-        "hidden_states": random(1, 32, 16),
-        "encoder_hidden_states": random(1, 8, 64),
-        "encoder_attention_mask": torch.ones(1, 8, dtype=torch.long),
-        "timestep": torch.tensor([500]),
-        "num_frames": 2,
-        "height": 4,
-        "width": 4,
-    }
-
-
-def unet() -> Made:
-    """Convolutions, and linear layers between them."""
-    model = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=64,
-    )
-    return model, {
-        "sample": random(1, 4, 8, 8),
-        "encoder_hidden_states": random(1, 8, 64),
-        "timestep": torch.tensor([5]),
-    }
-
-
-def hidream() -> Made:
-    """A mixture of experts."""
-    model = diffusers.HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        caption_channels=[64, 64],
-        text_emb_dim=64,
-        axes_dims_rope=(16, 8, 8),
-        max_resolution=(8, 8),
-        llama_layers=(0, 1),
-    )
-    return model, {
-        "hidden_states": random(1, 4, 8, 8),
-        "encoder_hidden_states_t5": random(1, 8, 64),
-        "encoder_hidden_states_llama3": random(2, 1, 8, 64),
-        "pooled_embeds": random(1, 64),
-        "timesteps": torch.tensor([5]),
-    }
-
+_HEADS = dict(num_attention_heads=2, attention_head_dim=32)
+_WIDE = dict(_HEADS, joint_attention_dim=64)
+_FLUX = dict(_WIDE, patch_size=1, in_channels=16, num_layers=1, num_single_layers=1)
+_FLUX |= dict(pooled_projection_dim=32, axes_dims_rope=[8, 12, 12], guidance_embeds=True)
+_QWEN = dict(_WIDE, patch_size=2, in_channels=16, out_channels=4, num_layers=1)
+_LATENT = dict(patch_size=2, in_channels=4, out_channels=4)
+_SD3 = dict(_WIDE, **_LATENT, sample_size=8, num_layers=2, caption_projection_dim=64)
+_SD3 |= dict(pooled_projection_dim=32, pos_embed_max_size=8)
+_WAN = dict(_HEADS, in_channels=4, out_channels=4, text_dim=64, freq_dim=32, ffn_dim=128)
+_WAN |= dict(patch_size=(1, 2, 2), num_layers=1, rope_max_seq_len=32)
+_LTX = dict(_HEADS, in_channels=16, out_channels=16, cross_attention_dim=64, num_layers=1)
+_UNET = dict(sample_size=8, block_out_channels=(32, 64), layers_per_block=1)
+_UNET |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"))
+_UNET |= dict(up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=64)
+_HIDREAM = dict(_HEADS, **_LATENT, num_layers=1, num_single_layers=1, caption_channels=[64, 64])
+_HIDREAM |= dict(text_emb_dim=64, axes_dims_rope=(16, 8, 8), max_resolution=(8, 8))
+_TEXT = dict(encoder_hidden_states=(1, 8, 64))
+_HALF = dict(timestep=torch.tensor([0.5]))
+_FULL = dict(timestep=torch.tensor([500]))
+_MASK = torch.ones(1, 8, dtype=torch.long)
+_PLACES = dict(img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(8, 3))
 
 MODELS: dict[str, Callable[[], Made]] = {
-    each.__name__: each for each in (flux, qwen_image, sd3, wan, ltx, unet, hidream)
+    "flux": of(
+        "FluxTransformer2DModel",
+        _FLUX,
+        hidden_states=(1, 16, 16),
+        **_TEXT,
+        pooled_projections=(1, 32),
+        **_HALF,
+        guidance=torch.tensor([3.5]),
+        **_PLACES,
+    ),
+    "qwen_image": of(
+        "QwenImageTransformer2DModel",
+        dict(_QWEN, axes_dims_rope=(8, 12, 12)),
+        hidden_states=(1, 16, 16),
+        **_TEXT,
+        encoder_hidden_states_mask=_MASK,
+        **_HALF,
+        img_shapes=[[(1, 4, 4)]],
+    ),
+    "sd3": of(
+        "SD3Transformer2DModel",
+        _SD3,
+        hidden_states=(1, 4, 8, 8),
+        **_TEXT,
+        pooled_projections=(1, 32),
+        **_FULL,
+    ),
+    # A video; its class keeps some layers in float32.
+    "wan": of("WanTransformer3DModel", _WAN, hidden_states=(1, 4, 2, 8, 8), **_TEXT, **_FULL),
+    "ltx": of(
+        "LTXVideoTransformer3DModel",
+        dict(_LTX, caption_channels=64),
+        hidden_states=(1, 32, 16),
+        **_TEXT,
+        encoder_attention_mask=_MASK,
+        **_FULL,
+        num_frames=2,
+        height=4,
+        width=4,
+    ),
+    # Convolutions, and linear layers between them.
+    "unet": of(
+        "UNet2DConditionModel", _UNET, sample=(1, 4, 8, 8), **_TEXT, timestep=torch.tensor([5])
+    ),
+    # A mixture of experts.
+    "hidream": of(
+        "HiDreamImageTransformer2DModel",
+        dict(_HIDREAM, llama_layers=(0, 1)),
+        hidden_states=(1, 4, 8, 8),
+        encoder_hidden_states_t5=(1, 8, 64),
+        encoder_hidden_states_llama3=(2, 1, 8, 64),
+        pooled_embeds=(1, 64),
+        timesteps=torch.tensor([5]),
+    ),
 }
 
 

@@ -15,17 +15,10 @@ from torch import Tensor, nn
 def compressed_tensors(
     model: Any, folder: Path, scheme: str, ids: Tensor, rotation: int = 0
 ) -> dict[str, Tensor]:
-    """Quantize and save a transformers model with compressed-tensors alone.
+    """Quantize and save a transformers model with compressed-tensors alone, by one of its presets.
 
-    Args:
-        model: in floating point; afterwards it computes with the dequantized weights.
-        folder: the folder to write.
-        scheme: one of the presets of compressed-tensors.
-        ids: tokens to calibrate inputs on.
-        rotation: columns of inputs and weights that it rotates together; 0 for none.
-
-    Returns:
-        The weights that it dequantizes to, by the names of the layers.
+    Inputs are calibrated on `ids`. The model computes with the dequantized weights afterwards,
+    which are returned by the names of the layers.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -89,14 +82,12 @@ def apply_transforms(model: nn.Module, config: dict[str, Any]) -> None:
 def largest_inputs(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """The largest magnitude in the input of every linear."""
     found: dict[str, Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+    names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
-            def look(module: nn.Module, args: Any, name: str = name) -> None:
-                found[name] = args[0].abs().amax()
+    def look(module: nn.Module, args: Any) -> None:
+        found[names[module]] = args[0].abs().amax()
 
-            handles.append(module.register_forward_pre_hook(look))
+    handles = [module.register_forward_pre_hook(look) for module in names]
     with torch.no_grad():
         model(ids)
     for handle in handles:

@@ -43,62 +43,45 @@ def mixture_model(moe_intermediate_size: int = 128) -> Any:
 
     torch.manual_seed(0)
     mixture = dict(num_experts=4, num_experts_per_tok=2)
-    config = transformers.Qwen3MoeConfig(
-        intermediate_size=192,
-        moe_intermediate_size=moe_intermediate_size,
-        **mixture,
-        **SIZES,
-        **HEADS,
-    )
+    mixture |= dict(intermediate_size=192, moe_intermediate_size=moe_intermediate_size)
+    config = transformers.Qwen3MoeConfig(**mixture, **SIZES, **HEADS)
     return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
 
 
-def _codes(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, scale: Tensor, stored: Tensor | None = None) -> Fp8:
     codes = (weight.float() / scale).clamp(-448, 448).to(FP8)
-    return codes, codes.float() * scale
+    return codes, scale if stored is None else stored, codes.float() * scale
 
 
 def by_row(weight: Tensor) -> Fp8:
     scale = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
-    codes, dense = _codes(weight, scale.float())
-    return codes, scale, dense
+    return _quantized(weight, scale.float(), scale)
 
 
 def by_row_float32(weight: Tensor) -> Fp8:
     scale = weight.float().abs().amax(1, keepdim=True) / 448
-    codes, dense = _codes(weight, scale)
-    return codes, scale.flatten(), dense
+    return _quantized(weight, scale, scale.flatten())
 
 
-def by_tensor(weight: Tensor) -> Fp8:
+def by_tensor(weight: Tensor, shape: tuple[int, ...] = ()) -> Fp8:
     scale = weight.float().abs().amax() / 448
-    codes, dense = _codes(weight, scale)
-    return codes, scale, dense
+    return _quantized(weight, scale, scale.reshape(shape))
 
 
-def _by_tensor_of_one(weight: Tensor) -> Fp8:
-    codes, scale, dense = by_tensor(weight)
-    return codes, scale.reshape(1), dense
-
-
-def by_block(weight: Tensor, tall: int = 128, wide: int = 128) -> Fp8:
+def by_block(weight: Tensor, tall: int = 128, wide: int = 128, ndim: int = 2) -> Fp8:
     rows, columns = weight.shape
-    scale = torch.zeros(-(-rows // tall), -(-columns // wide))
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            tile = weight[i * tall : (i + 1) * tall, j * wide : (j + 1) * wide]
-            scale[i, j] = tile.float().abs().amax() / 448
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % tall))
+    tiles = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall))
+    scale = tiles.abs().amax((1, 3)) / 448
     whole = scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)[:rows, :columns]
-    codes, dense = _codes(weight, whole)
-    return codes, scale, dense
+    return _quantized(weight, whole, scale if ndim == 2 else scale[:, None, :, None])
 
 
 def by_group(weight: Tensor) -> Fp8:
     amax = weight.float().unflatten(1, (-1, 32)).abs().amax(-1)
     exponent = torch.frexp(amax).exponent - 9
     whole = torch.ldexp(torch.ones_like(amax), exponent).repeat_interleave(32, 1)
-    codes, dense = _codes(weight, whole)
-    return codes, (exponent + 127).to(torch.uint8), dense
+    return _quantized(weight, whole, (exponent + 127).to(torch.uint8))
 
 
 def make(
@@ -232,7 +215,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
         "float-quantized", {"strategy": "channel"}, _TOKEN), None),
     "ct-row-a16": (by_row, "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "channel"}, None), None),
-    "ct-tensor": (_by_tensor_of_one, "weight_scale", True, _compressed_tensors(
+    "ct-tensor": (partial(by_tensor, shape=(1,)), "weight_scale", True, _compressed_tensors(
         "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor"}), None),
     "ct-block": (by_block, "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
@@ -246,7 +229,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
     "mo-row": (
         by_row_float32, "weight_scale", False, _modelopt("FP8_PER_CHANNEL_PER_TOKEN"), _side),
     "mo-block": (
-        lambda weight: _four_dimensions(by_block(weight)), "weight_scale", False,
+        partial(by_block, ndim=4), "weight_scale", False,
         _modelopt("fp8_pb_wo"), _side),
     "mo-mxfp8": (by_group, "weight_scale", False, _modelopt("MXFP8"), _side),
     "mo-mixed": (by_tensor, "weight_scale", True, _modelopt_mixed, _side),
@@ -258,18 +241,10 @@ OTHER_BLOCKS = {
     **{f"finegrained-{tall}x{wide}": (
         partial(by_block, tall=tall, wide=wide), "weight_scale_inv", False,
         _finegrained(tall, wide), None)
-        for tall, wide in ((64, 64), (32, 128), (1, 128), (128, 256))},
+        for tall, wide in ((64, 64), (1, 128), (128, 256))},
     "ct-64x32": (partial(by_block, tall=64, wide=32), "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "block", "block_structure": [64, 32]},
         {"strategy": "group", "group_size": 32, "dynamic": True}), None),
-    "ct-64x32-a16": (partial(by_block, tall=64, wide=32), "weight_scale", False,
-        _compressed_tensors("float-quantized",
-            {"strategy": "block", "block_structure": [64, 32]}, None), None),
     "ct-group": (partial(by_block, tall=1, wide=64), "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "group", "group_size": 64}, None), None),
 }  # fmt: skip
-
-
-def _four_dimensions(found: Fp8) -> Fp8:
-    codes, scale, dense = found
-    return codes, scale[:, None, :, None], dense

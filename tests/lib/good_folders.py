@@ -21,13 +21,8 @@ import fp4pass
 WEIGHTS = "model.safetensors"
 
 # What llm-compressor adds to the config that compressed-tensors writes.
-LLM_COMPRESSOR = {
-    "global_compression_ratio": None,
-    "kv_cache_scheme": None,
-    "sparsity_config": {},
-    "transform_config": {},
-    "version": "0.19.0",
-}
+LLM_COMPRESSOR: dict[str, Any] = {"global_compression_ratio": None, "kv_cache_scheme": None}
+LLM_COMPRESSOR |= {"sparsity_config": {}, "transform_config": {}, "version": "0.19.0"}
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -41,10 +36,6 @@ def _saved(model: Any, folder: Path, layout: str = "compressed-tensors", own: bo
     if not own:
         (folder / "fp4pass.json").unlink()
     return folder
-
-
-def ours_nvfp4(folder: Path) -> Path:
-    return _saved(converted(), folder)
 
 
 def ours_mxfp4(folder: Path) -> Path:
@@ -161,7 +152,7 @@ Maker = Callable[[Path], Path]
 GOOD: dict[str, Maker] = {
     each.__name__: each
     for each in (
-        *(ours_nvfp4, ours_mxfp4, ours_inputs, ours_alone, ours_modelopt, ours_mixture),
+        *(ours_mxfp4, ours_inputs, ours_alone, ours_modelopt, ours_mixture),
         *(compressed_tensors, llm_compressor, auto_round, modelopt, gpt_oss),
     )
 }

@@ -38,39 +38,15 @@ def quark(model: Any, folder: Path, inputs: bool = False) -> dict[str, Tensor]:
         layer = name.removesuffix(".weight")
         tensors[name], tensors[f"{layer}.weight_scale"], dense[layer] = mxfp4(tensors[name])
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    spec = {
-        "block_size": None,
-        "ch_axis": -1,
-        "dtype": "fp4",
-        "enable_buffer_reuse": False,
-        "group_size": 32,
-        "is_dynamic": False,
-        "is_scale_quant": False,
-        "max_input_numel": 4194304,
-        "mx_element_dtype": None,
-        "observer_cls": "PerBlockMXObserver",
-        "qscheme": "per_group",
-        "round_method": "half_even",
-        "scale_calculation_mode": "even",
-        "scale_format": "e8m0",
-        "scale_type": "float",
-        "symmetric": None,
-        "zero_point_type": "int32",
-    }
+    spec = {"dtype": "fp4", "group_size": 32, "ch_axis": -1, "qscheme": "per_group"}
+    spec |= {"is_dynamic": False, "round_method": "half_even", "mx_element_dtype": None}
+    spec |= {"scale_format": "e8m0", "scale_type": "float", "scale_calculation_mode": "even"}
     layers = {"bias": None, "output_tensors": None, "target_device": None, "weight": spec}
     layers["input_tensors"] = {**spec, "is_dynamic": True} if inputs else None
-    declared = {
-        "algo_config": None,
-        "exclude": ["lm_head"],
-        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
-        "global_quant_config": layers,
-        "kv_cache_quant_config": {},
-        "layer_quant_config": {},
-        "layer_type_quant_config": {},
-        "quant_method": "quark",
-        "quant_mode": "eager_mode",
-        "version": "0.13",
-    }
+    declared = {"quant_method": "quark", "version": "0.13", "exclude": ["lm_head"]}
+    declared |= {"export": {"pack_method": "reorder", "weight_format": "real_quantized"}}
+    declared |= {"global_quant_config": layers, "kv_cache_quant_config": {}}
+    declared |= {"layer_quant_config": {}, "layer_type_quant_config": {}}
     change_config(folder, quantization_config=declared)
     return dense
 
@@ -121,19 +97,11 @@ def gpt_oss(folder: Path, packed: bool = True) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=2000,
-        layer_types=["full_attention", "sliding_attention"],
-        pad_token_id=0,
-    )
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=2000)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, pad_token_id=0)
+    kinds = ["full_attention", "sliding_attention"]
+    experts = dict(num_local_experts=3, num_experts_per_tok=2)
+    config = transformers.GptOssConfig(**sizes, **experts, layer_types=kinds)
     model = transformers.GptOssForCausalLM(config).bfloat16().eval()
     model.save_pretrained(folder)
     if not packed:

@@ -48,17 +48,11 @@ _INCLUDE = re.compile(r'^-+8<-+ "([^":]+)(?::(\w+))?"$', re.MULTILINE)
 def blocks(page: str) -> list[Block]:
     """The blocks of a page in order, also those that are indented in tabs and boxes."""
     found, lines = [], (ROOT / page).read_text("utf-8").splitlines()
-    start: int | None = None
-    for i, line in enumerate(lines):
-        if start is not None:
-            if line.strip() == "```":
-                code = dedent("\n".join(lines[start + 1 : i]))
-                language = lines[start].strip().removeprefix("```")
-                found.append(Block(page, start + 1, language, included(code)))
-                start = None
-        elif line.strip().startswith("```"):
-            start = i
-    assert start is None, f"{page}: the block of line {start} is not closed"
+    fences = [i for i, line in enumerate(lines) if line.strip().startswith("```")]
+    for start, end in zip(fences[::2], fences[1::2], strict=True):
+        code = dedent("\n".join(lines[start + 1 : end]))
+        language = lines[start].strip().removeprefix("```")
+        found.append(Block(page, start + 1, language, included(code)))
     return found
 
 
@@ -80,13 +74,13 @@ def included(code: str) -> str:
 def commands(block: Block) -> Iterator[list[str]]:
     """The words of each command of a shell block."""
     for line in block.code.replace("\\\n", " ").splitlines():
-        words: list[str] = []
-        for word in [*shlex.split(line, comments=True), "&&"]:
-            if word != "&&":
-                words.append(word)
-            elif words:
-                yield words
-                words = []
+        words = shlex.split(line, comments=True)
+        while "&&" in words:
+            end = words.index("&&")
+            yield words[:end]
+            words = words[end + 1 :]
+        if words:
+            yield words
 
 
 def recipe_file(page: str) -> str | None:
@@ -310,25 +304,20 @@ def differs(shown: str, printed: str, tolerance: float = 0.02) -> str | None:
 
     Numbers may differ by `tolerance` or by one in their last digit; `...` stands for any text.
     """
-    shown, printed = shown.strip(), printed.strip()
-    pattern, values = [], []
-    for part in re.split(rf"(\.\.\.|{_NUMBER.pattern})", shown):
-        if part == "...":
-            pattern.append(r"[\s\S]*")
-        elif _NUMBER.fullmatch(part):
+    pattern, values = "", []
+    for part in re.split(rf"(\.\.\.|{_NUMBER.pattern})", shown.strip()):
+        if _NUMBER.fullmatch(part):
             values.append(part)
-            pattern.append(rf"({_NUMBER.pattern})")
-        else:
-            pattern.append(r"\s+".join(map(re.escape, re.split(r"\s+", part))))
-    match = re.fullmatch("".join(pattern), printed)
+        words = r"\s+".join(map(re.escape, re.split(r"\s+", part)))
+        number = f"({_NUMBER.pattern})" if _NUMBER.fullmatch(part) else words
+        pattern += r"[\s\S]*" if part == "..." else number
+    match = re.fullmatch(pattern, printed.strip())
     if match is None:
         return f"expected\n{shown}\ngot\n{printed}"
     for expected, got in zip(values, match.groups(), strict=True):
-        last = 10.0 ** -len(expected.partition(".")[2]) if "e" not in expected else 0.0
+        last = 1.001 * 10.0 ** -len(expected.partition(".")[2]) * ("." in got)
         a, b = float(expected), float(got)
-        if "e" not in expected and abs(a - b) > max(
-            tolerance * abs(a), 1.001 * last * ("." in got)
-        ):
+        if "e" not in expected and abs(a - b) > max(tolerance * abs(a), last):
             return f"expected {expected}, got {got} in\n{printed}"
     return None
 

@@ -32,7 +32,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Case:
     """One model and what a test needs to know about it.
 
-    build: a new model, the same weights on every call, in eval mode unless `trains`.
+    build: a new model, the same weights on every call, in eval mode.
     run: runs batch number i on the model's device and returns a float tensor. Shapes differ from
         one i to the next; the same i gives the same batch.
     generate: greedy generation with a cache; returns token ids [batch, tokens].
@@ -40,7 +40,6 @@ class Case:
     example: args and kwargs for torch.export; None where the float model does not export.
     compiles: the float model compiles with fullgraph=True.
     grad: `run` leaves gradients on, so its result can be backpropagated.
-    trains: the model is in training mode, and nothing in it is random.
     requires: modules without which the case must be skipped.
     """
 
@@ -52,7 +51,6 @@ class Case:
     example: Callable[[], Inputs] | None = None
     compiles: bool = True
     grad: bool = False
-    trains: bool = False
     requires: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -225,10 +223,6 @@ def _cpu_offload() -> nn.Module:
     return cpu_offload(_llama()(), execution_device=torch.device("cpu"))
 
 
-def _call_decoder(model: nn.Module, **kwargs: Any) -> Any:
-    return model.model(**kwargs)
-
-
 _SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 _YARN["original_max_position_embeddings"] = 64
@@ -285,15 +279,6 @@ _CAUSAL_CASES = (
         generate=None,
         grad=True,
     ),
-    # The root's own forward never runs, so compiling or exporting the root would show nothing.
-    _causal(
-        "llama_decoder_only",
-        _llama(),
-        run=_runner(_text, call=_call_decoder),
-        generate=None,
-        example=None,
-        compiles=False,
-    ),
 )
 
 
@@ -310,16 +295,6 @@ def _text_pair(i: int) -> Inputs:
     return (), kwargs
 
 
-def _audio(i: int) -> Inputs:
-    """The encoder takes spectrograms of one length only: twice its positions."""
-    features = torch.randn(_sizes(i)[0], 16, 64, generator=_generator(i))
-    return (), {"input_features": features}
-
-
-def _audio_text(i: int) -> Inputs:
-    return (), _audio(i)[1] | {"decoder_input_ids": _ids(i, *_sizes(i))}
-
-
 # Their decoders copy a config, which Dynamo of torch 2.11 cannot.
 _DYNAMO_COPIES = TORCH_VERSION > (2, 11)
 
@@ -329,12 +304,6 @@ _ENCODER["intermediate_size"] = 96
 _T5 = {"vocab_size": VOCAB, "d_model": HIDDEN, "d_kv": 16, "d_ff": 96, "num_layers": 2}
 _T5 |= {"num_heads": 4, "feed_forward_proj": "gated-gelu"}
 _T5 |= {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-_WHISPER = {"vocab_size": VOCAB, "d_model": HIDDEN, "num_mel_bins": 16}
-for _side in ("encoder", "decoder"):
-    _WHISPER |= {f"{_side}_layers": 2, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 96}
-_WHISPER |= {"max_source_positions": 32, "max_target_positions": 64, "decoder_start_token_id": 2}
-_WHISPER |= {"suppress_tokens": None, "begin_suppress_tokens": None, **_SPECIAL}
-_HF = ("transformers",)
 
 
 _ENCODER_CASES = (
@@ -351,7 +320,7 @@ _ENCODER_CASES = (
         _runner(_text),
         skipped={"cls.predictions.decoder": "embedding", "cls.predictions.transform.dense": "head"},
         example=lambda: ((), {"input_ids": _ids(0, 2, 9)}),
-        requires=_HF,
+        requires=("transformers",),
     ),
     Case(
         "vit",
@@ -361,7 +330,7 @@ _ENCODER_CASES = (
         _runner(_images),
         skipped={"classifier": "head", "*.position_embeddings": "dimensions"},
         example=lambda: ((), {"pixel_values": _images(0)[1]["pixel_values"]}),
-        requires=_HF,
+        requires=("transformers",),
     ),
     Case(
         "t5",
@@ -371,17 +340,7 @@ _ENCODER_CASES = (
         skipped=_OUTPUT_LEFT,
         example=lambda: ((), _text_pair(0)[1] | {"use_cache": False}),
         compiles=_DYNAMO_COPIES,
-        requires=_HF,
-    ),
-    Case(
-        "whisper",
-        _transformers("Whisper", "ForConditionalGeneration", **_WHISPER),
-        _runner(_audio_text),
-        generate=_greedy(_audio),
-        skipped={"proj_out": "embedding"},
-        example=lambda: ((), _audio_text(0)[1] | {"use_cache": False}),
-        compiles=_DYNAMO_COPIES,
-        requires=_HF,
+        requires=("transformers",),
     ),
 )
 
@@ -425,10 +384,6 @@ def _transformer_encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=2)
 
 
-def _training_encoder() -> nn.Module:
-    return _built(_transformer_encoder)().train()
-
-
 def _sequences(i: int) -> Inputs:
     return (torch.randn(*_sizes(i), HIDDEN, generator=_generator(i)),), {}
 
@@ -469,14 +424,6 @@ _TORCH_CASES = (
     _plain("linear", lambda: nn.Linear(HIDDEN, 96)),
     _plain("used_twice", UsedTwice),
     _plain("shared_weight", SharedWeight),
-    Case(
-        "transformer_encoder_training",
-        _training_encoder,
-        _runner(_sequences),
-        skipped=_ATTENTION_LEFT,
-        example=lambda: _sequences(0),
-        trains=True,
-    ),
     # In eval mode the layers hand their weights to one fused operator, call no child, and with a
     # padding mask they feed it nested tensors.
     Case(

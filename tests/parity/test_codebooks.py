@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_codes_are_the_nearest_values(codebook: Codebook) -> None:
     """By brute force in float64, up to float32 rounding of the quotient."""
     x = normal(16, 64)
     state = in_codebook(x, codebook.name)
-    used = torch.tensor([v for v in codebook.values if not math.isnan(v)], dtype=torch.float64)
+    used = torch.tensor(codebook.values, dtype=torch.float64)
     quotient = x.double() / state.absmax.view(-1, 1)
     least = (quotient.unsqueeze(-1) - used).abs().amin(-1)
     error = (fp4pass.dequantize(state).double() / state.absmax.view(-1, 1) - quotient).abs()
@@ -62,20 +61,6 @@ def test_linear_codes_are_integers() -> None:
     first = (nibbles >> 4).to(torch.int8).view(8, 32)
     step = state.absmax.view(-1, 1) / 7
     assert (((first - 16 * (first > 7)) * step - x[:, ::2]).abs() <= step * 0.5001).all()
-
-
-def test_nf8_is_built_as_nf4() -> None:
-    """By quantiles of torch: half of the codes are positive, one less negative, and one is 0."""
-    for half, values, close in ((8, NF4.values, 3e-7), (128, CODEBOOKS["nf8"].values, 1e-6)):
-        delta = (1 / (4 * half) + 1 / (4 * half - 2)) / 2
-        steps = [
-            torch.linspace(1 - delta, 0.5, n, dtype=torch.float64)[:-1] for n in (half + 1, half)
-        ]
-        sides = [torch.special.ndtri(step) for step in steps]
-        table = torch.cat([-sides[1] / sides[1].max(), torch.zeros(1), sides[0] / sides[0].max()])
-        found = torch.tensor(values, dtype=torch.float64)
-        torch.testing.assert_close(found, table.sort().values, rtol=0, atol=close)
-        assert len(set(values)) == 2 * half
 
 
 def test_bad_codebooks() -> None:
@@ -101,7 +86,7 @@ def test_codebooks_need_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["fp8_e4m3"]], ids=lambda c: c.name)
+@pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["int8_linear"]], ids=lambda c: c.name)
 @pytest.mark.parametrize("shape", [(77,), (0,)])
 def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:
     x = normal(*shape)

@@ -57,22 +57,14 @@ def test_colors_of_a_map_span_a_fifth_of_its_errors_or_more(
     assert charts._color_ends(*ends) == pytest.approx(shown)
 
 
-def test_dots_and_bars_stand_where_their_numbers_are() -> None:
-    layer = {"legend": "nvfp4", "name": "up", "output_error": None}
-    layers = [{**layer, "bits": 4.5, "weight_error": error} for error in (0.08, 0.16, 0.12)]
-    ranges = {"weight_error": [0.08, 0.16], "output_error": None}
-    groups = [{"bits": 4.5, "legend": "nvfp4"}]
-    (svg,) = charts.bits({"groups": groups, "layers": layers, "ranges": ranges})
-    dots = re.findall(r'd="M[\d.]+ ([\d.]+)m[^"]*" fill="[^"]*"><title>(.*?)<', svg)
-    low, high, middle = (float(y) for y, _ in dots)
-    assert high < middle < low and low - middle == pytest.approx(middle - high, abs=0.2)
-    assert dots[0][1] == "up: 8.00 %" and {"4.5", "10", "14", "nvfp4"} <= set(texts(svg))
-    counts = [{"offset": 0, "share": 0.75}, {"offset": 4, "share": 0.25}]
-    (svg,) = charts.offsets({"offsets": [{"format": "f", "method": "sse", "counts": counts}]})
+def test_bars_stand_where_their_numbers_are() -> None:
+    counts = [{"value": 1.0, "share": 0.75}, {"value": 4.0, "share": 0.25}]
+    (svg,) = charts.scales({"scales": [{"format": "f", "scale": "e4m3", "counts": counts}]})
     bars = re.findall(r'<rect x="([\d.]+)".*?height="([\d.]+)" fill="([^"]*)"><title>(.*?)<', svg)
-    assert [name for *_, name in bars] == ["+0: 75 %", "+4: 25 %"]
+    assert [name for *_, name in bars] == ["1: 75 %", "4: 25 %"]
+    assert float(bars[0][0]) < float(bars[1][0])
     assert float(bars[0][1]) == pytest.approx(3 * float(bars[1][1]), abs=0.1)
-    assert bars[0][2] != bars[1][2] and {"f, sse", "0", "+4", "-4"} <= set(texts(svg))
+    assert {"f, scales in e4m3", "2⁰", "2²"} <= set(texts(svg))
 
 
 def test_whiskers_have_the_intervals_of_their_values() -> None:
@@ -98,10 +90,6 @@ def test_numbers_that_are_all_zero_have_a_chart() -> None:
     row = {"units": 10, "intervals": {"kl": [0.0, 0.0]}, "perplexity": 3.0, "kl": 0.0}
     assert len(charts.perplexity(row)) == 2
     assert charts.scales({"scales": [{"format": "f", "scale": "e4m3", "counts": []}]})
-    assert charts.offsets({"offsets": [{"format": "f", "method": "", "counts": []}]})
-    layer = {"bits": 4.5, "legend": "f", "name": "up", "weight_error": 0.0, "output_error": None}
-    ranges = {"weight_error": [0.0, 0.0], "output_error": None}
-    assert charts.bits({"groups": [layer], "layers": [layer], "ranges": ranges})
 
 
 def test_ticks_and_names() -> None:

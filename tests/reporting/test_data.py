@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.methods.search import scale_counts, scale_offsets
+from fp4pass.methods.search import scale_counts
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
@@ -93,9 +93,8 @@ def test_a_model_in_memory_is_its_folder(folders: Path) -> None:
 
 def test_scales_and_offsets_are_those_of_the_layers(folders: Path) -> None:
     data = gather(folders / "mixed", reference=TINY)
-    original, stored = language_model(), open_checkpoint(folders / "mixed")
+    stored = open_checkpoint(folders / "mixed")
     counts: dict[str, dict[float, int]] = {}
-    offsets: dict[str, dict[int, int]] = {}
     for name, layer in linears(fp4pass.load(folders / "mixed")).items():
         divisor, fmt = layer.weight_global_scale, layer.config.format
         state = QuantState(
@@ -105,22 +104,15 @@ def test_scales_and_offsets_are_those_of_the_layers(folders: Path) -> None:
             fmt,
             stored.layers[name].shape,
         )
-        weight = original.get_submodule(name).weight
-        for total, found in (
-            (counts.setdefault(fmt.key, {}), scale_counts(state, fmt)),
-            (offsets.setdefault(fmt.key, {}), scale_offsets(weight, state)),
-        ):
-            for key, count in found.items():
-                total[key] = total.get(key, 0) + count
+        total = counts.setdefault(fmt.key, {})
+        for value, count in scale_counts(state, fmt).items():
+            total[value] = total.get(value, 0) + count
     assert len(counts) == 2
     for row in data["scales"]:
         assert {e["value"]: e["blocks"] for e in row["counts"]} == counts[row["format"]]
         assert row["possible"] == len(get_format(row["format"]).scale.values)
-    for row in data["offsets"]:
-        assert {e["offset"]: e["blocks"] for e in row["counts"]} == offsets[row["format"]]
-        assert row["method"] == "sse" and 0 < row["other"] < 1
     # A model and its folder are one original.
-    assert gather(folders / "mixed", reference=original, reference_name=str(TINY)) == data
+    assert gather(folders / "mixed", reference=language_model(), reference_name=str(TINY)) == data
 
 
 def test_sizes_before(folders: Path) -> None:
@@ -143,7 +135,7 @@ def test_a_folder_of_another_library(folders: Path) -> None:
     }
     for row in known["layers"]:
         assert row["weight_error"] == pytest.approx(reported[row["name"]], rel=1e-6)
-    assert known["summary"]["output_error"] is None and known["offsets"]
+    assert known["summary"]["output_error"] is None
 
 
 @pytest.mark.core
