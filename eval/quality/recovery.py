@@ -15,12 +15,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lm_eval.tasks import TaskManager
 from torch import nn
 
 from eval.quality.grids import GRIDS, SEEDS, Run
 from eval.quality.real_model import Stand, named
 from eval.record import Results, Row, facts
-from fp4pass._compat.lm_eval import TaskManager
 from fp4pass.integrations.lm_eval import Fp4PassLM
 
 TASKS = Path(__file__).with_name("tasks")

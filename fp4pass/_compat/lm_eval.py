@@ -1,26 +1,16 @@
-"""Private APIs of lm-eval: how `hf` loads a model, registries, what it asks git."""
+"""Private APIs of lm-eval: how `hf` loads a model, and registries."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 from . import needed
 
 with needed("lm-eval"):
-    from lm_eval import evaluator
     from lm_eval.__main__ import cli_evaluate as cli_evaluate
     from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils_hf import get_dtype as get_dtype
-    from lm_eval.tasks import TaskManager as TaskManager
-
-
-def evaluate_tasks(model: Any, **options: Any) -> dict[str, Any]:
-    """Return what lm-eval's `simple_evaluate` does, without a commit: git is not asked for one."""
-    # Outside of a clone git would complain on stderr, past every redirection of Python.
-    with mock.patch.object(evaluator, "get_git_commit_hash", lambda: None):
-        return evaluator.simple_evaluate(model, **options)
 
 
 def register_once(name: str, model_class: type) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,7 +102,11 @@ class ExpertsAdapter:
     def activated(self, owner: Any, *products: Tensor) -> Tensor:
         """Return the input [T, k, K] of the second stage, given products [T, k, N] of the first."""
         kind = getattr(owner, "kind", type(owner))
-        return kind._apply_gate(owner, *products)
+        if hasattr(kind, "_apply_gate"):
+            return kind._apply_gate(owner, *products)
+        gate, up = products if len(products) > 1 else products[0].chunk(2, dim=-1)
+        activation = owner.act_fn if hasattr(owner, "act_fn") else owner.mlp.activation_fn
+        return activation(gate) * up
 
     def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
         """Return the outputs of experts [T, k, H], given the products of the last stage."""
@@ -124,10 +127,6 @@ class _Decorated(ExpertsAdapter):
 
 class _LongcatFlash(ExpertsAdapter):
     """With experts that give their input back, behind the others."""
-
-    def activated(self, owner: Any, *products: Tensor) -> Tensor:
-        gate, up = products[0].chunk(2, dim=-1)
-        return owner.act_fn(gate) * up
 
     def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
         if not getattr(owner, "adds_identities", True):
@@ -163,18 +162,6 @@ class _Llama4Text(ExpertsAdapter):
         has_some = (rows == experts).any(1, keepdim=True)
         return torch.where(has_some, experts, owner.num_experts).expand_as(rows).flatten(0, 1)
 
-    def activated(self, owner: Any, *products: Tensor) -> Tensor:
-        gate, up = products[0].chunk(2, dim=-1)
-        return up * owner.act_fn(gate)
-
-
-class _Dbrx(ExpertsAdapter):
-    """With gate and up apart, below each other in a child."""
-
-    def activated(self, owner: Any, *products: Tensor) -> Tensor:
-        gate, up = products
-        return owner.mlp.activation_fn(gate) * up
-
 
 class _JetMoe(ExpertsAdapter):
     """One stack, called with the inputs of one expert after the other and how many each has."""
@@ -199,7 +186,6 @@ _PIECES = (
 )
 
 
-@functools.cache
 def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     stages = tuple((name,) for name in names)
@@ -208,9 +194,13 @@ def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
     return _Decorated(stages, pieces=_PIECES)
 
 
+# By `has_gate` and `is_transposed`.
+_DECORATED = {(a, b): _decorated(a, b) for a in (False, True) for b in (False, True)}
+
 # Classes without the decorator, by their names.
 _ADAPTERS: dict[str, ExpertsAdapter] = {
-    "dbrx.modeling_dbrx.DbrxExperts": _Dbrx(
+    "dbrx.modeling_dbrx.DbrxExperts": ExpertsAdapter(
+        # Gate and up are apart, below each other in a child.
         stages=(("mlp.w1", "mlp.v1"), ("mlp.w2",)),
         transposed=("mlp.w2",),
         experts="num_experts",
@@ -233,7 +223,7 @@ def adapter_of(module: nn.Module) -> ExpertsAdapter | None:
     """Return the adapter of a module of experts, None for any other module."""
     known = vars(module)
     if "has_gate" in known and "is_transposed" in known:
-        return _decorated(known["has_gate"], known["is_transposed"])
+        return _DECORATED[known["has_gate"], known["is_transposed"]]
     # No subclass, which may compute in another way.
     kind = known.get("kind", type(module))
     path = f"{kind.__module__}.{kind.__qualname__}"

@@ -78,11 +78,9 @@ def files_to_copy(
 ) -> tuple[list[Path], list[str]]:
     """Return the files of a folder that go with its model, and the names of those that do not.
 
-    A folder may hold training data and keys, so files go by a list: what transformers,
-    sentence-transformers and diffusers look for by name, the code that configs name, licenses.
-    Hidden files, the weights that from_pretrained reads, and files that are `written` anew neither
-    go nor are named. Links out of the folder are not followed. Raises OptionError for a glob that
-    matches no file in the folder.
+    A folder may hold training data and keys, so files go by a list. Hidden files, weights, and what
+    is `written` anew neither go nor are named; links out of the folder are not followed. Raises
+    OptionError for a glob that matches no file.
     """
     if isinstance(globs, str):
         raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
@@ -226,17 +224,11 @@ def copy_beside(
 
 @dataclass(frozen=True)
 class Beside:
-    """The tokenizer and the source that come along with a model.
+    """The tokenizer and the source that come along with a model."""
 
-    Attributes:
-        tokenizer: a tokenizer or processor, None where the source has it.
-        source: the folder that the model was made of, None if there is none.
-        copy_files: globs of its files that come along, with those that always do.
-    """
-
-    tokenizer: Any
-    source: Path | None
-    copy_files: Sequence[str]
+    tokenizer: Any  # None where the source has it
+    source: Path | None  # the folder that the model was made of
+    copy_files: Sequence[str]  # globs of its files that come along, with those that always do
 
     @staticmethod
     def of(

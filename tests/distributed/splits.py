@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -348,7 +347,6 @@ def errors(folder: Path) -> dict[str, Any]:
     parts = DTensor.from_local(torch.randn(3, 64), mesh(), [Replicate()])
     plain: Any = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
     found["input"] = failure(lambda: plain(parts))
-    sys.path.append(str(Path(__file__).parents[1] / "lib"))
     from mixtures import build
 
     flash = fp4pass.convert(build("longcat_flash"), method="sse", weight_only=True)

@@ -137,7 +137,7 @@ CUTS = {
     "third layer written": (finished, "save_file", 3),
     "between its files": (finished, "_facts_of", 3),
     "save ends": (writer, "write_manifest", 1),
-    "renamed": (atomic, "_sync", 9),
+    "renamed": (atomic, "_sync", 8),
 }
 
 

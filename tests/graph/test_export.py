@@ -132,11 +132,7 @@ def test_scales_fold_into_the_norms_of_a_traced_model(traced: Any) -> None:
         folded = fp4pass.smooth(graph, data=[tokens()], progress=False)
         assert torch.equal(graph(tokens()).logits, before)
     found = {(each.producer.split(".", 3)[-1], len(each.linears)) for each in folded}
-    assert found == {
-        ("input_layernorm", 3),
-        ("post_attention_layernorm", 2),
-        ("mlp.up_proj", 1),
-    }
+    assert found == {("input_layernorm", 3), ("post_attention_layernorm", 2), ("mlp.up_proj", 1)}
     assert len(folded) == 3 * 4
 
 

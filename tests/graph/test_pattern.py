@@ -55,11 +55,7 @@ MATCHES: dict[str, tuple[Any, Callable[..., Tensor], list[dict[str, Any]]]] = {
     "one node twice": (mul(A, A), lambda x, y: x * x, [{"a": "x"}] * 2),
     "two nodes for one variable": (mul(A, A), lambda x, y: x * y, []),
     "either order": (mul(A, B), lambda x, y: x * y, [{"a": "x", "b": "y"}, {"a": "y", "b": "x"}]),
-    "either order below": (
-        add(mul(A, 2), A),
-        lambda x, y: x + x * 2,
-        [{"a": "x"}],
-    ),
+    "either order below": (add(mul(A, 2), A), lambda x, y: x + x * 2, [{"a": "x"}]),
     "no order but its own": (
         call(aten.sub.Tensor, call(aten.neg.default, A), B),
         lambda x, y: x - y.neg(),

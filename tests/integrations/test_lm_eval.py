@@ -1,4 +1,4 @@
-"""lm-eval on packed folders and converted models, from Python and from both command lines."""
+"""lm-eval on packed folders and converted models, from Python and from its command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import no_network, run, run_json
-from small_models import TINY, converted, language_model
+from commands import no_network
+from small_models import TINY, converted
 
 import fp4pass
 from fp4pass.errors import CheckpointError, OptionError, VersionError
@@ -28,13 +28,10 @@ registry = pytest.importorskip("lm_eval.api.registry")
 HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 Instance = pytest.importorskip("lm_eval.api.instance").Instance
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
-TaskIndex = pytest.importorskip("lm_eval.tasks._index").TaskIndex
-evaluate_tasks = pytest.importorskip("fp4pass._compat.lm_eval").evaluate_tasks
 Fp4PassLM = pytest.importorskip("fp4pass.integrations.lm_eval").Fp4PassLM
 
 ROOT = Path(fp4pass.__file__).parents[1]
 TASKS = ROOT / "eval" / "quality" / "tasks"
-LOCAL = ("--include-path", TASKS)
 NAMES = ("tiny_lm_next", "tiny_lm_text")
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -217,7 +214,7 @@ def test_errors_of_the_command_line_are_one_line(
     def refuse() -> None:
         raise OptionError("this and that")
 
-    monkeypatch.setattr(module, "run_command_line", refuse)
+    monkeypatch.setattr(module, "cli_evaluate", refuse)
     with pytest.raises(SystemExit, match="2"):
         module.main()
     assert capsys.readouterr().err == "fp4pass: this and that\n"
@@ -244,129 +241,3 @@ def test_lm_eval_is_missing_or_old(installed: str | None, monkeypatch: pytest.Mo
         runpy.run_module("fp4pass.integrations.lm_eval", run_name="__main__")
     with pytest.raises(VersionError, match=remedy):
         importlib.import_module("fp4pass.integrations.lm_eval")
-    result = run("eval", TINY, "--tasks", "tiny_lm_next", code=2)
-    assert result.stderr.startswith("fp4pass: lm-eval: expected ")
-
-
-# ---- fp4pass eval -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks of lm-eval in place of ten thousand, whose files take seconds to read."""
-    build, builtin = TaskIndex.build, Path(lm_eval.__file__).parent / "tasks"
-
-    def build_few(paths: list[Path]) -> Any:
-        few = [builtin / "hellaswag", builtin / "wikitext"]
-        return build([each for path in paths for each in (few if path == builtin else [path])])
-
-    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_few))
-
-
-@pytest.mark.usefixtures("few_tasks")
-def test_eval_runs_tasks(packed: Path) -> None:
-    lm = HFLM(converted(), tokenizer=tokenizer(), batch_size=8, softmax_dtype="float32")
-    expected = scores(lm, limit=3)["results"]
-    # A pattern finds both.
-    found = run_json("eval", packed, "--tasks", "tiny_lm_*", *LOCAL, "--limit", 3)
-    assert found["model"] == str(packed) and found["reference"] is None
-    for row in found["tasks"]:
-        assert row["value"] == expected[row["task"]][f"{row['metric']},none"]
-        assert (row["documents"], row["shots"], row["filter"]) == (3, 0, "none")
-    metrics = {(row["task"], row["metric"]): row["stderr"] for row in found["tasks"]}
-    assert set(metrics) == {("tiny_lm_next", m) for m in ("acc", "acc_norm")} | {
-        ("tiny_lm_text", m) for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")
-    }
-    assert (
-        metrics["tiny_lm_next", "acc"] is not None
-        and metrics["tiny_lm_text", "bits_per_byte"] is None
-    )
-
-
-@pytest.mark.slow
-def test_eval_compares_with_the_original(packed: Path) -> None:
-    tasks = ("--tasks", "tiny_lm_next,tiny_lm_text", *LOCAL, "--limit", 1, "--num-fewshot", 1)
-    result = run("eval", packed, *tasks, "--reference", packed)
-    header, _, *rows = [line.split() for line in result.stdout.splitlines()]
-    expected = ["task", "metric", "value", "stderr", "reference", "change", "documents", "shots"]
-    assert header == expected and len(rows) == 5
-    for row in rows:
-        assert row[2] == row[4] and row[5] == "+0.0000" and row[6:] == ["1", "1"]
-    assert result.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("tiny_lm_nxt", *LOCAL),
-            "no task 'tiny_lm_nxt'. Did you mean 'tiny_lm_next'? Give a folder",
-        ),
-        (("tiny_lm_next,helaswag", *LOCAL), "no task 'helaswag'. Did you mean 'hellaswag'?"),
-        (("wikitext",), "wikitext: the task cannot be loaded: Couldn't reach"),
-        (("wikitext_local", *LOCAL), "a file is needed: --metadata text=wiki.test.raw"),
-        (
-            ("wikitext_local", *LOCAL, "--metadata", "text"),
-            "--metadata: expected KEY=VALUE, as in text=wiki.raw, got text",
-        ),
-        (("wikitext_local", *LOCAL, "--metadata", "text=none.txt"), "No such file or directory"),
-        (
-            ("tiny_lm_next", "--include-path", "none"),
-            "--include-path: expected a folder with YAML files of tasks, got none",
-        ),
-        (("tiny_lm_next", *LOCAL, "--limit", "0"), "--limit: expected at least 1, got 0"),
-        (
-            ("tiny_lm_next", *LOCAL, "--data", "a.txt"),
-            "--data, --samples and --stride cannot be used with --tasks",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("few_tasks")
-def test_eval_says_what_is_wrong_with_tasks(options: tuple[str, ...], message: str) -> None:
-    result = run("eval", TINY, "--tasks", *options, code=2)
-    assert result.stdout == "" and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("fp4pass: ") and message in result.stderr
-
-
-def test_options_of_tasks_need_tasks() -> None:
-    for option in (("--limit", 1), ("--num-fewshot", 0), LOCAL, ("--metadata", "a=b")):
-        assert "need --tasks" in run("eval", TINY, *option, code=2).stderr
-
-
-# ---- our tasks ----------------------------------------------------------------------------------
-
-
-def test_git_is_not_asked_for_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """In a folder that is no clone it would complain on stderr."""
-    monkeypatch.chdir(tmp_path)
-    lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=2)
-    manager = TaskManager(include_path=TASKS, include_defaults=False)
-    options = {"tasks": ["tiny_lm_next"], "limit": 1, "task_manager": manager}
-    assert evaluate_tasks(lm, **options)["git_hash"] is None
-    assert "git" not in capfd.readouterr().err
-    assert lm_eval.evaluator.get_git_commit_hash is lm_eval.loggers.utils.get_git_commit_hash
-
-
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TASKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tasks_on_a_file_of_pairs_and_of_prose(tmp_path: Path) -> None:
-    documents = load_script("documents")
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"task": "a", "good": "It is.", "bad": "It are."}\n', encoding="utf-8")
-    assert list(documents.load_pairs(str(pairs))["test"]) == [{"good": "It is.", "bad": "It are."}]
-    found = documents.load_gaps(str(TINY / "eval.txt"))["test"]
-    assert len(found) > documents.COUNT
-    assert found[: documents.COUNT] == documents.load_questions()["test"][: documents.COUNT]
-    for load in (documents.load_pairs, documents.load_gaps, documents.load_wikitext):
-        with pytest.raises(ValueError, match="a file is needed: --metadata text="):
-            load()
-    with pytest.raises(ValueError, match="no line of prose"):
-        documents.load_gaps(str(pairs))

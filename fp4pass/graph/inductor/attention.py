@@ -17,7 +17,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import statically_equal
 from .fusions import on_gpu
-from .pattern import NARROW_DTYPES, dtype_of, insert, same_shape
+from .pattern import NARROW_DTYPES, dtype_of, insert, node_pass, same_shape
 
 aten = torch.ops.aten
 
@@ -49,33 +49,31 @@ def narrow_on_gpu(node: fx.Node) -> bool:
     return on_gpu(node) and dtype_of(node) in NARROW_DTYPES
 
 
-def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> int:
+@node_pass
+def fuse_attention(node: fx.Node, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> bool:
     """Compute attention of few queries from keys and values in place; return how often."""
-    spans: dict[fx.Node, list[fx.Node]] = {}
-    count = 0
-    for node in list(graph.nodes):
-        if node.target not in (_CUDNN, _EFFICIENT, _CPU) or len(node.users) != 1:
-            continue
-        result = next(iter(node.users))
-        call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
-        if call is not None:
-            with graph.inserting_before(node):
-                # One span of keys, with its counters, for each mask.
-                if call.mask not in spans:
-                    both = insert(graph, result, ops.attention_span, call.mask)
-                    items = [insert(graph, result, operator.getitem, both, i) for i in (0, 1)]
-                    spans[call.mask] = items
-                given = (call.q, call.k, call.v, call.mask, *spans[call.mask], call.scale)
-                fused = insert(graph, result, ops.attention, *given)
-                turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
-            result.replace_all_uses_with(turned)
-            # A search for dead code would keep what may drop out numbers.
-            graph.erase_node(result)
-            graph.erase_node(node)
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
+    if node.target not in (_CUDNN, _EFFICIENT, _CPU) or len(node.users) != 1:
+        return False
+    result = next(iter(node.users))
+    call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
+    if call is None:
+        return False
+    graph = node.graph
+    with graph.inserting_before(node):
+        # One span of keys, with its counters, for each mask.
+        spans = [user for user in call.mask.users if user.target is ops.attention_span]
+        if not spans:
+            spans = [insert(graph, result, ops.attention_span, call.mask)]
+            for i in range(2):
+                insert(graph, result, operator.getitem, spans[0], i)
+        given = (call.q, call.k, call.v, call.mask, *spans[0].users, call.scale)
+        fused = insert(graph, result, ops.attention, *given)
+        turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
+    result.replace_all_uses_with(turned)
+    # A search for dead code would keep what may drop out numbers.
+    graph.erase_node(result)
+    graph.erase_node(node)
+    return True
 
 
 def _read(node: fx.Node) -> _Attention | None:

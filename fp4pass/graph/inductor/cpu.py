@@ -64,13 +64,7 @@ def _linear_group(
 
 
 def _call(
-    x: Any,
-    packed: Any,
-    scale: Any,
-    global_scale: Any,
-    bias: Any,
-    fmt: str,
-    compute: str = "input",
+    x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str, compute: str = "input"
 ) -> CppCall | DenseProduct | None:
     """Return the code of a product, or None for those that stay operators."""
     record = get_format(fmt)

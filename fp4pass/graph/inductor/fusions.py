@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import meta_of
 from .pattern import (
-    NARROW_DTYPES,
+    FLOAT_DTYPES,
     Bound,
     Either,
     Narrow,
@@ -31,6 +31,7 @@ from .pattern import (
     dtype_of,
     match,
     mul,
+    node_pass,
     same_shape,
 )
 
@@ -155,16 +156,6 @@ FUSIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Quantizer:
-    """A call of `quantize` whose input nothing else reads."""
-
-    node: fx.Node
-    source: fx.Node  # its input
-    # Calls of `linear_quantized` that take their result's dtype from the input.
-    products: tuple[fx.Node, ...]
-
-
 def on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives a tensor on an NVIDIA GPU."""
     return node.meta["val"].device.type == "cuda"
@@ -176,41 +167,29 @@ def has_few_rows(node: fx.Node) -> bool:
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= FEW_ROWS
 
 
-def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+@node_pass
+def fuse_quantizers(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
     """Fuse norms and activations with the quantizers that alone read them, and count these."""
-    count = 0
-    for quantizer in _find_quantizers(graph, eligible):
-        source = quantizer.source
-        matches = ((fusion, bound) for fusion in FUSIONS for bound in match(fusion.pattern, source))
-        found = next((each for each in matches if each[0].check(source, each[1])), None)
-        if found is not None:
-            _fuse(quantizer, *found)
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
-
-
-def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> Iterator[Quantizer]:
-    """Yield the quantizers that may be fused with what computes their input."""
-    dtypes = (*NARROW_DTYPES, torch.float32)
-    for node in list(graph.nodes):
-        if node.target is not ops.quantize:
-            continue
-        source, divisor = node.args[:2]
-        if not isinstance(source, fx.Node) or dtype_of(source) not in dtypes:
-            continue
-        products = tuple(user for user in source.users if user is not node)
-        # They take no more than the dtype of their result.
-        alone = all(
-            each.target is ops.linear_quantized
-            and each.args[0] is source
-            and source not in each.args[1:]
-            and not each.kwargs
-            for each in products
-        )
-        if alone and eligible(source) and not _depends_on(divisor, source):
-            yield Quantizer(node, source, products)
+    source, divisor = node.args[:2] if node.target is ops.quantize else (None, None)
+    if not isinstance(source, fx.Node) or dtype_of(source) not in FLOAT_DTYPES:
+        return False
+    # Products that take no more than the dtype of their result.
+    products = [user for user in source.users if user is not node]
+    alone = all(
+        each.target is ops.linear_quantized
+        and each.args[0] is source
+        and source not in each.args[1:]
+        and not each.kwargs
+        for each in products
+    )
+    if not alone or not eligible(source) or _depends_on(divisor, source):
+        return False
+    for fusion in FUSIONS:
+        for bound in match(fusion.pattern, source):
+            if fusion.check(source, bound):
+                _fuse(node, products, fusion, bound)
+                return True
+    return False
 
 
 def _depends_on(node: Any, source: fx.Node) -> bool:
@@ -226,9 +205,10 @@ def _depends_on(node: Any, source: fx.Node) -> bool:
     return False
 
 
-def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
+def _fuse(node: fx.Node, products: Sequence[fx.Node], fusion: Fusion, bound: Bound) -> None:
     """Put the operator of a fusion in a quantizer's place, and its sum in that of x = a + b."""
-    node, x = quantizer.node, bound["x"]
+    source: Any = node.args[0]
+    x = bound["x"]
     operands = [bound.get(o.name) if isinstance(o, Var) else o for o in fusion.operands]
     # The quantizer's arguments behind its input: global divisor, format, and method of scales.
     arguments = (*operands, *node.args[1:])
@@ -251,8 +231,8 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
             total = node.graph.call_function(operator.getitem, (fused, 0))
         total.meta = dict(x.meta)
         x.replace_all_uses_with(total)
-    for product in quantizer.products:
-        product.replace_input_with(quantizer.source, total)
+    for product in products:
+        product.replace_input_with(source, total)
         product.meta = meta_of(product)
     node.graph.erase_node(node)
 

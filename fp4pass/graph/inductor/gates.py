@@ -27,6 +27,7 @@ from .pattern import (
     dtype_of,
     match,
     mul,
+    node_pass,
     replace,
     same_shape,
 )
@@ -62,12 +63,11 @@ def around_of(product: fx.Node) -> Around:
     return Around(*given)
 
 
-def put_group(
-    graph: fx.Graph, node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around = ALONE
-) -> None:
+def put_group(node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around = ALONE) -> None:
     """Put the first result of `linear_group`, of x and the weights of products, for a node."""
     weights = map(list, zip(*(each.args[_WEIGHT] for each in products), strict=True))
     fmt, compute = (*products[0].args[_OPTIONS], "input")[:2]
+    graph = node.graph
     with graph.inserting_before(node):
         call = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
         call.meta = meta_of(node, val=[node.meta["val"]])
@@ -77,24 +77,18 @@ def put_group(
     graph.erase_node(node)
 
 
-def fuse_gates(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = has_kernels) -> int:
+@node_pass
+def fuse_gates(node: fx.Node, eligible: Callable[[fx.Node], bool] = has_kernels) -> bool:
     """Make one call of two products, or of one with halves, and a gate of few rows; count these."""
-    count = 0
-    for node in list(graph.nodes):
-        if not isinstance(node.meta.get("val"), torch.Tensor) or not has_few_rows(node):
-            continue
-        found = (
-            (name, _products(bound["x"], bound["up"], node))
-            for name, gate in GATES.items()
-            for bound in match(gate, node)
-        )
-        activation, products = next((each for each in found if each[1]), ("", ()))
-        if products and eligible(products[0]):
-            put_group(graph, node, products[0].args[0], products, Around(activation))
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
+    if dtype_of(node) is None or not has_few_rows(node):
+        return False
+    for name, gate in GATES.items():
+        for bound in match(gate, node):
+            products = _products(bound["x"], bound["up"], node)
+            if products and eligible(products[0]):
+                put_group(node, products[0].args[0], products, Around(name))
+                return True
+    return False
 
 
 def _products(gate: Any, up: Any, last: fx.Node) -> tuple[fx.Node, ...]:
@@ -196,20 +190,17 @@ SUM = Narrow(
 _STACK = slice(2, 6)
 
 
-def fuse_experts(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+@node_pass
+def fuse_experts(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
     """Make one call of the products of experts, their gate and sum; return how many were made."""
-    count = 0
-    for node in list(graph.nodes):
-        if dtype_of(node) != torch.bfloat16 or not eligible(node):
-            continue
-        bound = next(match(SUM, node), None)
-        arguments = None if bound is None else _arguments(node, bound)
-        if arguments is not None:
-            replace(graph, node, ops.experts_mixture, arguments)
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
+    if dtype_of(node) != torch.bfloat16 or not eligible(node):
+        return False
+    bound = next(match(SUM, node), None)
+    arguments = None if bound is None else _arguments(node, bound)
+    if arguments is None:
+        return False
+    replace(node, ops.experts_mixture, arguments)
+    return True
 
 
 def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:

@@ -27,11 +27,7 @@ SHARED: tuple[Callable[..., Any], ...] = (
 )
 
 # Targets that may stand between a stored scale and a product.
-VIEWS: tuple[Callable[..., Any], ...] = (
-    aten.view.dtype,
-    aten.detach.default,
-    aten.alias.default,
-)
+VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default, aten.alias.default)
 
 
 # The operator that computes several products of one input, how many leading arguments describe the

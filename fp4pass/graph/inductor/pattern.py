@@ -7,7 +7,8 @@ bfloat16 and float16, nothing for float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..._compat.torch import meta_of, statically_equal
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (*NARROW_DTYPES, torch.float32)
 
 # Operators whose two arguments match in either order.
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
@@ -107,13 +109,26 @@ def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Boun
         yield bound
 
 
-def replace(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+def node_pass(change: Callable[..., bool]) -> Callable[..., int]:
+    """Make a pass of a function that changes a node, if it can, and returns whether it has."""
+
+    @functools.wraps(change)
+    def run(graph: fx.Graph, *eligible: Callable[..., bool]) -> int:
+        count = sum(change(node, *eligible) for node in list(graph.nodes))
+        if count:
+            graph.eliminate_dead_code()
+        return count
+
+    return run
+
+
+def replace(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
     """Put a call in the place of a node. Dead code elimination removes what it alone read."""
-    with graph.inserting_before(node):
-        found = graph.call_function(target, arguments)
+    with node.graph.inserting_before(node):
+        found = node.graph.call_function(target, arguments)
     found.meta = meta_of(node)
     node.replace_all_uses_with(found)
-    graph.erase_node(node)
+    node.graph.erase_node(node)
 
 
 def insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:

@@ -20,7 +20,7 @@ from ..._compat.torch import meta_of, statically_equal
 from ...kernels.reduce.naive import LARGEST
 from .fusions import addends_of, has_few_rows, is_like, is_norm, on_gpu, rms_norm
 from .gates import AROUND, around_of, format_of, put_group
-from .pattern import NARROW_DTYPES, dtype_of, match, replace
+from .pattern import FLOAT_DTYPES, dtype_of, match, node_pass, replace
 
 aten = torch.ops.aten
 
@@ -60,22 +60,20 @@ def is_one_row(product: fx.Node, normed: bool) -> bool:
     return norms_row(x.meta["val"], sum(each.meta["val"].shape[0] for each in weights), fmt)
 
 
-def fuse_residuals(graph: fx.Graph, eligible: Callable[[fx.Node, bool], bool] = is_one_row) -> int:
+@node_pass
+def fuse_residuals(node: fx.Node, eligible: Callable[[fx.Node, bool], bool] = is_one_row) -> bool:
     """Compute sums and norms of one row in the launches of products; return how many norms."""
-    count = 0
-    for node in list(graph.nodes):
-        place = None
-        if dtype_of(node) == torch.bfloat16:
-            rows = node.meta["val"].shape[:-1]
-            place = _place(node) if all(statically_equal(n, 1) for n in rows) else None
-        if place is None or not eligible(place.product, False):
-            continue
-        if all(eligible(user, True) for user in node.users):
-            _replace(graph, node, place)
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
+    if dtype_of(node) != torch.bfloat16:
+        return False
+    if not all(statically_equal(size, 1) for size in node.meta["val"].shape[:-1]):
+        return False
+    place = _place(node)
+    if place is None or not eligible(place.product, False):
+        return False
+    if not all(eligible(user, True) for user in node.users):
+        return False
+    _replace(node.graph, node, place)
+    return True
 
 
 def _place(norm: fx.Node) -> _Place | None:
@@ -118,12 +116,12 @@ def _replace(graph: fx.Graph, node: fx.Node, place: _Place) -> None:
     norm = AROUND(squares=items[1], norm_weight=place.weight, eps=place.eps)
     for user in list(node.users):
         if user.target is ops.linear:
-            put_group(graph, user, items[0], [user], norm)
+            put_group(user, items[0], [user], norm)
             continue
         _, *weights = user.args[:5]
         fmt, compute = (*user.args[5:7], "input")[:2]
         around = norm._replace(gate=around_of(user).gate)
-        replace(graph, user, ops.linear_group, (items[0], *weights, fmt, compute, *around))
+        replace(user, ops.linear_group, (items[0], *weights, fmt, compute, *around))
 
 
 def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -137,32 +135,24 @@ def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return ops.linear_group, (x, *weights, *options)
 
 
-def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+@node_pass
+def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
     """Make one call of each RMSNorm of few rows that products read, and its sum; count these."""
-    count = 0
-    for node in list(graph.nodes):
-        if dtype_of(node) not in (*NARROW_DTYPES, torch.float32) or not has_few_rows(node):
-            continue
-        if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
-            continue
-        found = (bound for bound in match(rms_norm(), node) if is_norm(node, bound))
-        bound = next(found, None)
-        if bound is not None and eligible(node):
-            _replace_norm(node, bound["x"], bound["weight"], bound["eps"])
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
-
-
-def _replace_norm(node: fx.Node, x: fx.Node, weight: fx.Node, eps: float) -> None:
-    """Put an operator in the place of a norm, and of the sum x where it can stand there."""
-    graph, terms = node.graph, addends_of(x, {weight})
+    if dtype_of(node) not in FLOAT_DTYPES or not has_few_rows(node):
+        return False
+    if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
+        return False
+    bound = next((each for each in match(rms_norm(), node) if is_norm(node, each)), None)
+    if bound is None or not eligible(node):
+        return False
+    graph, x, weight = node.graph, bound["x"], bound["weight"]
+    terms = addends_of(x, {weight})
     if terms is None:
-        replace(graph, node, ops.rms_norm, (x, weight, eps))
-        return
+        replace(node, ops.rms_norm, (x, weight, bound["eps"]))
+        return True
+    # In the place of the sum, too.
     with graph.inserting_after(max(x, weight)):
-        fused = graph.call_function(ops.add_rms_norm, (*terms, weight, eps))
+        fused = graph.call_function(ops.add_rms_norm, (*terms, weight, bound["eps"]))
     fused.meta = meta_of(node, val=(x.meta["val"], node.meta["val"]))
     place = fused
     for i, each in enumerate((x, node)):
@@ -170,3 +160,4 @@ def _replace_norm(node: fx.Node, x: fx.Node, weight: fx.Node, eps: float) -> Non
             place = graph.call_function(operator.getitem, (fused, i))
         place.meta = dict(each.meta)
         each.replace_all_uses_with(place)
+    return True

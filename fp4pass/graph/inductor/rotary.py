@@ -17,7 +17,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import MutatingCall, meta_of, statically_equal
 from .fusions import X, on_gpu, rms_norm
-from .pattern import Var, add, call, dtype_of, match, mul
+from .pattern import Var, add, call, dtype_of, match, mul, node_pass
 
 aten = torch.ops.aten
 
@@ -36,18 +36,26 @@ class _Rotated:
     eps: float | None
 
 
-def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+@node_pass
+def fuse_rotary(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
     """Norm, rotate, write into the cache and attend in one call; return how often."""
-    count = 0
-    for node in list(graph.nodes):
-        fits = node.target is ops.attention and eligible(node)
-        inputs = _inputs(node) if fits else None
-        if inputs is not None:
-            _replace(graph, node, inputs)
-            count += 1
-    if count:
-        graph.eliminate_dead_code()
-    return count
+    fits = node.target is ops.attention and eligible(node)
+    inputs = _inputs(node) if fits else None
+    if inputs is None:
+        return False
+    # The call, with its result and caches, in the place of attention and written caches.
+    graph = node.graph
+    written: tuple[Any, ...] = node.args[1:3]
+    caches = inputs.pop("keys"), inputs.pop("values")
+    with graph.inserting_before(node):
+        called = MutatingCall(_FUSED, inputs, caches).insert(graph)
+        results = [graph.call_function(operator.getitem, (called, i)) for i in range(3)]
+    for old, new in zip((node, *written), results, strict=True):
+        new.meta = meta_of(old)
+        old.replace_all_uses_with(new)
+    called.meta["val"] = tuple(each.meta["val"] for each in results)
+    graph.erase_node(node)
+    return True
 
 
 def _inputs(node: fx.Node) -> dict[str, Any] | None:
@@ -80,26 +88,7 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
     if len(dtypes) != 1 or not last or len(q.users) != 1:
         return None
     others = {"mask": mask, "span": span, "counters": counters, "scale": scale}
-    return {
-        **tensors,
-        **others,
-        "eps": eps.pop() if eps else 0.0,
-        "places": _start_of(places),
-    }
-
-
-def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
-    """Put the call, with its result and caches, in the place of attention and written caches."""
-    written: tuple[Any, ...] = node.args[1:3]
-    caches = inputs.pop("keys"), inputs.pop("values")
-    with graph.inserting_before(node):
-        called = MutatingCall(_FUSED, inputs, caches).insert(graph)
-        results = [graph.call_function(operator.getitem, (called, i)) for i in range(3)]
-    for old, new in zip((node, *written), results, strict=True):
-        new.meta = meta_of(old)
-        old.replace_all_uses_with(new)
-    called.meta["val"] = tuple(each.meta["val"] for each in results)
-    graph.erase_node(node)
+    return {**tensors, **others, "eps": eps.pop() if eps else 0.0, "places": _start_of(places)}
 
 
 def _written(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -56,7 +56,7 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
             rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
             rounded = rounded or _round(graph, readers[0], x)
         for node in readers:
-            put_group(graph, node, rounded[0], [node], AROUND(factors=rounded[1]))
+            put_group(node, rounded[0], [node], AROUND(factors=rounded[1]))
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))
