@@ -22,7 +22,7 @@ from fp4pass.errors import CalibrationError, OptionError
 from fp4pass.evaluation import output_errors
 from fp4pass.kernels.rotate.naive import rotate_weight
 from fp4pass.nn.experts import QuantizedExpertStack, in_order
-from fp4pass.quantization.observers.observer import OBSERVERS, collect
+from fp4pass.quantization.observers.observer import collect
 from fp4pass.quantization.plan import plan_layers
 from fp4pass.record.config import LinearConfig
 
@@ -168,10 +168,7 @@ def test_statistics_are_those_of_a_loop(name: str) -> None:
         called = [kind.called(owner, call) for call in calls[path]]
         hidden, chosen, weights = (torch.cat(each) for each in zip(*called, strict=True))
         shown = torch.cat([kind.shown(owner, call[0]) for call in called])[:256]
-        stats = {
-            key: collect(observed[f"{path}.{key}"].__dict__[OBSERVERS], "")
-            for key in stack_names(owner)
-        }
+        stats = {key: collect([observed[f"{path}.{key}"]], "") for key in stack_names(owner)}
         largest = dict.fromkeys(stats, 0.0)
         experts = len(kind.matrices(owner, stack_names(owner)[0]))
         for expert in range(experts):
@@ -459,7 +456,7 @@ def test_each_expert_is_searched_by_its_own_statistics() -> None:
     model = fp4pass.prepare(build("qwen3_moe"))
     logits(model)
     stack: Any = modules(model)[GATE_UP]
-    stats: Any = collect(stack.__dict__[OBSERVERS], GATE_UP)
+    stats: Any = collect([stack], GATE_UP)
     weight = stack.weight.detach().clone()
     fp4pass.convert(model, weight_only=True)
     packed: Any = modules(model)[GATE_UP]
