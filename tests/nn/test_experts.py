@@ -14,7 +14,6 @@ from expert_classes import class_of, owners, stack_names
 from mixtures import MODELS, build, ids, logits, modules, twin
 from swap import swap_experts
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4pass
 from fp4pass.core.formats import get_format
@@ -201,29 +200,6 @@ def test_statistics_are_those_of_a_loop(name: str) -> None:
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-class _Largest(TorchDispatchMode):
-    """Keeps the number of elements of the largest float32 tensor that is made."""
-
-    found = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
-            self.found = max(self.found, result.numel())
-        return result
-
-
-def test_layer_by_layer_holds_the_whole_hessian_of_one_expert() -> None:
-    # Hessians of 6 experts would be six times as large as the largest tensor there is.
-    sizes = {"num_experts": 6, "hidden_size": 128, "moe_intermediate_size": 32}
-    model = build("qwen3_moe", torch.bfloat16, **sizes)
-    fp4pass.prepare(model, "gptq", sequential=True, rules=ONLY_EXPERTS)
-    fp4pass.calibrate(model, [ids(1)[:, :16]], progress=False)
-    with _Largest() as largest:
-        fp4pass.convert(model, weight_only=True)
-    assert largest.found == 128 * 128
 
 
 def routed(model: Any, experts: list[int]) -> Any:
