@@ -153,17 +153,6 @@ def test_merging_calls_changes_no_bit(setting: str, monkeypatch: pytest.MonkeyPa
     assert shared == (0 if setting == "nvfp4-weights" else 6)
 
 
-def test_every_norm_and_activation_is_fused() -> None:
-    model = tiny(weight_only=False, calibrated=True)
-    forward(torch.compile(model, fullgraph=True), ids(4, 128))
-    (graph,) = fp4pass.compile_report().graphs
-    layers = model.config.num_hidden_layers
-    assert graph.after["norm_quantize"] == 2 * layers
-    assert graph.after["activate_quantize"] == layers
-    assert graph.changes["fuse_quantizers"] == 3 * layers
-    assert graph.after["quantize"] == layers
-
-
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_what_surrounds_products_is_fused(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is as near to eager as what Inductor makes of it."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from exact_products import assert_product
 from kernels.test_rotate import matrix
 from nn.test_input_cache import unshared
-from products import assert_product
 from small_models import assert_same_bits, language_model, logits
 from torch import Tensor, fx, nn
 from torch.nn import functional as F

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from browser import browse
 
 import fp4pass
 
@@ -43,22 +45,6 @@ def test_the_version_is_that_of_the_package() -> None:
     for name in ("CITATION.cff", "CHANGELOG.md"):
         text = (ROOT / name).read_text("utf-8")
         assert re.search(rf"(^version: |^## ){re.escape(fp4pass.__version__)}\b", text, re.M), name
-
-
-@pytest.mark.slow
-def test_the_drawing_has_every_room() -> None:
-    """And a dot for each import; none lies left of the diagonal."""
-    sys.path.insert(0, str(DOCS))
-    try:
-        import rooms
-    finally:
-        sys.path.pop(0)
-    order, drawing = rooms.order(), rooms.svg()
-    for name in order:
-        assert f">{name}</text>" in drawing
-    drawn = set(re.findall(r"<title>(\w+) imports (\w+)</title>", drawing))
-    assert ("api", "quantization") in drawn and ("kernels", "core") in drawn and len(drawn) > 80
-    assert all(order.index(a) < order.index(b) for a, b in drawn)
 
 
 # ---- built ------------------------------------------------------------------------------------
@@ -147,3 +133,50 @@ def test_pages_that_hooks_make_are_whole(site: Path) -> None:
     assert len(listed) > 50 and all((site / each).exists() for each in listed)
     assert all(f"<!-- {each} -->" in full for each in listed)
     assert "--8<--" not in full and "\n:::" not in full and "## fp4pass.convert\n" in full
+
+
+# ---- the table of results, in a browser ---------------------------------------------------------
+
+EXPLORER = ROOT / "docs" / "assets" / "explorer.js"
+
+
+CHOOSE = """
+const shown = () => [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent);
+const before = shown(), select = document.querySelector("select[aria-label=method]");
+select.value = "sse";
+select.dispatchEvent(new Event("change"));
+[...document.querySelectorAll("th button")].find(each => each.textContent.startsWith("KL")).click();
+document.title = JSON.stringify([before, shown(), location.search]);
+"""
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("query", "before", "after", "url"),
+    [
+        ("?sort=-kl", "a:16 a:16 b:16", "b:16 a:16", "?sort=kl&method=sse"),
+        ("?model=n&text=u", "c:16", "c:16", "?model=n&text=u&method=sse&sort=kl"),
+        ("?model=gone&format=gone&sort=gone", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
+    ],
+)
+def test_filters_of_results_are_in_the_url(
+    query: str, before: str, after: str, url: str, tmp_path: Path
+) -> None:
+    """A link shows what its sender chose; the URL follows each choice."""
+    names = ("model", "text", "inputs", "format", "block", "method", "kl")
+    values = [
+        ("m", "t", "float", "a", 16, "naive", [3.0, None, None]),
+        ("m", "t", "float", "a", 16, "sse", [2.0, None, None]),
+        ("m", "t", "float", "b", 16, "sse", [1.0, None, None]),
+        ("m", "t", "4 bits", "a", 16, "naive", [4.0, None, None]),
+        ("n", "t", "float", "c", 16, "sse", [1.0, None, None]),
+        ("n", "u", "float", "c", 16, "sse", [1.0, None, None]),
+    ]
+    rows = [dict(zip(names, each, strict=True)) for each in values]
+    results = json.dumps({"models": [{"model": "m"}, {"model": "n"}], "rows": rows})
+    scripts = (f"window.RESULTS = {results}", EXPLORER.read_text("utf-8"), CHOOSE)
+    body = "".join(f"<script>{each}</script>" for each in scripts)
+    text = f'<title></title><div id="results"></div>{body}'
+    found = browse(text, tmp_path, query=query).stdout
+    title = unescape(found.partition("<title>")[2].partition("</title>")[0])
+    assert json.loads(title) == [before.split(), after.split(), url.replace(":", "%3A")]

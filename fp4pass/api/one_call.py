@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from .. import calibration
-from ..calibration.processor import Processor
-from ..calibration.to_batches import SEQ_LEN, Target
+from ..calibration.processor import SEQ_LEN, Processor, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks

@@ -20,7 +20,7 @@ from ..graph.export import trace
 from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
-from ..quantization.observers.observer import collect, observers_of
+from ..quantization.observers.observer import collect
 from ..quantization.plan import plan_layers
 from ..quantization.replace import attach_observers
 from ..quantization.restore import unprepared
@@ -181,7 +181,7 @@ def _mean_squares(root: nn.Module) -> dict[str, Tensor]:
     """
     own: dict[str, tuple[Tensor, int]] = {}
     for name, module in root.named_modules():
-        stats = collect(observers_of([module]), name)
+        stats = collect([module], name)
         if stats.block_hessian is not None and stats.tokens and stats.counts is None:
             squares = stats.block_hessian[0].diagonal(dim1=-2, dim2=-1).flatten() / stats.tokens
             own[name] = (squares.cpu().double(), stats.tokens)

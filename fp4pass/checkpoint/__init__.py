@@ -51,8 +51,3 @@ __all__ = [
     "save",
     "transcode",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

@@ -3,7 +3,7 @@
 from . import adapters
 from .checks import require_float, require_layers
 from .observers.batches import call_arguments, device_of, in_float32
-from .observers.observer import collect, observers_of
+from .observers.observer import collect
 from .observers.visible_tokens import count_tokens
 from .plan import LayerPlan, Plan, joined, matching_rule, plan_layers, scale_groups
 from .quantize import pack_layer
@@ -27,7 +27,6 @@ __all__ = [
     "in_float32",
     "joined",
     "matching_rule",
-    "observers_of",
     "pack_layer",
     "plan_layers",
     "quantizes_input",

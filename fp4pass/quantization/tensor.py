@@ -29,11 +29,6 @@ _WIDE = torch.float32
 _HALF = torch.finfo(_WIDE).max / 2
 
 
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)
-
-
 def quantize(
     x: Tensor,
     scheme: str = "nvfp4",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from products import assert_product
+from exact_products import assert_product
 from small_models import assert_same_bits, bits
 from torch import Tensor, nn
 from torch.nn import functional as F

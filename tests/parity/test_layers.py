@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from exact_products import assert_product
 from layers import DTYPES, KINDS, K, N, assert_same_layer, batch, empty, linear, made, seeded
-from products import assert_product
 from small_models import bits
 from torch import nn
 from torch._dynamo.testing import CompileCounter
