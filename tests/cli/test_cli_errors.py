@@ -115,7 +115,6 @@ OTHERS_BAD = [
     (("report", "{made}/mixed", "-o", "{bad}/x.pdf"), "--output: expected a name that ends in .ht"),
     (("verify", TINY, "--reference", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
-    (("verify", "{made}/mixed", "--data", EVAL), "--data: expected --reference MODEL too"),
     (("verify", "{made}/mixed", "--reference", "{made}/mixed"), "is quantized already"),
     (("verify", "{made}/mixed", "--seq-len", "1"), "--seq-len: expected at least"),
     (("transcode", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
