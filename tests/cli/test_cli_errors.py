@@ -115,7 +115,6 @@ OTHERS_BAD = [
     (("report", "{made}/mixed", "-o", "{bad}/x.pdf"), "--output: expected a name that ends in .ht"),
     (("verify", TINY, "--reference", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
-    (("verify", "{made}/mixed", "--data", EVAL), "--data: expected --reference MODEL too"),
     (("verify", "{made}/mixed", "--reference", "{made}/mixed"), "is quantized already"),
     (("verify", "{made}/mixed", "--seq-len", "1"), "--seq-len: expected at least"),
     (("transcode", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
@@ -156,7 +155,7 @@ def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4pass.checkpoint.writer.save_file", full)
+    monkeypatch.setattr("fp4pass.checkpoint.saving.save_file", full)
     result = run("transcode", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
     assert f"{tmp_path / 'q'} cannot be written: [Errno 28] No space left" in result.stderr
     assert result.stderr.count("\n") == 1
