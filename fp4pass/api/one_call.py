@@ -18,13 +18,14 @@ from ..calibration.processor import SEQ_LEN, Processor, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
-from ..engine.layer_stack import planned_stacks
+from ..engine.layer_stack import stacks_of
 from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
 from ..quantization.observers.observer import OBSERVERS
 from ..quantization.plan import Plan, matching_rule, plan_layers
 from ..quantization.recipe import require_undecided, with_quality
+from ..quantization.scan import caller_of
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
@@ -235,7 +236,7 @@ def _rules_alone(
     alone = config.override(recipe.alone)
     plan = plan_layers(root, alone, rules)
     require_layers(plan)
-    stacks = planned_stacks(root, plan)
+    stacks = list(stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
     if not stacks:
         raise OptionError(
             f"{as_option('quality', quality)} calibrates one layer after the other: expected a "

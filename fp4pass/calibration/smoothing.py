@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import OptionError, StateError
+from ..errors import StateError, require_number
 from ..graph.export import trace
 from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
 from ..quantization.checks import require_float, require_layers
@@ -96,8 +96,7 @@ def smooth(
         >>> model = fp4pass.calibrate(fp4pass.prepare(normed), batches, progress=False)
         >>> model = fp4pass.convert(model)
     """
-    if type(strength) not in (float, int) or not 0 <= strength <= 1:
-        raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
+    require_number("strength", "a number from 0 to 1", strength, float, 0, 1)
     root = unwrap(model)
     if require_float(root, "smooth") is not None:
         raise StateError(

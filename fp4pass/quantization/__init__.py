@@ -7,7 +7,7 @@ from .observers.observer import collect
 from .observers.visible_tokens import count_tokens
 from .plan import LayerPlan, Plan, joined, matching_rule, plan_layers, scale_groups
 from .quantize import pack_layer
-from .recipe import Recipe, require_undecided, with_quality
+from .recipe import Recipe
 from .replace import attach_observers, quantizes_input, remove_observers, share_inputs
 from .scan import LinearLayer, caller_of
 from .search import stored_amax
@@ -33,9 +33,7 @@ __all__ = [
     "remove_observers",
     "require_float",
     "require_layers",
-    "require_undecided",
     "scale_groups",
     "share_inputs",
     "stored_amax",
-    "with_quality",
 ]

@@ -146,7 +146,7 @@ def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4pass.checkpoint.writer.save_file", full)
+    monkeypatch.setattr("fp4pass.checkpoint.saving.save_file", full)
     result = run("transcode", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
     assert f"{tmp_path / 'q'} cannot be written: [Errno 28] No space left" in result.stderr
     assert result.stderr.count("\n") == 1
