@@ -6,7 +6,7 @@
 
 # ruff: noqa: F401
 
-from .copied_files import TOKENIZER_FILES
+from .beside import TOKENIZER_FILES
 from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import (
