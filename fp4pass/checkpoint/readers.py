@@ -441,16 +441,13 @@ def who_reads(
     return Readers(tuple(names), tuple(reasons))
 
 
-class Judgement(NamedTuple):
-    """The readers of a folder, the quantization_config that they need, and what to warn of."""
+def judge(
+    layout: Layout, written: Mapping[str, PackedLayer], facts: Facts
+) -> tuple[Readers, dict[str, Any], list[str]]:
+    """Return who will read a folder in which packed layers lie as `written`.
 
-    readers: Readers
-    declared: dict[str, Any]
-    notes: Sequence[str] = ()
-
-
-def judge(layout: Layout, written: Mapping[str, PackedLayer], facts: Facts) -> Judgement:
-    """Return who will read a folder in which packed layers lie as `written`."""
+    With it the quantization_config that they need, and what to warn of.
+    """
     declared, problems, notes = dict(facts.declared), dict[str, str](), []
     if declared:
         is_stock = isinstance(layout, CompressedTensors)
@@ -468,4 +465,4 @@ def judge(layout: Layout, written: Mapping[str, PackedLayer], facts: Facts) -> J
             problems["transformers"] = problems.get("transformers") or CACHE_IN_FLOAT
     formats = {layer.fmt.key for layer in facts.layers.values()}
     readers = who_reads(layout.name, formats, facts.kind if declared else "", problems)
-    return Judgement(readers, declared, notes)
+    return readers, declared, notes

@@ -22,7 +22,7 @@ from kernel_cases import (
     quiet,
     seeded,
 )
-from near_scales import candidates, errors_at
+from oracle import errors_at, near_scales
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -396,7 +396,7 @@ def test_the_kernel_has_the_best_of_its_candidates(
         each.cpu() for each in quantize_triton(x.to(DEVICE), divisor(fmt, g), fmt, "sse")
     )
     naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
-    near = candidates(x, naive, g, fmt)
+    near = near_scales(x, naive, g, fmt)
     assert torch.stack([each == scale for each in near]).any(0).all()
     least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
     found = errors_at(x, scale, g, fmt)

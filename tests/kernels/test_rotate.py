@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import ALL
 from kernel_cases import DEVICE, codes_at, divisor, divisor_of, dtypes, formats, quiet, seeded
-from near_scales import candidates, errors_at
+from oracle import errors_at, near_scales
 from stable_codes import assert_agree
 from torch import Tensor
 
@@ -144,7 +144,7 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     found = rotate_quantize_triton(x.to(DEVICE), 64, divisor(fmt, g), fmt, "sse")
     packed, scale = (t.cpu() for t in found)
     naive = quantize_ref(y, divisor_of(fmt, g), fmt)[1].int()
-    options = candidates(y, naive, g, fmt)
+    options = near_scales(y, naive, g, fmt)
     assert torch.stack([each == scale for each in options]).any(0).all()
     assert (scale != naive).any()
     assert torch.equal(scale[0].int(), naive[0])

@@ -98,8 +98,8 @@ def test_copies_go_on_by_themselves(through: Callable[[nn.Module], nn.Module]) -
         assert_same_bits(other, alone)
     for i in range(3):
         other(batch(i))
-    assert collect(model.q.__dict__[OBSERVERS], "").tokens == 24
-    assert collect(other.q.__dict__[OBSERVERS], "").tokens == 60
+    assert collect([model.q], "").tokens == 24
+    assert collect([other.q], "").tokens == 60
 
 
 @pytest.mark.core
@@ -129,7 +129,7 @@ def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.cat([batch(i).mul(4).round().reshape(-1, K) for i in range(40)])
     blocks = x.view(len(x), -1, 32)
     for name in "qkv":
-        stats = collect(getattr(model, name).__dict__[OBSERVERS], name).matrix(0)
+        stats = collect([getattr(model, name)], name).matrix(0)
         assert stats.tokens == len(x) and stats.input_amax == float(x.abs().max())
         assert torch.equal(stats.block_hessian, torch.einsum("tji,tjk->jik", blocks, blocks))
 
@@ -196,20 +196,18 @@ def test_statistics_are_float32_and_may_be_added_to_anywhere(device: str) -> Non
     with torch.inference_mode():
         model(x)
     model(x)
-    for name, observer in observers(model):
-        stats = collect([observer], name).matrix(0)
+    for _, observer in observers(model):
+        stats = observer.stats().matrix(0)
         assert stats.tokens == 24
         assert stats.block_hessian is not None and stats.block_hessian.dtype is torch.float32
 
 
 def test_what_was_seen_of_an_input_does_not_outlive_a_forward() -> None:
     """Of one buffer, written where torch does not count it."""
-    first, second, parts = prepared(), prepared(), prepared()
+    first, second = prepared(), prepared()
     x, new = batch(), 100 * batch(1)
-    first(x), parts.q(x)
+    first(x)
     x.data.copy_(new)
-    second(x), parts.k(x)
-    seen = [
-        collect(layer.__dict__[OBSERVERS], "").matrix(0) for layer in (second.q, second.k, parts.k)
-    ]
+    second(x)
+    seen = [collect([layer], "").matrix(0) for layer in (second.q, second.k)]
     assert all(stats.input_amax == float(new.abs().max()) for stats in seen)
