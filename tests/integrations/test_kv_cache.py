@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,6 @@ def test_generate_uses_the_cache(name: str) -> None:
     beams = model.generate(ids(), num_beams=3, **options)
     alone = [model.generate(row[None], num_beams=3, **options) for row in ids()]
     assert torch.equal(beams, torch.cat(alone))
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied.generate(ids(), **options), given)
     with pytest.raises(OptionError, match="cache_implementation: expected None, 'dynamic'"):
         model.generate(ids(), cache_implementation="quantized", **options)
 
@@ -144,33 +141,25 @@ def through_file(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "torch.save": through_file,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "deepcopy": copy.deepcopy,
-}
-
-
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("copied", [through_file, copy.deepcopy])
 def test_copies_have_a_cache_of_their_own(copied: Callable[[Any], Any]) -> None:
-    for sequential in (False, True) if copied is through_file else (False,):
-        before = prepared(sequential=sequential)
-        model = fp4pass.convert(copied(before), weight_only=True)
-        same = fp4pass.convert(before, weight_only=True)
-        twin = copied(model)
-        expected = model.generate(ids(), max_new_tokens=4, do_sample=False)
-        for other in (same, twin, copied(twin)):
-            assert torch.equal(other.generate(ids(), max_new_tokens=4, do_sample=False), expected)
-        # By its own scales, and without the model it came of.
-        for module in model.modules():
-            if hasattr(module, "k_scale"):
-                module.k_scale.fill_(torch.nan)
-        assert torch.equal(twin.generate(ids(), max_new_tokens=4, do_sample=False), expected)
-        made = twin.generate(ids(), max_new_tokens=2, return_dict_in_generate=True)
-        scales = [layer.codecs[0].scale for layer in caches.kept(made).layers]
-        own = [m.k_scale for m in twin.modules() if hasattr(m, "k_scale")]
-        assert all(a is b for a, b in zip(scales, own, strict=True))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    before = prepared(sequential=copied is through_file)
+    model = fp4pass.convert(copied(before), weight_only=True)
+    twin = copied(model)
+    expected = model.generate(ids(), **options)
+    for other in (fp4pass.convert(before, weight_only=True), twin):
+        assert torch.equal(other.generate(ids(), **options), expected)
+    # By its own scales, and without the model it came of.
+    for module in model.modules():
+        if hasattr(module, "k_scale"):
+            module.k_scale.fill_(torch.nan)
+    made = twin.generate(ids(), return_dict_in_generate=True, **options)
+    assert torch.equal(made.sequences, expected)
+    scales = [layer.codecs[0].scale for layer in caches.kept(made).layers]
+    own = [m.k_scale for m in twin.modules() if hasattr(m, "k_scale")]
+    assert all(a is b for a, b in zip(scales, own, strict=True))
 
 
 def test_evaluate_reads_from_the_cache() -> None:
@@ -258,7 +247,7 @@ def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) ->
     expected = cached_logits(loaded, quantized_cache(loaded))
     if factor == 1:
         assert torch.equal(expected, cached_logits(model, quantized_cache(model)))
-    # To the other layout and back.
+    # To the other layout, and back.
     transcode(tmp_path / "a", tmp_path / "b", "compressed-tensors")
     there = fp4pass.load(tmp_path / "b")
     assert torch.equal(cached_logits(there, quantized_cache(there)), expected)
@@ -272,10 +261,9 @@ def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*are rounded to the dtype that config.json")
-@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
-def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_ours_is_read(tmp_path: Path) -> None:
     """As llm-compressor writes it: in the dtype of the model, and no power of two."""
-    model = converted(name)
+    model = converted()
     fp4pass.save(model, tmp_path / "a")
     (tmp_path / "a" / "fp4pass.json").unlink()
     path = tmp_path / "a" / "model.safetensors"
@@ -287,11 +275,7 @@ def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
     loaded = fp4pass.load(tmp_path / "a")
     scale = loaded.model.layers[0].self_attn.k_scale
     assert torch.equal(scale, model.model.layers[0].self_attn.k_scale * 0.75)
-    assert quantized_cache(loaded).layers[0].codecs[0].fmt is CACHE_FORMATS[name]
-    fp4pass.save(loaded, tmp_path / "b")
-    again = fp4pass.load(tmp_path / "b")
-    expected = cached_logits(loaded, quantized_cache(loaded))
-    assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
+    assert quantized_cache(loaded).layers[0].codecs[0].fmt is CACHE_FORMATS["fp8"]
 
 
 def test_calls_out_of_order() -> None:

@@ -1,8 +1,9 @@
-"""Block Hessians in Triton: against float64, and against the reference where sums are exact."""
+"""Block Hessians, of the reference and in Triton, against float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernel_cases import DEVICE, DTYPES, covering, dtypes, gpu, quiet, seeded
 from torch import Tensor
 
 from fp4pass.kernels.statistics import triton as module
+from fp4pass.kernels.statistics.naive import observe_ref
 from fp4pass.kernels.statistics.triton import observe_triton
 
 # numpy warns of infinity times zero in the interpreter.
@@ -28,11 +30,15 @@ def empty_statistics(columns: int, hessian: bool = True) -> tuple[Tensor, Tensor
 
 
 def check(x: Tensor, hessian: bool = True) -> None:
+    for observe in (observe_ref, observe_triton):
+        check_sums(observe, x.to(DEVICE), hessian)
+
+
+def check_sums(observe: Callable[..., None], x: Tensor, hessian: bool = True) -> None:
     """Observe x twice; expect the sums of float64, within the rounding of float32 sums."""
-    x = x.to(DEVICE)
     statistics = empty_statistics(x.shape[-1], hessian)
-    observe_triton(x, *statistics)
-    observe_triton(x, *statistics)
+    observe(x, *statistics)
+    observe(x, *statistics)
     sums, count, amax = statistics
     tokens = x.reshape(-1, x.shape[-1])
     assert count.item() == 2 * len(tokens)
@@ -69,6 +75,16 @@ def test_any_shape(
     start = 1 if layout == "offset" else 0
     x = x[..., ::2] if layout == "every other" else x[..., start : start + columns]
     check(x, hessian)
+
+
+def test_the_reference_adds_many_tokens_up() -> None:
+    """A constant channel, a large one and outliers."""
+    x = torch.randn(150_000, 40, generator=seeded(0))
+    x[:, 1] = 0.1
+    x[:, 2] *= 300
+    x[:, 3] = x[:, 2] + 0.01 * x[:, 3]
+    x[::64, 4] = 2000.0
+    check_sums(observe_ref, x)
 
 
 BAD = [math.nan, -math.nan, math.inf, -math.inf]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import VARIANTS
-from kernel_cases import cases, covering, formats, seeded
+from kernel_cases import covering, formats, seeded
 from ops.test_operators import divisor_of, packed_weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,68 +117,6 @@ def test_inputs_of_other_dtypes(fmt: Format, dtype: torch.dtype) -> None:
         ops.quantize(x, divisor_of(fmt), fmt.key)
     with pytest.raises(DtypeError, match=f"got {dtype}"):
         ops.linear(x, packed, scale, divisor_of(fmt), None, fmt.key)
-
-
-def observed(batches: list[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    state = (
-        torch.zeros(math.ceil(columns / 32), 32, 32),
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1),
-    )
-    for batch in batches:
-        ops.observe(batch, *state)
-    return state
-
-
-def exact_hessian(batches: list[Tensor], columns: int) -> Tensor:
-    groups = math.ceil(columns / 32)
-    total = torch.zeros(groups, 32, 32, dtype=torch.float64)
-    for batch in batches:
-        tokens = batch.reshape(-1, columns).to(torch.float32).double()
-        padded = torch.nn.functional.pad(tokens, (0, groups * 32 - columns))
-        blocks = padded.view(len(tokens), groups, 32).transpose(0, 1)
-        total += blocks.mT @ blocks
-    return total
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    diagonal = exact.diagonal(dim1=1, dim2=2).clamp(min=1e-300).sqrt()
-    bound = diagonal.unsqueeze(1) * diagonal.unsqueeze(2)
-    return float(((found.double() - exact).abs() / bound).nan_to_num().max())
-
-
-@pytest.mark.parametrize("tokens", cases([(4096,)], [(64,)]))
-def test_observe_over_many_tokens(tokens: int) -> None:
-    """300,000 tokens, or 800 short batches: a constant channel, outliers, correlated neighbours."""
-    generator = seeded()
-    batches = []
-    for _ in range(math.ceil(300_000 / tokens) if tokens > 1000 else 800):
-        x = torch.randn(tokens, 64, generator=generator)
-        x[:, 1] = 0.1
-        x[:, 2] *= 300
-        x[:, 3] = x[:, 2] + 0.01 * x[:, 3]
-        x[::64, 4] = 2000.0
-        x[:, 5] *= 1e-4
-        batches.append(x)
-    hessian, count, amax = observed(batches, 64)
-    assert count.item() == sum(map(len, batches))
-    assert amax.item() == max(b.abs().max() for b in batches)
-    assert relative_error(hessian, exact_hessian(batches, 64)) < 1e-3
-    assert torch.allclose(hessian, hessian.mT, rtol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [32, 80, 16, 72])
-def test_observe_pads_and_reads_every_dtype(dtype: torch.dtype, columns: int) -> None:
-    batches = [torch.randn(2, 9, columns, generator=seeded(i)).to(dtype) for i in range(3)]
-    batches += [torch.empty(0, columns, dtype=dtype), torch.ones(columns, dtype=dtype)]
-    hessian, count, amax = observed(batches, columns)
-    assert count.item() == 3 * 18 + 1
-    assert amax.item() == max(b.abs().max() for b in batches if b.numel())
-    assert relative_error(hessian, exact_hessian(batches, columns)) < 1e-5
-    if columns % 32:
-        assert (hessian[-1, columns % 32 :] == 0).all()
-        assert (hessian[-1, :, columns % 32 :] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["observe", "observe_full"])
