@@ -180,18 +180,11 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
     # A linear layer of groups computes what a packed one would not.
     grouped = [row for row in fp4pass.report(model).skipped if "no linear layer" in row.skip_reason]
     assert {row.name.rpartition(".")[2] for row in grouped} == {"o_a_proj"}
-    # transformers makes the same dense weights of it, and of what is written.
     stock = AUTO.from_pretrained(folder, **options)
     with torch.no_grad():
         theirs_logits, our_logits = stock(IDS).logits.float(), model(IDS).logits.float()
     assert (our_logits - theirs_logits).norm() < 0.1 * theirs_logits.norm()
     fp4pass.save(model, tmp_path / "again", layout="deepseek-v4")
-    fp4pass.dequantize(model)
-    again = AUTO.from_pretrained(tmp_path / "again", **options)
-    for name, tensor in stock.state_dict().items():
-        for each in (model, again):
-            # Some norms stay in float32 in one of them.
-            assert torch.equal(each.state_dict()[name].float(), tensor.float()), name
     theirs, ours = (dict(open_checkpoint(f).tensors()) for f in (folder, tmp_path / "again"))
     for name, tensor in theirs.items():
         layer = name.removesuffix(".weight").removesuffix(".scale")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exact_products import assert_product
+from nn.test_input_cache import Attention
 from small_models import assert_same_bits, bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -321,21 +322,10 @@ def test_inputs_that_are_not_dense_or_have_no_values(kind: str) -> None:
         prepared(make())
 
 
-class TwoReaders(nn.Module):
-    """Two layers that read one input, and share its global scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x)
-
-
 @pytest.mark.core
 def test_a_state_dict_changes_the_shared_scale_of_one_layer_alone() -> None:
-    model = TwoReaders().eval()
+    torch.manual_seed(0)
+    model = Attention().eval()
     fp4pass.prepare(model)(batch())
     model = fp4pass.convert(model, "nvfp4")
     shared, k = model.q.input_global_scale, model.k.state_dict()
