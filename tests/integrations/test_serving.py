@@ -26,38 +26,29 @@ import fp4pass
 transformers = pytest.importorskip("transformers")
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [40] * 9]
-DEVICE = "cpu"
 
 
 def converted(**options: Any) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    return fp4pass.convert(model.eval().to(DEVICE), "nvfp4", "naive", **options)
-
-
-def batched(model: Any) -> list[list[int]]:
-    """What continuous batches write behind the prompts."""
-    config = transformers.GenerationConfig(
-        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    pages = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    found = model.generate_batch(
-        PROMPTS, generation_config=config, continuous_batching_config=pages, progress_bar=False
-    )
-    assert not any(each.error for each in found.values())
-    return [found[name].generated_tokens for name in sorted(found)]
-
-
-def alone(model: Any) -> list[list[int]]:
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
-    device = model.device
-    each = (model.generate(torch.tensor([ids], device=device), **options)[0] for ids in PROMPTS)
-    return [text[len(ids) :].tolist() for ids, text in zip(PROMPTS, each, strict=True)]
+    return fp4pass.convert(model.eval(), "nvfp4", "naive", **options)
 
 
 @pytest.mark.slow
 def test_requests_that_run_together_get_what_each_gets_alone() -> None:
-    model = converted(weight_only=True)
-    assert batched(model) == alone(model)
+    """Through transformers' continuous batches."""
+    model: Any = converted(weight_only=True)
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    found = model.generate_batch(
+        PROMPTS,
+        generation_config=transformers.GenerationConfig(eos_token_id=-1, **options),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            num_blocks=16, max_batch_tokens=64
+        ),
+        progress_bar=False,
+    )
+    for name, ids in zip(sorted(found), PROMPTS, strict=True):
+        alone = model.generate(torch.tensor([ids]), eos_token_id=None, **options)[0, len(ids) :]
+        assert not found[name].error and found[name].generated_tokens == alone.tolist()
 
 
 # ---- the server in this process ---------------------------------------------------------------
