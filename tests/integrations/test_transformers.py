@@ -221,24 +221,15 @@ def test_dequantize_gives_a_dense_model(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"method": "hessian"}, OptionError, "needs calibration data.*'sse'.*fp4pass.prepare"),
-        ({"rules": [("*", {"method": "hessian"})]}, OptionError, "needs calibration data"),
-        ({"fmt": "nvfp"}, OptionError, "Did you mean 'nvfp4'"),
-        ({"weight_only": 1}, OptionError, "weight_only: expected True or False, got 1"),
-        ({"block": 24}, OptionError, "24"),
-        ({"rules": [("*", {"format": "mxfp4"})]}, OptionError, "'format'"),
-        ({"rules": "lm_head"}, RuleError, "a list of"),
-    ],
-    ids=str,
-)
-def test_options_are_checked_when_they_are_given(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        Fp4PassConfig(**options)
+def test_options_are_checked_when_they_are_given() -> None:
+    with pytest.raises(OptionError, match=r"needs calibration data.*'sse'.*fp4pass.prepare"):
+        Fp4PassConfig(method="hessian")
+    with pytest.raises(OptionError, match="needs calibration data"):
+        Fp4PassConfig(rules=[("*", {"method": "hessian"})])
+    with pytest.raises(OptionError, match="Did you mean 'nvfp4'"):
+        Fp4PassConfig("nvfp")
+    with pytest.raises(RuleError, match="a list of"):
+        Fp4PassConfig(rules="lm_head")
 
 
 # An option without a value here is a test that is missing.

@@ -132,10 +132,6 @@ def test_weights_only_get_better(key: str, curvature: str, name: str) -> None:
     assert_close(cost[1], loss, size[:, 0] * fmt.block**2 * largest.square())
     assert_close(torch.maximum(cost[0], cost[1]), cost[0], size[:, 0] * largest.square())
     assert (bound <= loss).all() and (bound >= 0).all()
-    if curvature == "identity":
-        # Without correlation the search for scales has the best already.
-        sse = (bound == loss) | (loss > cost[0] * (1 - 1e-6))
-        assert sse.all()
 
 
 def test_blocks_of_zeros_are_proved_at_once() -> None:

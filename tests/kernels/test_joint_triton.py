@@ -9,11 +9,10 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
-from kernel_cases import DEVICE, GPU, KEYS, cases, formats, gpu, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, cases, formats, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.search.gptq_reference import damp, gptq_ref
 from fp4pass.kernels.search.joint_reference import (
     CODES,
     Metric,
@@ -27,7 +26,7 @@ from fp4pass.kernels.search.joint_reference import (
     normalize,
     regular,
 )
-from fp4pass.kernels.search.joint_triton import choose_blocks_triton, gptq_triton, joint_triton
+from fp4pass.kernels.search.joint_triton import choose_blocks_triton, joint_triton
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import ieee_products
 
@@ -178,38 +177,6 @@ def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:
     assert q.shape == x.shape and byte.shape == loss.shape == (columns, rows)
     if x.numel():
         assert torch.equal(q.cpu(), choose_blocks(x, metric, unit, fmt, "rtn", given)[0])
-
-
-@gpu
-@formats
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("scales", ["inside", "static"])
-def test_gptq_of_a_layer(fmt: Format, codes: str, scales: str) -> None:
-    generator = seeded(0)
-    w = torch.randn(512, 2048, generator=generator) * 0.02
-    check_gptq(w, correlated(2048, 4096), fmt, (codes, scales, "loss", 1))
-
-
-def correlated(columns: int, tokens: int) -> Tensor:
-    """Return a Hessian [K, K] of inputs that a few directions dominate."""
-    generator = seeded(1)
-    x = torch.randn(tokens, columns, generator=generator)
-    x = x * 100 ** -torch.linspace(0, 1, columns)
-    x = x @ torch.randn(columns, columns, generator=generator)
-    return x.mT @ x / columns
-
-
-def check_gptq(w: Tensor, hessian: Tensor, fmt: Format, options: tuple[str, str, str, int]) -> None:
-    """Expect the same tr (W - Q) H (W - Q)^T of the kernel and the reference."""
-    g = fmt.global_scale_for(w.abs().max().item())
-    damped, found = damp(hessian, 0.1, 0.25, fmt.block), []
-    for run, on in ((gptq_ref, lambda t: t), (gptq_triton, put)):
-        with ieee_products():
-            packed, scale = run(on(w), on(hessian), g, fmt, 0.1, 0.25, *options)
-        q = oracle.dequantize(packed.cpu(), scale.cpu(), g, fmt.name, fmt.block)
-        residual = w.double() - q
-        found.append(float(((residual @ damped) * residual).sum()))
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("fmt", VARIANTS if GPU else [get_format("mxfp4:16")], ids=lambda f: f.key)
