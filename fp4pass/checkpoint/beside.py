@@ -506,7 +506,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def require_repository(name: str, token: str | None = None) -> None:
-    """Raise an error unless the hub can be asked for a repository, by somebody who is known there."""
+    """Raise OptionError or CheckpointError unless the hub knows who asks for a repository."""
     require("huggingface_hub")
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
