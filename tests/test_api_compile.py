@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 import fp4pass
 from fp4pass.nn.linear import QuantizedLinear
-from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record.state import get_state
 
 
@@ -72,15 +71,6 @@ def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: boo
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", params("llama"))
-def test_inductor_gives_what_eager_gives(case: zoo.Case) -> None:
-    model = fp4pass.convert(case.build(), method="naive", weight_only=True)
-    code = compiled(model, "inductor", dynamic=True)
-    for i in (0, 4):
-        assert_close_to_eager(case, model, code, i)
-
-
 # Windows of 512 tokens: as many as make chance smaller than the bound. The codes that flip are few
 # in float32 and many in bfloat16, where what Inductor keeps in float32 is rounded by eager.
 @slow
@@ -93,21 +83,6 @@ def test_a_compiled_model_is_as_near_to_the_original_as_an_eager_one(
     pytest.importorskip("transformers")
     eager, code = divergences(BUNDLED, BUNDLED / "eval.txt", dtype, fmt, windows)
     assert code == pytest.approx(eager, rel=0.02) and eager > 0.01
-
-
-@pytest.mark.parametrize("case", params("used_twice", slow=("llama",)))
-def test_prepared_models_calibrate_when_compiled(case: zoo.Case) -> None:
-    eager = fp4pass.prepare(case.build())
-    model = fp4pass.prepare(case.build())
-    code = compiled(model)
-    for i in (0, 2, 4):
-        expected = run(case, eager, i)
-        torch.testing.assert_close(run(case, code, i), expected, rtol=0, atol=rounding(expected))
-    for a, b in zip(eager.modules(), model.modules(), strict=True):
-        if OBSERVERS in a.__dict__:
-            one, other = statistics(a), statistics(b)
-            assert one.tokens == other.tokens and one.tokens
-            torch.testing.assert_close(one.block_hessian, other.block_hessian, rtol=1e-4, atol=1e-3)
 
 
 def mlp() -> nn.Module:
@@ -271,23 +246,3 @@ def test_functional_call_reads_the_tensors_it_is_given() -> None:
     other = copy.deepcopy(model)
     other.load_state_dict(state)
     assert torch.equal(called, other(x)) and not torch.equal(called, model(x))
-
-
-class Patches(nn.Module):
-    """A linear that reads what a convolution leaves with channels first in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.linear = nn.Conv2d(3, 64, 4, 4), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.conv(x).flatten(2).transpose(1, 2))
-
-
-@slow
-def test_inputs_of_any_memory_layout_compile() -> None:
-    model = fp4pass.convert(Patches(), "mxfp4", "sse")
-    x = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        assert torch.equal(compiled(model, "inductor")(x), model(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -13,8 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-import fp4pass
 
 ROOT = Path(__file__).parents[1]
 TINY_LM = ROOT / "examples" / "tiny_lm"
@@ -40,24 +37,17 @@ def table(output: str) -> list[dict[str, str]]:
     return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)][2:]
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """As README shows it; bars and the note on FP4 tensor cores are all that it logs."""
-    folder = tmp_path_factory.mktemp("quickstart") / "checkpoint"
-    done = run("examples/quickstart.py", "--save", folder)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr and "WARNING" not in done.stdout + done.stderr
-    return done, folder
-
-
 def number(cell: str) -> float:
     return float(cell.split()[0])
 
 
 @pytest.mark.slow
-def test_quickstart_table(quickstart):
-    rows = table(quickstart[0].stdout)
-    assert len(rows) == 13 and rows[0]["format"] == "original"
+def test_the_quickstart(tmp_path):
+    """As README shows it; bars and the note on FP4 tensor cores are all that it logs."""
+    done = run("examples/quickstart.py", "--save", tmp_path / "checkpoint")
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr and "WARNING" not in done.stdout + done.stderr
+    rows = table(done.stdout)
     made = [(row["format"], row["inputs"], row["method"]) for row in rows[1:]]
     inputs, methods = ("float", "4 bit"), ("naive", "sse", "hessian")
     assert made == list(itertools.product(("nvfp4", "mxfp4"), inputs, methods))
@@ -65,25 +55,19 @@ def test_quickstart_table(quickstart):
         naive, sse, hessian = rows[start : start + 3]
         errors = [number(row["output err"]) for row in (naive, sse, hessian)]
         assert errors == sorted(errors, reverse=True) and len(set(errors)) == 3
-        assert number(naive["weight err"]) > number(sse["weight err"])
-        assert number(sse["weight err"]) < number(hessian["weight err"])
         assert number(naive["KL"]) > number(hessian["KL"]) > 0
-    for row in rows[1:]:
-        assert number(row["bits"]) == {"nvfp4": 4.5, "mxfp4": 4.25}[row["format"]]
-        assert number(row["MB"]) < 0.4 * number(rows[0]["MB"])
-        ratio = number(row["perplexity"]) / number(rows[0]["perplexity"])
-        assert number(row["change"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
-
-
-@pytest.mark.slow
-def test_quickstart_page_shows_the_table(quickstart):
-    """What no other CPU moves; the page shows the first half."""
-    done, columns = quickstart[0], ["format", "inputs", "method", "bits", "MB", "weight err"]
-    printed, shown = (
-        [[row[column] for column in columns] for row in table(text)]
-        for text in (done.stdout, (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"))
-    )
-    assert shown == printed[: len(shown)] and len(shown) == 7
+    # What no other CPU moves; the page shows the first half.
+    page = table((ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"))
+    for shown, printed in zip(page, rows[:7], strict=True):
+        for column in ("format", "inputs", "method", "bits", "MB", "weight err"):
+            assert shown[column] == printed[column]
+    same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of \d+", done.stdout)
+    assert same and float(same[1]) > 97
+    pair = r"lm-eval: ([\d.]+) bits per byte .* fp4pass.evaluate: ([\d.]+)$"
+    bits = re.search(pair, done.stdout, re.M)
+    assert bits and float(bits[1]) == pytest.approx(float(bits[2]), rel=1e-3)
+    assert "the same logits, bit by bit" in done.stdout
+    assert (tmp_path / "checkpoint" / "config.json").exists()
 
 
 def test_readme_installs_what_the_quickstart_needs():
@@ -97,104 +81,34 @@ def test_readme_installs_what_the_quickstart_needs():
     assert re.findall(r'"([\w-]+)', packages) == ["transformers", "accelerate"]
 
 
-@pytest.mark.slow
-def test_quickstart_uses_the_result(quickstart):
-    done, folder = quickstart
-    same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of \d+", done.stdout)
-    assert same and float(same[1]) > 97
-    bits = re.search(
-        r"lm-eval: ([\d.]+) bits per byte .* fp4pass.evaluate: ([\d.]+)$", done.stdout, re.M
-    )
-    assert bits and float(bits[1]) == pytest.approx(float(bits[2]), rel=1e-3)
-    assert "the same logits, bit by bit" in done.stdout
-    assert re.search(r"^the loaded model writes: .{20}", done.stdout, re.M)
-    assert (folder / "config.json").exists()
-    size = float(re.search(r"saved ([\d.]+) MB", done.stdout)[1])
-    chosen = next(row for row in table(done.stdout) if row["method"] == "hessian")
-    assert size == pytest.approx(float(chosen["MB"]), abs=0.02)
-
-
-# ---- texts ------------------------------------------------------------------------------------
-
-
-def imported(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_texts_of_files(monkeypatch):
-    from transformers import AutoTokenizer
-
-    example, tokenizer = imported("quickstart"), AutoTokenizer.from_pretrained(TINY_LM)
-
-    def windows(*args: str):
-        monkeypatch.setattr(sys, "argv", ["quickstart.py", *args])
-        return example.texts(tokenizer, example.parse_args())
-
-    text = str(TINY_LM / "eval.txt")
-    for args in (["--text", text], ["--text", text, "--calib", text]):
-        calib, held_out = windows(*args, "--samples", "5", "--windows", "7")
-        assert (len(calib), len(held_out)) == (5, 7)
-        everything, rest = windows(*args, "--samples", "9999", "--windows", "9999")
-        assert abs(len(everything) - len(rest)) <= 1
-        rows = {tuple(row) for row in everything.tolist()}
-        assert not rows & {tuple(row) for row in rest.tolist()}
-
-
 # ---- training ---------------------------------------------------------------------------------
-
-# Two layers, four experts.
-MIXTURE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-# Seconds that one step does not fit into, after those that are timed.
-SHORT = {"steps": 1000, "seconds": 0.001, "batch": 1, "lr": 0.01, "warmup": 5, "evaluate_every": 25}
-
-
-def corpus(path: Path) -> Path:
-    """One long document to train on, and a few that are short enough to be held out."""
-    texts = (TINY_LM / "eval.txt").read_text("utf-8").split("\n<|doc|>\n")
-    short = sorted((text for text in texts if len(text) > 3000), key=len)[:4]
-    rest = "\n".join(text for text in texts if text not in short)
-    documents = [
-        {"kind": "source", "name": str(i), "text": text} for i, text in enumerate([*short, rest])
-    ]
-    path.write_text(json.dumps({"python": "3.0", "documents": documents}))
-    return path
 
 
 @pytest.mark.slow
 def test_the_mixture_trains(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (MIXTURE | SHORT).items()]
-    out = tmp_path / "moe"
-    stored = corpus(tmp_path / "corpus.json")
-    done = run("examples/train_tiny_moe.py", *flags, "--corpus", stored, "--out", out)
+    """Two layers of four experts, on one long document; a few short ones are held out."""
+    texts = sorted((TINY_LM / "eval.txt").read_text("utf-8").split("\n<|doc|>\n"), key=len)
+    short = [text for text in texts if len(text) > 3000][:4]
+    rest = "\n".join(text for text in texts if text not in short)
+    documents = [
+        {"kind": "source", "name": str(i), "text": t} for i, t in enumerate([*short, rest])
+    ]
+    stored, out = tmp_path / "corpus.json", tmp_path / "moe"
+    stored.write_text(json.dumps({"python": "3.0", "documents": documents}))
+    sizes = "--vocab-size=300 --hidden-size=32 --moe-intermediate-size=32 --num-experts=4"
+    sizes += " --num-hidden-layers=2 --num-attention-heads=2 --num-key-value-heads=1 --head-dim=16"
+    # Seconds that one step does not fit into, after those that are timed.
+    steps = "--steps=1000 --seconds=0.001 --batch=1 --lr=0.01 --warmup=5 --evaluate-every=25"
+    flags = [*sizes.split(), *steps.split(), "--corpus", stored, "--out", out]
+    done = run("examples/train_tiny_moe.py", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "training.json").read_text())
-    assert report["steps"] == 50 and [point["step"] for point in report["curve"]] == [25, 50]
     first, last = report["curve"]
-    assert last["calib_loss"] < first["calib_loss"] < math.log(300)
-    assert f"perplexity {math.exp(last['calib_loss']):.3f}" in done.stdout
+    assert report["steps"] == 50 and last["calib_loss"] < first["calib_loss"] < math.log(300)
     # Of the saved weights, in bfloat16.
     measured = report["results"]["calib"]["perplexity"]
     assert measured == pytest.approx(math.exp(last["calib_loss"]), rel=2e-3)
-    held_out = [(out / f"{part}.txt").read_text("utf-8") for part in ("calib", "eval")]
-    assert report["train_documents"] == 1 and all(text.count("<|doc|>") == 1 for text in held_out)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    rows = fp4pass.report(fp4pass.convert(model, "nvfp4", "sse")).converted
-    assert sum(row.name.endswith("mlp.experts.gate_up_proj") for row in rows) == 2
+    assert report["train_documents"] == 1 and (out / "config.json").exists()
 
 
 # ---- ahead of time ----------------------------------------------------------------------------

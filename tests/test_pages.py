@@ -50,7 +50,12 @@ def wrong(words: list[str]) -> str | None:
     if "fp4pass" in words and words[-1] != "fp4pass":
         rest = words[words.index("fp4pass") + 1 :]
         if words[0] == "fp4pass" or words[words.index("fp4pass") - 1] == "-m":
-            return wrong_options(rest)
+            command = subcommands().get(rest[0])
+            if command is None:
+                return f"no command {rest[0]}"
+            known = {name for each in command.params for name in each.opts + each.secondary_opts}
+            given = {word.partition("=")[0] for word in rest if word.startswith("-")}
+            return f"{rest[0]} has no {given - known}" if given - known else None
     module = re.search(r"-m (fp4pass[\w.]*)", " ".join(words))
     if module and importlib.util.find_spec(module[1]) is None:
         return f"no module {module[1]}"
@@ -64,27 +69,6 @@ def wrong(words: list[str]) -> str | None:
         if missing:
             return f"{script} has no {missing[0]}"
     return None
-
-
-def wrong_options(words: list[str]) -> str | None:
-    """What a command of fp4pass, without its first word, names that does not exist."""
-    command = subcommands().get(words[0])
-    if command is None:
-        return f"no command {words[0]}"
-    options = {name: each for each in command.params for name in each.opts + each.secondary_opts}
-    places = sum(each.param_type_name == "argument" for each in command.params)
-    rest = words[1:]
-    while rest:
-        name, _, value = rest.pop(0).partition("=")
-        if not name.startswith("-"):
-            places -= 1
-        elif name not in options:
-            return f"fp4pass {words[0]} has no {name}"
-        elif not options[name].is_flag and not value:
-            if not rest or rest[0].startswith("-"):
-                return f"fp4pass {words[0]}: {name} has no value"
-            rest.pop(0)
-    return f"fp4pass {words[0]} takes fewer arguments" if places < 0 else None
 
 
 def test_every_command_of_a_page_exists() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
@@ -205,21 +204,3 @@ def test_page_shows_its_script(name: str) -> None:
     assert shown and shown == list(sections(name))
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         assert block.strip().startswith('--8<-- "examples/'), block
-
-
-def test_notebook_is_the_script() -> None:
-    """Its cells are the parts of the script, but for where the model lies; it has outputs."""
-    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
-    code = code_cells(notebook)
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    parts = sections("five_minutes")
-    imports, model = parts.pop("imports"), parts.pop("model")
-    head, place, *cells = ["".join(cell["source"]) for cell in code]
-    assert head.endswith(imports) and place.splitlines()[0] == model
-    # A cell that ended with `convert` would show the model.
-    parts["convert"] += "\n" + parts.pop("report")
-    assert cells == list(parts.values())
-    shown = pages.shown("docs/recipes/five_minutes.md")
-    assert pages.differs(shown, streams(code, "stdout")) is None
-    assert "/" not in re.sub(r"\d/\d|nvfp4/16", "", streams(code, "stdout"))
-    assert streams(code, "stderr") == ""

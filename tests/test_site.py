@@ -7,12 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
-from urllib.parse import unquote, urldefrag
 
 import pytest
+from browser import browse
 
 import fp4pass
 
@@ -45,43 +44,7 @@ def test_the_version_is_that_of_the_package() -> None:
         assert re.search(rf"(^version: |^## ){re.escape(fp4pass.__version__)}\b", text, re.M), name
 
 
-@pytest.mark.slow
-def test_the_drawing_has_every_room() -> None:
-    """And a dot for each import; none lies left of the diagonal."""
-    sys.path.insert(0, str(DOCS))
-    try:
-        import rooms
-    finally:
-        sys.path.pop(0)
-    order, drawing = rooms.order(), rooms.svg()
-    for name in order:
-        assert f">{name}</text>" in drawing
-    drawn = set(re.findall(r"<title>(\w+) imports (\w+)</title>", drawing))
-    assert ("api", "quantization") in drawn and ("kernels", "core") in drawn and len(drawn) > 80
-    assert all(order.index(a) < order.index(b) for a, b in drawn)
-
-
 # ---- built ------------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """The ids of a page, what it links to, and what it loads."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}  # type: ignore[misc]
-        if tag == "a" and given.get("href"):
-            self.links.append(str(given["href"]))
-        wanted = given.get("src") or (tag == "link" and given.get("href"))
-        if wanted:
-            self.loads.append(str(wanted))
 
 
 @pytest.fixture(scope="module")
@@ -103,32 +66,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
-    """Anchors too; and nothing is loaded from elsewhere."""
-    pages = {path: Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
-    assert len(pages) > 400
-    for path, page in pages.items():
-        if path.name == "404.html":
-            continue
-        assert not [each for each in page.loads if each.startswith(("http", "//"))], path
-        for target, anchor in links(page):
-            aim = (path.parent / target).resolve() if target else path
-            assert aim.exists(), (path, target)
-            if anchor and aim in pages:
-                assert anchor in pages[aim].ids, (path, target, anchor)
-
-
-def links(page: Page) -> Iterator[tuple[str, str]]:
-    """Links and loaded files of a page that are of the site: path and anchor."""
-    for each in [*page.links, *page.loads]:
-        if not re.match(r"[a-z]+:|//", each):
-            target, anchor = urldefrag(each)
-            yield unquote(target), unquote(anchor)
-
-
-@pytest.mark.slow
 def test_pages_that_hooks_make_are_whole(site: Path) -> None:
     """Results, formulas in MathML, a page for each type of model, and all pages for models."""
+    for path in site.rglob("*.html"):
+        assert not re.search(
+            r"<(script|img|iframe)\b[^>]*\bsrc=.(https?:)?//", path.read_text("utf-8")
+        )
     page = (site / "results.html").read_text("utf-8")
     script = (site / "assets" / "results.js").read_text("utf-8")
     assert 'src="assets/results.js"' in page and 'id="results"' in page
@@ -147,3 +90,50 @@ def test_pages_that_hooks_make_are_whole(site: Path) -> None:
     assert len(listed) > 50 and all((site / each).exists() for each in listed)
     assert all(f"<!-- {each} -->" in full for each in listed)
     assert "--8<--" not in full and "\n:::" not in full and "## fp4pass.convert\n" in full
+
+
+# ---- the table of results, in a browser ---------------------------------------------------------
+
+EXPLORER = ROOT / "docs" / "assets" / "explorer.js"
+
+
+CHOOSE = """
+const shown = () => [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent);
+const before = shown(), select = document.querySelector("select[aria-label=method]");
+select.value = "sse";
+select.dispatchEvent(new Event("change"));
+[...document.querySelectorAll("th button")].find(each => each.textContent.startsWith("KL")).click();
+document.title = JSON.stringify([before, shown(), location.search]);
+"""
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("query", "before", "after", "url"),
+    [
+        ("?sort=-kl", "a:16 a:16 b:16", "b:16 a:16", "?sort=kl&method=sse"),
+        ("?model=n&text=u", "c:16", "c:16", "?model=n&text=u&method=sse&sort=kl"),
+        ("?model=gone&format=gone&sort=gone", "a:16 a:16 b:16", "b:16 a:16", "?method=sse&sort=kl"),
+    ],
+)
+def test_filters_of_results_are_in_the_url(
+    query: str, before: str, after: str, url: str, tmp_path: Path
+) -> None:
+    """A link shows what its sender chose; the URL follows each choice."""
+    names = ("model", "text", "inputs", "format", "block", "method", "kl")
+    values = [
+        ("m", "t", "float", "a", 16, "naive", [3.0, None, None]),
+        ("m", "t", "float", "a", 16, "sse", [2.0, None, None]),
+        ("m", "t", "float", "b", 16, "sse", [1.0, None, None]),
+        ("m", "t", "4 bits", "a", 16, "naive", [4.0, None, None]),
+        ("n", "t", "float", "c", 16, "sse", [1.0, None, None]),
+        ("n", "u", "float", "c", 16, "sse", [1.0, None, None]),
+    ]
+    rows = [dict(zip(names, each, strict=True)) for each in values]
+    results = json.dumps({"models": [{"model": "m"}, {"model": "n"}], "rows": rows})
+    scripts = (f"window.RESULTS = {results}", EXPLORER.read_text("utf-8"), CHOOSE)
+    body = "".join(f"<script>{each}</script>" for each in scripts)
+    text = f'<title></title><div id="results"></div>{body}'
+    found = browse(text, tmp_path, query=query).stdout
+    title = unescape(found.partition("<title>")[2].partition("</title>")[0])
+    assert json.loads(title) == [before.split(), after.split(), url.replace(":", "%3A")]

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checkpoint.beside import require_repository
 from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
-from ..checkpoint.publish import require_repository
-from ..checkpoint.saving import save
+from ..checkpoint.saving import bytes_of, save
 from ..checkpoint.source_files import MANIFEST
-from ..checkpoint.writer import bytes_of
 from ..core.atomic import require_free
 from ..core.files import path_of
 from ..core.progress import shown

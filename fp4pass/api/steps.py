@@ -15,7 +15,8 @@ from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
 from ..engine.engine import Conversion
-from ..engine.recording import record_layers
+from ..engine.layer_stack import find_stacks, outside
+from ..engine.recording import Recording
 from ..errors import StateError
 from ..methods.base import MethodChoice
 from ..nn.kv_cache import KV_CACHE, CacheName
@@ -96,7 +97,11 @@ def prepare(
             )
         set_state(root, dataclasses.replace(before, config=config))
         return model
-    recording, observed = record_layers(root, plan) if sequential else (None, plan)
+    recording, observed = None, plan
+    if sequential:
+        stacks = find_stacks(root, plan.layers)
+        observed = outside(plan, stacks)
+        recording = Recording(root, stacks, whole=bool(observed.layers))
     checks.require_unpaired(observed.layers)
     if kv_cache is not None:
         observe_cache(root, kv_cache)
@@ -222,7 +227,7 @@ def convert(
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
         by_layers = not (device is None and stream is None)
-        call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
+        call = OneCall(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
     conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):

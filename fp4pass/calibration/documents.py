@@ -32,9 +32,8 @@ _ANSWERS = ("response", "completion", "answer", "output")
 _IMAGES = ("images", "image")
 
 _LOOKED_FOR = (
-    "input_ids; messages or conversations, lists of role and content; text; prompt, question or "
-    "instruction (and input or context) + response, completion, answer or output; image or images "
-    "beside them; or a single column of strings"
+    f"input_ids; {', '.join(_CHATS)}, lists of role and content; {', '.join(_TEXTS)}; one of "
+    f"{', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; images; or one column of strings"
 )
 
 # The mark of an image in texts of many data sets.

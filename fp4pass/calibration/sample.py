@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded
 from ..quantization.observers.reached import unobserved
 from ..record.state import unwrap
+from .processor import Target
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def sample(
     _require_writer(root)
     tokenizer = _text_tokenizer(tokenizer)
     require_loaded(root)
-    seq_len = _within_context(root, seq_len)
+    seq_len = Target.of(root).fitting(seq_len)
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or rows_at_once(root, seq_len, device)
@@ -174,17 +174,6 @@ def _text_tokenizer(tokenizer: Any) -> Any:
         wanted = "the tokenizer or processor of the model"
         raise OptionError(expected("tokenizer", wanted, type(tokenizer).__name__))
     return found
-
-
-def _within_context(root: Any, seq_len: int) -> int:
-    most = getattr(root.config.get_text_config(), "max_position_embeddings", None)
-    if most is None or most >= seq_len:
-        return seq_len
-    warnings.warn(
-        f"The context of the model has {most} tokens: windows have {most}, not {seq_len}.",
-        stacklevel=3,
-    )
-    return int(most)
 
 
 def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:

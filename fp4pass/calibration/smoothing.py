@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import OptionError, StateError
+from ..errors import StateError, require_number
 from ..graph.export import trace
 from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
-from ..quantization.observers.observer import collect, observers_of
+from ..quantization.observers.observer import collect
 from ..quantization.plan import plan_layers
 from ..quantization.replace import attach_observers
 from ..quantization.restore import unprepared
@@ -96,8 +96,7 @@ def smooth(
         >>> model = fp4pass.calibrate(fp4pass.prepare(normed), batches, progress=False)
         >>> model = fp4pass.convert(model)
     """
-    if type(strength) not in (float, int) or not 0 <= strength <= 1:
-        raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
+    require_number("strength", "a number from 0 to 1", strength, float, 0, 1)
     root = unwrap(model)
     if require_float(root, "smooth") is not None:
         raise StateError(
@@ -181,7 +180,7 @@ def _mean_squares(root: nn.Module) -> dict[str, Tensor]:
     """
     own: dict[str, tuple[Tensor, int]] = {}
     for name, module in root.named_modules():
-        stats = collect(observers_of([module]), name)
+        stats = collect([module], name)
         if stats.block_hessian is not None and stats.tokens and stats.counts is None:
             squares = stats.block_hessian[0].diagonal(dim1=-2, dim2=-1).flatten() / stats.tokens
             own[name] = (squares.cpu().double(), stats.tokens)

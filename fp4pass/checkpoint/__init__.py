@@ -6,7 +6,7 @@
 
 # ruff: noqa: F401
 
-from .copied_files import TOKENIZER_FILES
+from .beside import TOKENIZER_FILES
 from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import (
@@ -51,8 +51,3 @@ __all__ = [
     "save",
     "transcode",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

@@ -29,7 +29,7 @@ from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
 from ..nn.experts import ExpertStack, stacks_of
 from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.plan import KeptWeight, keep_weight
-from .copied_files import LISTED, files_to_copy, part_folders
+from .beside import LISTED, files_to_copy, part_folders
 from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_part, joined_record
 from .model_layers import stacks_in, whole_record
 from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem

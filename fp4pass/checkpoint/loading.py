@@ -242,19 +242,15 @@ class DenseHere:
 
 
 class PackedFolder:
-    """A folder with packed weights under the names of a model, which it fills.
+    """A folder with packed weights under the names of a float model, which it fills.
 
-    Args:
-        model: a float model; its parameters may be on meta.
-        reader: of the folder.
-        is_part: the model may lack heads that the folder has packed.
-
-    Attributes:
-        disk: the folder with the names of the model, where experts lie one by one.
-        layers: the packed layers of the model, with whole stacks once they are joined.
-        dense: packed layers of the folder that are dense in the model.
-        carried: names on disk of tensors beyond the model.
+    is_part: the model may lack heads that the folder has packed.
     """
+
+    disk: CheckpointReader  # with the names of the model, where experts lie one by one
+    layers: dict[str, PackedLayer]  # of the model, with whole stacks once they are joined
+    dense: list[DenseHere]
+    carried: dict[str, str]  # names on disk of tensors beyond the model
 
     def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
         self.model = model
@@ -350,9 +346,8 @@ class PackedFolder:
 
         Left out are scales of inputs of experts that calibration never reached.
         """
-        found, bar = dict[str, Tensor](), current()
+        found = dict[str, Tensor]()
         for name, tensor in self.disk.checked(names):
-            bar.step()
             if name not in self._packed:
                 found[name] = tensor
                 continue
@@ -364,12 +359,10 @@ class PackedFolder:
         return found
 
     def join_stacks(self, tensors: dict[str, Tensor]) -> None:
-        """Put stacks in place of their pieces, in `tensors` too.
+        """Put stacks, which become modules, in place of their pieces, in `tensors` too.
 
-        Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
-        that a stack cannot hold.
+        Raises CheckpointError for experts that a stack cannot hold.
         """
-        filled, dynamic = list[str](), list[str]()
         for path, owner in list(self.model.named_modules()):
             for key, stack in stacks_of(owner).items():
                 name = join(path, key)
@@ -389,25 +382,8 @@ class PackedFolder:
                     whole, joined = join_layers(name, pieces, records, whole, state)
                     self.layers[name] = whole
                     tensors |= joined
-                    if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
-                        filled += [n for n in records if join(n, INPUT_GLOBAL) not in state]
-                    elif whole.fmt.has_global_scale and not whole.config.weight_only:
-                        dynamic.append(name)
                 if name in self.layers:
                     add_stack(stack)
-        if filled:
-            warnings.warn(
-                f"{len(filled)} linear layers of experts have no usable scale of their inputs "
-                f"({some(sorted(filled))}): calibration never reached them. They get the largest "
-                "of the other experts of their layer.",
-                stacklevel=3,
-            )
-        if dynamic:
-            warnings.warn(
-                f"{len(dynamic)} stacks of experts have no scale of their inputs "
-                f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
-                stacklevel=3,
-            )
 
     def hold_cache(self, tensors: dict[str, Tensor]) -> None:
         """Give the model room for the scales of its key-value cache, if the folder has some."""
@@ -682,7 +658,7 @@ def fit_tensors(
 
     Raises CheckpointError for a dense tensor that cannot be, or is not finite.
     """
-    # Ties become aliases; what the model ignores goes, and scales of a cache with a warning.
+    # Ties become aliases; what the model ignores goes, and scales of a cache that it has not.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
         packed = target.removesuffix(".weight") in reader.layers
@@ -694,7 +670,7 @@ def fit_tensors(
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
     is_kept = stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
-    dropped, rounded = [], []
+    rounded = []
     for name in [name for name in tensors if name not in buffers]:
         if name in known:
             # As from_pretrained does.
@@ -702,22 +678,13 @@ def fit_tensors(
             before, tensors[name] = tensors[name], tensors[name].to(dtype)
             if before.dtype != dtype and not torch.equal(before, tensors[name].to(before.dtype)):
                 rounded.append(name)
-        elif any(re.search(pattern, name) for pattern in patterns):
-            del tensors[name]
-        elif name.endswith(CACHE_SCALES):
-            dropped.append(name)
+        elif name.endswith(CACHE_SCALES) or any(re.search(each, name) for each in patterns):
             del tensors[name]
     if rounded:
         warnings.warn(
             f"{len(rounded)} dense tensors are rounded to the dtype that config.json says "
             f"({some(rounded)}), as in transformers. To keep them, load into a model in their "
             "dtype: fp4pass.load(dir, model=model).",
-            stacklevel=3,
-        )
-    if dropped:
-        warnings.warn(
-            f"{len(dropped)} scales of a quantized key-value cache ({dropped[0]}, ...) are not "
-            "used: the cache stays in the dtype of the model.",
             stacklevel=3,
         )
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}

@@ -222,17 +222,11 @@ def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class NamesOnDisk:
-    """Names on disk by those in a model, of what has another one there.
+    """Names on disk by those in a model, of what has another one there."""
 
-    Attributes:
-        tensors: of dense tensors.
-        layers: of layers, packed and dense.
-        stacks: of stacks, as a folder of the float model has them.
-    """
-
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    layers: Mapping[str, str] = field(default_factory=dict)
-    stacks: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)  # dense ones
+    layers: Mapping[str, str] = field(default_factory=dict)  # packed and dense
+    stacks: Mapping[str, str] = field(default_factory=dict)  # as folders of the float model
 
     @classmethod
     def of(
@@ -244,8 +238,8 @@ class NamesOnDisk:
     ) -> NamesOnDisk:
         """Return the names on disk of what `save_pretrained` of a float model would rename.
 
-        `packed` are layers that lie in a folder in one piece, by all their names; `whole` the names
-        on disk of stacks that lie there in pieces, and in one in a folder of the float model.
+        packed: layers that lie in a folder in one piece. whole: the names on disk of stacks that
+        lie there in pieces, and in one in a folder of the float model.
         """
         if not is_transformers(root):
             return cls()
@@ -279,16 +273,10 @@ class NamesOnDisk:
 
 @dataclass(frozen=True)
 class SplitStack:
-    """A stack [E, N, K] that lies in a folder in layers.
+    """A stack [E, N, K] that lies in a folder in layers."""
 
-    Attributes:
-        pieces: the layers.
-        whole: the name of the stack in folders of the float model that have it in one tensor, "" if
-            they have these layers, too.
-    """
-
-    pieces: list[Piece]
-    whole: str = ""
+    pieces: list[Piece]  # the layers
+    whole: str = ""  # its name in folders of the float model that have it in one tensor
 
 
 def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:
@@ -429,11 +417,6 @@ def require_made_by_config(
     """Raise CheckpointError for a model of transformers that its config does not make.
 
     Modules that a user has added are no such edit, but for further layers in a list of layers.
-
-    Args:
-        root: the converted model.
-        layers: what is packed in it.
-        tensors: its state dict, whole.
     """
     made = None if has_adapters(root) else _made(root, layers)
     if made is None:
@@ -508,17 +491,11 @@ IN_CONFIG = "fp4pass"
 
 @dataclass(frozen=True, eq=False)
 class SaveMethod:
-    """A `save_pretrained` that checks a model before its class saves it.
-
-    Attributes:
-        root: the model.
-        check: called with the model, `reason` and the options of the call.
-        reason: why the model cannot be saved so, "" if it can.
-    """
+    """A `save_pretrained` that checks a model before its class saves it."""
 
     root: Any
-    check: Callable[..., None]
-    reason: str
+    check: Callable[..., None]  # called with the model, `reason` and the options of the call
+    reason: str  # why the model cannot be saved so, "" if it can
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -16,6 +16,7 @@ from .._version import __version__
 from ..core.atomic import interrupted
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint
+from ..core.progress import current
 from ..errors import CheckpointError, UnreadError, expected, nearest, some
 from ..nn.experts import dequantize_stack
 from ..nn.kv_cache import KV_CACHE
@@ -228,6 +229,7 @@ class CheckpointReader:
                     f"{self.files[name]}: {name}: it is not what was saved (its checksum, shape or "
                     "dtype differs). Copy it again."
                 )
+            current().step()
             yield name, tensor
 
     def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
@@ -426,11 +428,7 @@ def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
         for own, disk in reader.layout.cache.names.items()
         if name.endswith(f".{disk}")
     }
-    return dataclasses.replace(
-        reader,
-        files={named.get(name, name): path for name, path in reader.files.items()},
-        on_disk={new: name for name, new in named.items()},
-    )
+    return reader.with_names(named)
 
 
 def _with_directions(reader: CheckpointReader) -> CheckpointReader:

@@ -35,26 +35,15 @@ _OWN = "fp4pass"
 
 @dataclass(frozen=True)
 class Facts:
-    """A converted model of transformers, and how it is to lie in a folder.
-
-    Attributes:
-        root: the model.
-        layers: what is packed in it.
-        declared: the quantization_config, from which the layout is known.
-        stacks: the stacks of experts that the folder has a layer for each expert of.
-        merged: those of the stacks that transformers makes of these layers again.
-        ignore: names and patterns of what stays dense.
-        refused: why no layout of others has a place for it, or "".
-        has_cache: its key-value cache is quantized.
-    """
+    """A converted model of transformers, and how it is to lie in a folder."""
 
     root: nn.Module
     layers: Mapping[str, PackedLayer]
-    declared: Mapping[str, Any] = field(default_factory=dict)
-    stacks: Collection[str] = ()
-    merged: Collection[str] = ()
-    ignore: Sequence[str] = ()
-    refused: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)  # the quantization_config
+    stacks: Collection[str] = ()  # those that the folder has a layer for each expert of
+    merged: Collection[str] = ()  # those of them that transformers makes of these layers again
+    ignore: Sequence[str] = ()  # names and patterns of what stays dense
+    refused: str = ""  # why no layout of others has a place for it
     has_cache: bool = False
 
     @property
@@ -238,6 +227,23 @@ class _Folder(NamedTuple):
     layers: Mapping[str, PackedLayer]
     declared: Mapping[str, Any]
 
+    @property
+    def method(self) -> str:
+        return str(self.declared["quant_method"])
+
+    @property
+    def is_stock(self) -> bool:
+        return self.method == CompressedTensors.name
+
+    @property
+    def schemes(self) -> set[str]:
+        return {each.scheme for each in self.layers.values()}
+
+    @property
+    def in_blocks(self) -> dict[str, PackedLayer]:
+        """The layers in which rows share scales of blocks."""
+        return {name: each for name, each in self.layers.items() if each.fmt.rows > 1}
+
 
 # An expert of a mixture, by its name in a folder.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -251,14 +257,14 @@ _NO_EXPERTS: dict[str, tuple[str, ...]] = {
 
 def _experts_without_method(facts: _Folder) -> str:
     """Return the scheme of experts that engines have no method for, or ""."""
-    known = _NO_EXPERTS.get(facts.declared["quant_method"], ())
+    known = _NO_EXPERTS.get(facts.method, ())
     found = (each.scheme for name, each in facts.layers.items() if _EXPERT.search(name))
     return next((scheme for scheme in found if scheme in known), "")
 
 
 def _cut_rows(facts: _Folder) -> str:
     """Return a layer that engines put before another, though its rows end within a block."""
-    for name in (n for n, each in _in_blocks(facts).items() if each.shape[0] % each.fmt.rows):
+    for name in (n for n, each in facts.in_blocks.items() if each.shape[0] % each.fmt.rows):
         parent, _, last = name.rpartition(".")
         for members in FUSED:
             if last in [each for each in members if join(parent, each) in facts.layers][:-1]:
@@ -271,30 +277,17 @@ def _cut_columns(facts: _Folder, inputs: bool = False) -> str:
 
     inputs: of those whose inputs are quantized alone.
     """
-    layers = {n: each for n, each in _in_blocks(facts).items() if each.shape[1] % each.fmt.block}
+    layers = {n: each for n, each in facts.in_blocks.items() if each.shape[1] % each.fmt.block}
     return next((n for n, each in layers.items() if not (inputs and each.config.weight_only)), "")
 
 
 def _cut_blocks(facts: _Folder) -> str:
     """Return a layer whose last rows or columns are less than a block, and not the first, or ""."""
-    for name, each in _in_blocks(facts).items():
+    for name, each in facts.in_blocks.items():
         sides = zip(each.shape[-2:], (each.fmt.rows, each.fmt.block), strict=True)
         if any(size > block and size % block for size, block in sides):
             return name
     return ""
-
-
-def _in_blocks(facts: _Folder) -> dict[str, PackedLayer]:
-    """Return the layers in which rows share scales of blocks."""
-    return {name: each for name, each in facts.layers.items() if each.fmt.rows > 1}
-
-
-def _is_stock(facts: _Folder) -> bool:
-    return facts.declared["quant_method"] == CompressedTensors.name
-
-
-def _schemes(facts: _Folder) -> set[str]:
-    return {each.scheme for each in facts.layers.values()}
 
 
 _BOTH = (
@@ -308,34 +301,34 @@ _BOTH = (
 _REFUSED = {
     "transformers": (
         Because(
-            lambda facts: _is_stock(facts) and _cut_columns(facts, inputs=True),
+            lambda facts: facts.is_stock and _cut_columns(facts, inputs=True),
             "it fails at the inputs of {found}, whose columns do not fill blocks of 128",
         ),
         Because(
-            lambda facts: not _is_stock(facts) and _cut_blocks(facts),
+            lambda facts: not facts.is_stock and _cut_blocks(facts),
             "it takes the blocks of {found} for equal ones, and they do not fill 128",
         ),
     ),
     "vLLM": (
         *_BOTH,
         Because(
-            lambda facts: _is_stock(facts) and "fp8_blocka16" in _schemes(facts),
+            lambda facts: facts.is_stock and "fp8_blocka16" in facts.schemes,
             "an assertion of its loader fails for weights only in fp8_block; "
             "the modelopt layout holds them",
         ),
         Because(
-            lambda facts: facts.declared["quant_method"] == "modelopt" and _cut_columns(facts),
+            lambda facts: facts.method == "modelopt" and _cut_columns(facts),
             "the columns of {found} do not fill blocks of 128",
         ),
     ),
     "SGLang": (
         *_BOTH,
         Because(
-            lambda facts: "fp8_blocka16" in _schemes(facts),
+            lambda facts: "fp8_blocka16" in facts.schemes,
             "it has no method for weights only in fp8_block",
         ),
         Because(
-            lambda facts: _in_blocks(facts) and len(_schemes(facts)) > 1,
+            lambda facts: facts.in_blocks and len(facts.schemes) > 1,
             "it does not load fp8_block beside other schemes",
         ),
     ),
@@ -425,10 +418,9 @@ class Readers(NamedTuple):
 def who_reads(
     layout: str, formats: Collection[str], architecture: str, problems: Mapping[str, str]
 ) -> Readers:
-    """Return the programs that read a folder; as a string, words that say so.
+    """Return the programs that read a folder.
 
-    `architecture` is "" for a model that is not of transformers; `problems` say why a program
-    cannot load this one, by its name.
+    `problems` say why a program cannot load it; `architecture` is "" for no model of transformers.
     """
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,))
@@ -449,21 +441,12 @@ def who_reads(
     return Readers(tuple(names), tuple(reasons))
 
 
-class Judgement(NamedTuple):
-    """The readers of a folder, the quantization_config that they need, and what to warn of."""
+def judge(
+    layout: Layout, written: Mapping[str, PackedLayer], facts: Facts
+) -> tuple[Readers, dict[str, Any], list[str]]:
+    """Return who will read a folder in which packed layers lie as `written`.
 
-    readers: Readers
-    declared: dict[str, Any]
-    notes: Sequence[str] = ()
-
-
-def judge(layout: Layout, written: Mapping[str, PackedLayer], facts: Facts) -> Judgement:
-    """Return who will read a folder.
-
-    Args:
-        layout: of the folder.
-        written: the packed layers as they lie in it.
-        facts: the model; it declares nothing if it is not of transformers.
+    With it the quantization_config that they need, and what to warn of.
     """
     declared, problems, notes = dict(facts.declared), dict[str, str](), []
     if declared:
@@ -482,4 +465,4 @@ def judge(layout: Layout, written: Mapping[str, PackedLayer], facts: Facts) -> J
             problems["transformers"] = problems.get("transformers") or CACHE_IN_FLOAT
     formats = {layer.fmt.key for layer in facts.layers.values()}
     readers = who_reads(layout.name, formats, facts.kind if declared else "", problems)
-    return Judgement(readers, declared, notes)
+    return readers, declared, notes

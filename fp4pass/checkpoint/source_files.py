@@ -259,12 +259,7 @@ _REST = re.compile(r"(?:[._]+weight|_blocks)?[._:]*$")
 
 
 def unread_layers(shapes: Shapes, read: Container[str] = ()) -> dict[str, list[str]]:
-    """Return the layers whose weights are quantized and not read, and what there is of each.
-
-    Args:
-        shapes: of all tensors of a folder.
-        read: the names of those that a layout reads.
-    """
+    """Return the layers whose weights are quantized and not `read`, and what there is of each."""
     rest = {name: kind for name, (_, kind) in shapes.items() if name not in read}
     beside: dict[str, list[str]] = {}
     certain: set[str] = set()
@@ -314,19 +309,13 @@ def require_all_read(
 
 
 def require_float(folder: Path, paths: Iterable[Path] | None = None) -> None:
-    """Raise UnreadError for quantized weights in a folder whose config declares none.
-
-    paths: its files of weights, by default all.
-    """
+    """Raise UnreadError for quantized weights in files of a folder that declares none."""
     files = files_of(folder.glob("*.safetensors") if paths is None else paths)
     require_all_read(folder, tensor_facts(files), ())
 
 
 def require_writable(tensors: Mapping[str, object]) -> None:
-    """Raise CheckpointError for quantized weights of others in a model that is saved for others.
-
-    tensors: those of the model that fp4pass did not pack, by their names.
-    """
+    """Raise CheckpointError for quantized weights of others among what fp4pass did not pack."""
     if unread := unread_names(tensors):
         raise CheckpointError(
             f"{some(unread)}: expected weights in floating point or packed by fp4pass, got "

@@ -18,7 +18,7 @@ from ..core.files import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, as_option, some, unknown_name
 from ..record.rows import Report
-from .copied_files import copy_beside
+from .beside import copy_beside
 from .layouts import (
     CACHE_SCALES,
     LAYOUTS,
@@ -41,8 +41,8 @@ from .reader import (
     require_input_scales,
 )
 from .readers import DEQUANTIZE, of_engines
+from .saving import CheckpointWriter, ShardWriter, bytes_of
 from .source_files import MANIFEST, require_config, well_formed, write_json
-from .writer import CheckpointWriter, ShardWriter, bytes_of
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ def transcode(
     marks = (MANIFEST, *side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
     with shown("transcode", progress), whole as folder:
+        current().expect(len(reader.files), "tensors")
         weights = {each.name for each in reader.files.values()}
         known = {MANIFEST, "config.json", *side_files(), *weights}
         copy_beside(reader.folder, folder, known, copy_files)
@@ -145,22 +146,13 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
                 _log.info("%s does not load this folder: %s", engine, why)
     writer.declare(config, ignored, declared)
     names = reader.packed_names()
-    for name, tensor in _counted(reader):
+    for name, tensor in reader.checked():
         if name in names:
             path, part, layer = names[name]
             writer.add(join(path, part), reader.decoded(name, tensor, names[name]), layer)
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
-
-
-def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checked tensors, and count their bytes."""
-    size, progress = sum(path.stat().st_size for path in {*reader.files.values()}), current()
-    progress.expect(size, "bytes")
-    for name, tensor in reader.checked():
-        yield name, tensor
-        progress.step(tensor.nbytes)
 
 
 def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
@@ -202,7 +194,7 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     renamed = reader.renamed
     has_cache, dropped = cache_format_in(reader) is not None, list[str]()
-    for name, tensor in _counted(reader):
+    for name, tensor in reader.checked():
         if name in packed:
             continue
         if name.endswith(CACHE_SCALES) and (has_cache or reader.own is None):

@@ -7,8 +7,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,12 +66,10 @@ def doctor(as_json: screen.Json = False) -> None:
     print("Falls back:" if found["falls_back"] else "Nothing falls back.")
     for line in found["falls_back"]:
         print(f"  {line}")
-    for line in found["problems"]:
-        print(f"Problem: {line}")
 
 
 def _find() -> dict[str, Any]:
-    """Return what there is, what falls back, and what is wrong, as --json prints it."""
+    """Return what there is and what falls back, as --json prints it."""
     _, reason = load()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     formats = {}
@@ -113,7 +109,6 @@ def _find() -> dict[str, Any]:
         "gpus": gpus,
         "formats": formats,
         "falls_back": [*lines, *(str(part) for part in all_parts() if not part.works())],
-        "problems": [line for line in (_static_library(),) if line],
     }
 
 
@@ -138,30 +133,12 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _compiler(language: str, *options: str) -> str | None:
-    """Return the first line that a compiler prints with options, None if there is none that can."""
+def _compiler(language: str) -> str | None:
+    """Return the first line that a compiler prints of its version, None without one."""
     variable, names, _ = COMPILERS[language]
     for name in filter(None, (os.environ.get(variable), *names)):
         if path := shutil.which(name):
-            command = [path, *(options or ("--version",))]
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run([path, "--version"], capture_output=True, text=True)
             if done.returncode == 0:
                 return done.stdout.partition("\n")[0]
     return None
-
-
-def _static_library() -> str | None:
-    """Return a line where the C++ compiler copies its C++ library into what it links."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, linked = Path(folder, "locale.cpp"), Path(folder, "locale.so")
-        source.write_text("#include <locale>\nstd::locale here() { return std::locale(); }\n")
-        if _compiler("C++", "-shared", "-fPIC", str(source), "-o", str(linked)) is None:
-            return None
-        needed = linked.read_bytes()
-    # Of GNU and of LLVM, by the name under which a shared library needs it.
-    if b"libstdc++.so" in needed or b"libc++" in needed:
-        return None
-    return (
-        "the C++ compiler links its C++ library statically, so torch._inductor.aoti_load_package "
-        "fails or crashes on what it builds. Set CXX to the system's compiler (CXX=/usr/bin/g++)."
-    )

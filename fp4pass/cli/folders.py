@@ -12,23 +12,19 @@ import torch
 import yaml
 from typer import Argument, Exit, Option
 
-from ..calibration.rows import read_text
-from ..calibration.windows import token_windows
 from ..checkpoint import MANIFEST, CheckpointReader, is_packed, load, open_checkpoint
 from ..checkpoint import transcode as write
-from ..checkpoint.float_models import load_float, load_tokenizer, text_tokenizer
+from ..checkpoint.float_models import load_float
 from ..checkpoint.transcode import transcode_targets
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics
 from ..errors import CheckpointError, OptionError, UnreadError, VersionError, some
 from ..reporting.compare import (
-    RANDOM,
     Comparison,
     Outputs,
     compare_folders,
     compare_models,
     compare_outputs,
-    random_tokens,
     weights_size,
 )
 from ..reporting.data import gather
@@ -177,15 +173,6 @@ def verify(
     reference: Annotated[
         str | None, Option(help="The float model: a folder or a hub id.", metavar="MODEL")
     ] = None,
-    data: Annotated[
-        str | None,
-        Option(
-            help="Text for the outputs, as for quantize; by default random tokens.",
-            metavar="FILE|DATASET",
-        ),
-    ] = None,
-    samples: Annotated[int, Option(help="Windows of the text.")] = 4,
-    seq_len: Annotated[int, Option(help="Tokens per window.")] = 128,
     fail_above: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
     device: given.Device = None,
     trust_remote_code: given.TrustCode = False,
@@ -199,13 +186,7 @@ def verify(
     compare other layers by their weight error, other tensors bit for bit, and outputs with those of
     a float model that has the dequantized weights.
     """
-    given.require_at_least(2, seq_len=seq_len)
-    given.require_at_least(1, samples=samples)
     if reference is None:
-        if data is not None:
-            raise OptionError(
-                "--data: expected --reference MODEL too, to compare outputs with, got none."
-            )
         _verify_alone(folder, as_json)
         return
     stored, chosen = _opened(folder, alone=False), given.choose_device(device)
@@ -221,17 +202,9 @@ def verify(
         wrong = found.mismatches
     # Outputs of wrong weights say nothing.
     if not wrong:
-        if data is None:
-            ids = random_tokens(original, samples, seq_len)
-        else:
-            tokenizer = text_tokenizer(load_tokenizer(reference, trust_remote_code), reference)
-            text = read_text(data, samples * seq_len, tokenizer)
-            ids = token_windows(tokenizer, text, window=seq_len, windows=samples)
-            if len(ids) < samples:
-                screen.note(f"{data} has {len(ids)} windows; --samples is {samples}.")
-        if ids is not None:
-            given.note_dtype("compares outputs", model, original)
-            outputs = compare_outputs(model, ids, data or RANDOM)
+        outputs = compare_outputs(model)
+        if outputs is not None:
+            given.note_dtype("compares outputs", model)
             wrong |= outputs.mismatches()
     if as_json:
         facts = {
@@ -240,7 +213,7 @@ def verify(
             "requantized": found.requantized,
             "weight_errors": found.measured,
             "tensors": found.tensors,
-            "outputs": None if outputs is None else outputs.to_dict(),
+            "outputs": None if outputs is None else vars(outputs),
             "mismatches": wrong,
         }
         screen.print_json(facts)

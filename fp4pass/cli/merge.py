@@ -11,7 +11,7 @@ from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
 from ..checkpoint.float_models import files_beside, load_tokenizer
 from ..checkpoint.layouts import LAYOUTS, get_layout
-from ..checkpoint.writer import bytes_of
+from ..checkpoint.saving import bytes_of
 from ..core.atomic import require_free
 from ..lab import merge as merge_adapters
 from ..methods import METHODS

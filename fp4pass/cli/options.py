@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from typer import Option
 
-from ..calibration.processor import Processor
+from ..calibration.processor import Processor, Target
 from ..calibration.rows import open_source
-from ..calibration.to_batches import Target, collate, examples
+from ..calibration.to_batches import collate, examples
 from ..checkpoint import is_packed, load
 from ..checkpoint.float_models import load_float, reading, text_tokenizer
 from ..core.machine import require_device

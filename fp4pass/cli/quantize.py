@@ -18,11 +18,11 @@ from ..api.from_disk import finished_layers, quantize_checkpoint
 from ..api.one_call import OwnText
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
+from ..checkpoint.beside import require_repository
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import LAYOUTS, get_layout
-from ..checkpoint.publish import require_repository
-from ..checkpoint.writer import bytes_of
+from ..checkpoint.saving import bytes_of
 from ..core.atomic import require_free
 from ..core.files import parse_file
 from ..errors import OptionError, expected

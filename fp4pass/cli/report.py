@@ -10,17 +10,12 @@ from typer import Argument, Option
 
 from ..checkpoint import is_packed, open_checkpoint
 from ..checkpoint.float_models import load_float, load_tokenizer, text_tokenizer
-from ..core.files import parse_json
-from ..errors import OptionError, expected
 from ..reporting.data import gather
 from ..reporting.page import require_free, write_page
 from ..reporting.text import size
 from . import options as given
 from . import screen
 from .evaluate import measure_texts, read_texts
-
-# The fields of an evaluation that the page needs.
-_SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
 
 
 def report(
@@ -35,10 +30,6 @@ def report(
     data: given.Measured = None,
     samples: given.MeasuredSamples = None,
     seq_len: given.MeasuredLength = 512,
-    evaluation: Annotated[
-        Path | None,
-        Option(help="Output of fp4pass eval --json, instead of --data.", metavar="FILE"),
-    ] = None,
     batch_size: given.BatchSize = 8,
     device: given.Device = None,
     trust_remote_code: given.TrustCode = False,
@@ -50,9 +41,6 @@ def report(
     The page needs no network. Its numbers are written beside it as JSON.
     """
     given.require_at_least(1, batch_size=batch_size)
-    if data and evaluation:
-        raise OptionError("Give --data or --evaluation, not both.")
-    rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, overwrite)
     # A damaged folder is refused before a text is read.
     open_checkpoint(Path(folder))
@@ -62,6 +50,7 @@ def report(
     if reference is not None and (data or not Path(reference).is_dir() or is_packed(reference)):
         original = load_float(reference, "auto", chosen, trust)
     model: Any = folder
+    rows: list[dict[str, Any]] = []
     if data:
         tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
         texts = read_texts(data, samples, seq_len, tokenizer)
@@ -81,24 +70,6 @@ def report(
         screen.print_json(page)
     else:
         _print(page, output, numbers)
-
-
-def _read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """Read the texts of what `fp4pass eval --json` printed."""
-    try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OptionError(f"{path} is not JSON: {error}.") from error
-    texts = data.get("texts") if isinstance(data, Mapping) else None
-    if not texts:
-        raise OptionError(
-            f"{path} holds no perplexity. Expected what fp4pass eval DIR --data FILE --json prints."
-        )
-    for row in texts:
-        if missing := sorted(_SHOWN - set(row)):
-            wanted = "what Evaluation.row returns"
-            raise OptionError(expected(f"{path}", wanted, f"a text without {', '.join(missing)}"))
-    return texts
 
 
 def _print(data: Mapping[str, Any], page: Path, numbers: Path) -> None:

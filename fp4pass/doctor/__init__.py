@@ -6,8 +6,3 @@ from .check import FolderCheck, check_folder
 from .kinds import KINDS, Finding, Kind
 
 __all__ = ["KINDS", "Finding", "FolderCheck", "Kind", "check_folder"]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

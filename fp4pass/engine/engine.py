@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .._compat.accelerate import offloaded_tensors
-from ..checkpoint.copied_files import beyond_model
+from ..checkpoint.beside import beyond_model
 from ..checkpoint.finished import FinishedLayers, FinishedSearches
 from ..checkpoint.model_layers import finish, split_note
 from ..core.fingerprint import digest_of

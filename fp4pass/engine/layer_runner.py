@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -92,11 +92,14 @@ class Runner:
         finally:
             for layer in layers:
                 del layer.module.__dict__[OBSERVERS]
-        plan = self._settled(plan)
-        return plan.map(lambda layer: _with_amax(layer, largest)) if kept else plan
 
-    def _settled(self, plan: Plan) -> Plan:
-        """Return the plan, with layers that were not reached skipped or given another method."""
+        def called(layer: LayerPlan) -> LayerPlan:
+            amax = largest.get(layer.module, layer.stats.input_amax)
+            return dataclasses.replace(
+                layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
+            )
+
+        # Layers that were not reached are skipped, or get another method.
         read: set[str] = set()
         unseen = [layer for layer in plan.layers if not layer.stats.tokens]
         calls = enumerate(self.stack.calls)
@@ -104,7 +107,8 @@ class Runner:
         if unseen and first is not None and not is_compiled(self.layer):
             with track_weight_reads({layer.name: layer.module for layer in unseen}, read):
                 self._inputs(first, unseen)
-        return with_unreached(plan, read.union(*ranks().gather(read)))
+        plan = with_unreached(plan, read.union(*ranks().gather(read)))
+        return plan.map(called) if kept else plan
 
     def advance(self, paired: bool) -> None:
         """Give the next layer the results of this one with the weights that it has now."""
@@ -161,12 +165,6 @@ class Runner:
                 for mask in masks:
                     if mask is not None:
                         self.stack.unmapped[each.name] = mask
-
-
-def _with_amax(layer: LayerPlan, largest: Mapping[nn.Module, float]) -> LayerPlan:
-    """Return a layer with the largest magnitude that it is called with."""
-    amax = largest.get(layer.module, layer.stats.input_amax)
-    return dataclasses.replace(layer, stats=dataclasses.replace(layer.stats, input_amax=amax))
 
 
 def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:

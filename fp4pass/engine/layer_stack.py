@@ -19,7 +19,7 @@ from ..nn.experts import add_stacks
 from ..ops.registration import opaque
 from ..quantization.observers.visible_tokens import Kept
 from ..quantization.plan import LayerPlan, Plan
-from ..quantization.scan import SkippedLayer, caller_of
+from ..quantization.scan import SkippedLayer
 
 # Positional and keyword arguments of a layer; the place of the hidden state holds None.
 Arguments = tuple[list[Any], dict[str, Any]]
@@ -394,11 +394,6 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
                 f"{as_option('sequential', True)} or {as_option('stream')}."
             )
     return stacks
-
-
-def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
-    """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
-    return list(stacks_of(root, {caller_of(layer.module) for layer in plan.layers}))
 
 
 def stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:

@@ -19,7 +19,7 @@ from ..errors import CalibrationError
 from ..quantization.observers.reached import observes, unobserved
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
-from .layer_stack import Call, Stack, alike, find_stacks, is_equal, map_tensors, outside, signature
+from .layer_stack import Call, Stack, alike, is_equal, map_tensors, signature
 
 
 class Recorded(Exception):
@@ -226,10 +226,3 @@ class Recording:
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
-
-
-def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record the calls of the stacks of a model; return the plan of the rest, too."""
-    stacks = find_stacks(root, plan.layers)
-    rest = outside(plan, stacks)
-    return Recording(root, stacks, whole=bool(rest.layers)), rest

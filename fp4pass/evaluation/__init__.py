@@ -27,8 +27,3 @@ __all__ = [
     "output_errors",
     "token_windows",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

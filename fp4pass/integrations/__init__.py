@@ -75,7 +75,7 @@ def _choose(declared: Mapping[str, Any], given: Any) -> Any:
             return None
     elif given is None and declared.get("quant_method") == "quark":
         # Quark has formats of its own library.
-        from ..checkpoint.layouts.mxfp4 import is_read
+        from ..checkpoint.layouts.vendors import is_read
 
         if not is_read(declared):
             return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers_loading import mark_initialized
-from ..checkpoint.copied_files import beyond_model
+from ..checkpoint.beside import beyond_model
 from ..checkpoint.model_layers import finish
 from ..errors import NonFiniteError
 from ..nn.experts import current_weight, set_weight, weight_name

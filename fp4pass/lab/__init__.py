@@ -28,8 +28,3 @@ __all__ = [
     "merge",
     "trainable",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

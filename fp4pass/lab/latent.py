@@ -332,7 +332,7 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     if state.save_pretrained is not None:
         root.__dict__["save_pretrained"] = state.save_pretrained
     recipe = {**state.recipe, **({"distilled": facts} if facts else {})}
-    changed: Any = {"recipe": recipe, "report": Report(tuple(rows)), "files": ()}
+    changed: Any = {"recipe": recipe, "report": Report(tuple(rows))}
     set_state(root, dataclasses.replace(state.converted, **changed))
     return student
 

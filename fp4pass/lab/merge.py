@@ -31,7 +31,6 @@ from ..quantization import (
     collect,
     count_tokens,
     device_of,
-    observers_of,
     pack_layer,
     quantizes_input,
     remove_observers,
@@ -173,14 +172,14 @@ def merge(
             "method: Gptq(target='cross') compares with a float model, and a merge has none. Give "
             "'gptq'."
         )
-    targets = _targets(root, chosen)
+    targets, peft = _targets(root, chosen), adapters.peft_of(root)
     remember_tokenizer(root, tokenizer)
     with shown("merge", progress), torch.inference_mode(False), torch.no_grad():
         with _evaluating(outer), fast_dtype(root):
             own, apart = _read(root, data, held_out, tokenizer, bool(chosen.needs))
             stats = _statistics(root, targets, own) if chosen.needs else {}
             reference = _reference(root, apart)
-            with adapters.silenced(root, [each.around for each in targets]):
+            with peft.silenced([each.around for each in targets]):
                 without = None if reference is None else mean_kl(reference.compare(root))
         numbers, raised = _shared_scales(root, targets)
         packed, kept = _packed(targets, numbers, stats)
@@ -193,7 +192,7 @@ def merge(
             )
         names = {layer: _own_name(path) for path, layer in root.named_modules()}
         rescaled = {names[layer]: factor for layer, factor in raised.items()}
-        names_of = [adapters.applied_adapters(each.around) for each in targets]
+        names_of = [peft.applied_adapters(each.around) for each in targets]
         for each in targets:
             new, bias = packed[each.name], each.change[1]
             each.layer._buffers.update(
@@ -213,7 +212,7 @@ def merge(
             kept=kept,
             tokens=max((each.tokens for each in stats.values()), default=0),
         )
-        adapters.unload(outer, adapters.around_packed(root).values())
+        peft.unload(outer, adapters.around_packed(root).values())
         forget_state(outer)
         finish_model(root, state.recipe, rows, carried=state.carried)
         if reference is not None:
@@ -266,7 +265,9 @@ class _Target:
     @property
     def change(self) -> tuple[Tensor, Tensor | None]:
         """The sum that adapters add to the weight, float32 [N, K], and to its bias."""
-        return adapters.lora_change(self.around)
+        peft = adapters.peft_of(self.around)
+        change: tuple[Tensor, Tensor | None] = peft.lora_change(self.around)
+        return change
 
     def plan(
         self, number: float | None, stats: Stats | None = None, config: LinearConfig | None = None
@@ -307,7 +308,7 @@ def _plan(
 
 def _targets(root: nn.Module, chosen: LinearConfig) -> list[_Target]:
     """Return the packed layers whose weight adapters change. Raises StateError without any."""
-    arounds = adapters.around_packed(root)
+    peft, arounds = adapters.peft_of(root), adapters.around_packed(root)
     if not arounds:
         raise StateError(
             "merge: expected adapters of PEFT on packed layers, got a model without. Put them on "
@@ -319,9 +320,9 @@ def _targets(root: nn.Module, chosen: LinearConfig) -> list[_Target]:
     found = []
     for layer, around in arounds.items():
         name = _own_name(names[layer])
-        if problem := adapters.merge_problem(around):
+        if problem := peft.merge_problem(around):
             raise StateError(f"{name}: it cannot be merged: {problem}. Keep it beside the model.")
-        if not isinstance(layer, QuantizedLinear) or not adapters.applied_adapters(around):
+        if not isinstance(layer, QuantizedLinear) or not peft.applied_adapters(around):
             continue
         target = _Target(name, layer, around, layer.config.override({"method": chosen.method}))
         # Bytes stay where nothing is added.
@@ -454,7 +455,7 @@ def _statistics(
             args, kwargs = call_arguments(batch, device_of(root))
             count_tokens(root, args, kwargs)
             root(*args, **kwargs)
-        return {each.layer: collect(observers_of([each.layer]), each.name) for each in targets}
+        return {each.layer: collect([each.layer], each.name) for each in targets}
     finally:
         remove_observers(root)
         sharing = [module for module in root.modules() if quantizes_input(module)]

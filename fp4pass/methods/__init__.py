@@ -33,8 +33,3 @@ __all__ = [
     "search_scales",
     "squared_errors",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

@@ -4,8 +4,3 @@ from .apply import fully_shard, parallelize
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "fully_shard", "parallelize"]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

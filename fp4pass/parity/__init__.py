@@ -23,8 +23,3 @@ __all__ = [
     "qwantize",
     "swap",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)

@@ -3,11 +3,11 @@
 from . import adapters
 from .checks import require_float, require_layers
 from .observers.batches import call_arguments, device_of, in_float32
-from .observers.observer import collect, observers_of
+from .observers.observer import collect
 from .observers.visible_tokens import count_tokens
 from .plan import LayerPlan, Plan, joined, matching_rule, plan_layers, scale_groups
 from .quantize import pack_layer
-from .recipe import Recipe, require_undecided, with_quality
+from .recipe import Recipe
 from .replace import attach_observers, quantizes_input, remove_observers, share_inputs
 from .scan import LinearLayer, caller_of
 from .search import stored_amax
@@ -27,16 +27,13 @@ __all__ = [
     "in_float32",
     "joined",
     "matching_rule",
-    "observers_of",
     "pack_layer",
     "plan_layers",
     "quantizes_input",
     "remove_observers",
     "require_float",
     "require_layers",
-    "require_undecided",
     "scale_groups",
     "share_inputs",
     "stored_amax",
-    "with_quality",
 ]

@@ -32,11 +32,6 @@ OBJECTIVES = ("naive", "sse", "hessian")
 _CHUNK = 1 << 22
 
 
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)
-
-
 @dataclass(frozen=True, eq=False)
 class QuantizedBlocks:
     """Quantized blocks of a tensor, one dimension of which is the block.

@@ -25,7 +25,7 @@ from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule
 from ..record.rows import Row
 from ..record.source_folder import source_folder, tensor_files
-from .observers.observer import collect, observers_of
+from .observers.observer import collect
 from .scan import (
     EMBEDDINGS,
     LinearLayer,
@@ -267,7 +267,7 @@ def with_statistics(plan: Plan) -> Plan:
     local: list[Stats] = []
     with group.together():
         for members in weights:
-            stats = collect(observers_of([layer.module for layer in members]), members[0].label)
+            stats = collect([layer.module for layer in members], members[0].label)
             # Batches without tokens reach a layer and say nothing about it.
             local.append(stats if stats.tokens else Stats())
     searchers = divide([search_seconds(members[0]) for members in weights], group.size)

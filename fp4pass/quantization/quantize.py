@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,6 @@ from .plan import LayerPlan, Plan, forget_kept, planned_row, scale_groups
 from .replace import begin_replacing, drop_unused_copies, packed_class, rewrite_graph, store_packed
 from .search import (
     Found,
-    SearchStore,
     exact_scales,
     gather_parts,
     joined_rows,
@@ -84,8 +81,10 @@ def _survey(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[tuple[f
     return found
 
 
-def quantize_layers(root: nn.Module, plan: Plan, cache: SearchStore | None = None) -> list[Row]:
+def quantize_layers(root: nn.Module, plan: Plan, cache: Any = None) -> list[Row]:
     """Quantize the layers of a plan in place, and return the row of each entry.
+
+    cache: a `FinishedSearches`, for searches that need not be done again, or None.
 
     From its first replaced weight on, the model is interrupted until `finish`.
     """
@@ -147,16 +146,15 @@ class PackedWeight:
 
 
 def _packed(
-    weights: Sequence[list[LayerPlan]], cache: SearchStore | None
+    weights: Sequence[list[LayerPlan]], cache: Any
 ) -> Iterator[tuple[list[LayerPlan], PackedWeight]]:
     """Yield the layers of each weight, and it packed, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
-    places = _layer_places(members[0].name for members in weights)
     if group.size == 1:
         for members in own:
-            with _counted(members[0], places):
-                packed = _pack(members, search_parts(members[0], 0, cache))
+            packed = _pack(members, search_parts(members[0], 0, cache))
+            current().step()
             yield members, packed
         return
     own_parts: dict[int, list[Found]] = {}
@@ -164,9 +162,9 @@ def _packed(
     share = len(weights) / (len(own) or 1)
     with group.together():
         for members in own:
-            with _counted(members[0], places, share):
-                parts = search_parts(members[0], group.rank, cache)
+            parts = search_parts(members[0], group.rank, cache)
             own_parts[members[0].weight_key] = parts
+            current().step(share)
     found = gather_parts(group, [members[0] for members in weights], own_parts)
     made: dict[int, tuple[Any, Any]] = {}
     with group.together():
@@ -179,24 +177,6 @@ def _packed(
         weights, shared_tensors(group, made, owners), strict=True
     ):
         yield members, PackedWeight(rows, inputs, tensors)
-
-
-@contextmanager
-def _counted(layer: LayerPlan, places: Mapping[str, str], count: float = 1) -> Iterator[None]:
-    """Count the weight of a layer, whose search the body is, as done."""
-    if layer.name in places:
-        current().begin(places[layer.name])
-    yield
-    current().step(count)
-
-
-def _layer_places(names: Iterable[str]) -> dict[str, str]:
-    """Return "layer i/n" for names of linears in numbered layers, none if there is one layer."""
-    layers = {name: match[0] for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.)", name))}
-    order = {layer: i + 1 for i, layer in enumerate(dict.fromkeys(layers.values()))}
-    if len(order) < 2:
-        return {}
-    return {name: f"layer {order[layer]}/{len(order)}" for name, layer in layers.items()}
 
 
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:

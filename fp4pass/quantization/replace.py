@@ -129,9 +129,24 @@ def store_packed(
     *,
     transposed: bool = False,
 ) -> None:
-    """Replace the weight of a module by packed buffers, in place, and offloaded if it was."""
+    """Replace the weight of a module by packed buffers, in place, and offloaded if it was.
+
+    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
+    `transposed`), becomes a QuantizedLinear, and a stack a QuantizedExpertStack; any other holder
+    of a weight only gets the buffers.
+    """
     hook = remove_hook(module)
-    _pack_weight(module, tensors, config, transposed)
+    is_bare = type(module) is nn.Module and not module._modules
+    if isinstance(module, ExpertStack):
+        replace_stack(module, tensors, config)
+    elif isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
+        dtype = module.get_parameter("weight").dtype
+        transposed = transposed or is_conv1d(module)
+        QuantizedLinear.take(module, tensors, config, dtype, transposed=transposed)
+    else:
+        del module.weight
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
     if hook is not None:
         offload_again(module, hook)
 
@@ -139,29 +154,6 @@ def store_packed(
 def packed_class(module: nn.Module) -> type[PackedBlocks]:
     """Return the class that a layer in floating point has once it is packed."""
     return QuantizedExpertStack if isinstance(module, ExpertStack) else QuantizedLinear
-
-
-def _pack_weight(
-    module: nn.Module, tensors: Mapping[str, Tensor | None], config: LinearConfig, transposed: bool
-) -> None:
-    """Replace the weight of a layer by packed buffers, in place.
-
-    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
-    `transposed`), becomes a QuantizedLinear, and a stack a QuantizedExpertStack; any other holder
-    of a weight only gets the buffers.
-    """
-    if isinstance(module, ExpertStack):
-        replace_stack(module, tensors, config)
-        return
-    weight = module.get_parameter("weight")
-    is_bare = type(module) is nn.Module and not module._modules
-    if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
-        transposed = transposed or is_conv1d(module)
-        QuantizedLinear.take(module, tensors, config, weight.dtype, transposed=transposed)
-        return
-    del module.weight
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
 
 
 def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfig]) -> int:

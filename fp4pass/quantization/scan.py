@@ -142,10 +142,11 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             stacks = stacks_of(module)
             # Experts that are packed in part read the other part without the adapter.
             adapted = any(s.last in changed.get(s.holder, ()) for s in stacks.values())
-            held = _CHANGED if adapted else ""
+            reason = adapter or (_CHANGED if adapted else "")
+            if stacks and not reason:
+                reason = experts_problem(module) or ("a router" if is_router(name) else "")
             for key, stack in stacks.items():
                 known.setdefault(stack.holder, set()).add(stack.last)
-                reason = adapter or held or _stack_problem(name, module)
                 path = f"{name}.{key}" if name else key
                 yield _layer(path, stack, stack.weight, stack.view.transposed, reason)
             read = READ if can_be_called(module) else ""
@@ -178,11 +179,6 @@ def _module_problem(module: nn.Module) -> str:
         return f"its weight is not dense ({weight.layout})"
     if not is_linear(module):
         return f"its class {type(module).__name__} is more than an nn.Linear"
-    return _size_problem(module, weight)
-
-
-def _size_problem(module: nn.Module, weight: Tensor) -> str:
-    """Return why the parameters of a linear layer are no matrix and its bias, or ""."""
     # The weight says how large it is: pruning may leave in_features as they were.
     if weight.ndim != 2:
         order = "[K, N]" if is_conv1d(module) else "[N, K]"
@@ -191,11 +187,6 @@ def _size_problem(module: nn.Module, weight: Tensor) -> str:
     if bias is not None and bias.shape != (rows,):
         return f"its bias has shape {tuple(bias.shape)}, not [N] = ({rows},)"
     return ""
-
-
-def _stack_problem(name: str, owner: nn.Module) -> str:
-    """Return why experts cannot be converted whatever their shape, or ""."""
-    return experts_problem(owner) or ("a router" if is_router(name) else "")
 
 
 def _loose_matrices(

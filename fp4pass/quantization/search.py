@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +32,6 @@ from .tensor import dequantize
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
 Found = tuple[MethodResult, list[list[float]]]
-
-
-class SearchStore(Protocol):
-    """Searches that need not be done again."""
-
-    def get_or_search(
-        self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
-    ) -> MethodResult:
-        """Return the search that is finished for what decides it, or search and keep that."""
-        ...
 
 
 @contextmanager
@@ -134,7 +124,7 @@ def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
         return scale_errors(matrix, hessian, known, config.format, objective).flatten().tolist()
 
 
-def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list[Found]:
+def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
     """Return the results of the parts of a weight that a process searches."""
     config = layer.config
     found: list[Found] = []
@@ -201,7 +191,7 @@ def _search(
     stats: Stats,
     layer: LayerPlan,
     matrix: int,
-    cache: SearchStore | None,
+    cache: Any,
     rows: slice | None,
 ) -> MethodResult:
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""

@@ -22,16 +22,11 @@ from ..methods.search import exact_global_scale, may_be_exact
 from ..record.schemes import weight_format
 from .functional import read_global_scale, require_float
 
-__all__ = ["QuantState", "dequantize", "load_state", "quantize"]
+__all__ = ["QuantState", "load_state", "quantize"]
 
 # Half of the largest number in float32, the dtype that values are computed in.
 _WIDE = torch.float32
 _HALF = torch.finfo(_WIDE).max / 2
-
-
-def __dir__() -> list[str]:
-    """Return the public names, which completion shows."""
-    return sorted(__all__)
 
 
 def quantize(
@@ -137,28 +132,10 @@ def not_finite() -> NonFiniteError:
 
 
 def dequantize(state: TensorRecord) -> Tensor:
-    """Dequantize a tensor.
-
-    Args:
-        state: what `quantize` returned.
-
-    Returns:
-        The dense tensor, in the shape and dtype that it had; computed in float32 and rounded once.
-
-    Raises:
-        OptionError: it is not what `quantize` returned.
-
-    Example:
-        >>> state = fp4pass.quantize(torch.tensor([[1.0, 2.0, 6.0, 0.0] * 4]), "nvfp4")
-        >>> fp4pass.dequantize(state)[0, :4]
-        tensor([1., 2., 6., 0.])
-    """
+    """Return the dense tensor of what `quantize` returned (`fp4pass.dequantize`)."""
     if isinstance(state, OtherRecord):
         return state.dequantize()
-    if not isinstance(state, QuantState):
-        raise OptionError(
-            expected("dequantize: state", "what quantize returned", type(state).__name__)
-        )
+    assert isinstance(state, QuantState)
     global_scale, fmt = None, state.format
     if state.global_scale != 1.0:
         # The multiplier itself, which need not have an exact reciprocal.

@@ -1,7 +1,6 @@
 """The records of a model: options, schemes and qualities, its state, and rows of a report."""
 
 from .config import LinearConfig, LinearOptions, Rule, Rules, check_options, check_rules
-from .quality import QualityName, get_quality
 from .rows import Report, Row
 from .schemes import Scheme, scheme_fields
 from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
@@ -10,7 +9,6 @@ __all__ = [
     "LinearConfig",
     "LinearOptions",
     "ModelState",
-    "QualityName",
     "Report",
     "Row",
     "Rule",
@@ -19,7 +17,6 @@ __all__ = [
     "check_options",
     "check_rules",
     "forget_state",
-    "get_quality",
     "get_state",
     "remember_tokenizer",
     "scheme_fields",

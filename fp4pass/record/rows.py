@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,15 +83,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if get_args(hint):
         return any(_fits(value, each) for each in get_args(hint))
     return type(value) is hint or (hint is float and type(value) is int)
-
-
-def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Return rows with equal options together."""
-
-    def key(row: Row) -> str:
-        return "" if row.config is None else json.dumps(row.config.to_dict())
-
-    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
 @dataclass(frozen=True)

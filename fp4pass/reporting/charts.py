@@ -10,8 +10,6 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from .text import measures
-
 Data = Mapping[str, Any]
 
 # The errors of a layer, and their names in a chart.
@@ -19,14 +17,6 @@ ERRORS = {"weight_error": "weight error", "output_error": "output error"}
 
 # The palette of Okabe and Ito, which readers who see fewer colors can tell apart.
 COLORS = ("var(--first)", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = (
-    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
-    "m-3.6-3.6h7.2v7.2h-7.2z",
-    "m0-4.8 4.6 8h-9.2z",
-    "m0-5 5 5-5 5-5-5z",
-    "m0 4.8 4.6-8h-9.2z",
-    "m-1.6-4.8h3.2v3.2h3.2v3.2h-3.2v3.2h-3.2v-3.2h-3.2v-3.2h3.2z",
-)
 # Cividis, which is seen alike with fewer colors, from the smallest number to the largest.
 _CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))
 # The colors of a map span at least this share of its middle: errors that are closer to each other,
@@ -35,8 +25,8 @@ _LEAST_RANGE = 0.2
 # The widest map whose cells have room for their numbers.
 _NUMBERED = 40
 _WIDTH, _HEIGHT = 442.0, 288.0
-# Of a letter, on average, and from line to line.
-_LETTER, _LINE = 6.3, 15
+# Of a letter, on average.
+_LETTER = 6.3
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -59,8 +49,8 @@ class Axis:
 # Marks of a chart, from functions of a value on each axis to its place.
 Place = Callable[[float], float]
 Draw = Callable[[Place, Place], Iterable[str]]
-# A color, or the index of one that has a marker, and its name in the legend.
-Entry = tuple[int | str, str]
+# A color, and its name in the legend.
+Entry = tuple[str, str]
 
 
 def layers(data: Data) -> list[Markup]:
@@ -119,78 +109,28 @@ def _layer_map(
 
 def scales(data: Data) -> list[Markup]:
     """Return a histogram of the block scales of each format, on a logarithmic axis."""
-    charts = []
-    for row in data["scales"]:
-        counts = {math.log2(each["value"]): each for each in row["counts"]} or {0.0: {"share": 0}}
-        at = list(counts)
-        width = 0.8 * min([1.0, *(b - a for a, b in itertools.pairwise(at))])
-        bars = [
-            (place, 100 * each["share"], 0, f"{each.get('value', 0):g}")
-            for place, each in counts.items()
-        ]
-        powers = whole_numbers(at[0] - 1, at[-1] + 1)
-        ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
-        x = Axis(at[0] - 0.6, at[-1] + 0.6, ticks, "block scale as stored")
-        charts.append(_bars(f"{row['format']}, scales in {row['scale']}", x, bars, width))
-    return charts
+    return [_histogram(row) for row in data["scales"]]
 
 
-def _bars(title: str, across: Axis, bars: Sequence[Any], width: float) -> Markup:
-    """Draw bars of (place, per cent, color, name)."""
+def _histogram(row: Data) -> Markup:
+    counts = {math.log2(each["value"]): each for each in row["counts"]} or {0.0: {"share": 0}}
+    at, highest = list(counts), 108 * max(each["share"] for each in counts.values())
+    width = 0.8 * min([1.0, *(b - a for a, b in itertools.pairwise(at))])
 
     def draw(x: Place, y: Place) -> Iterable[str]:
-        for at, share, color, name in bars:
-            left, right = x(at - width / 2), x(at + width / 2)
+        for place, each in counts.items():
+            left, right, share = x(place - width / 2), x(place + width / 2), 100 * each["share"]
             box = f'x="{left:.2f}" y="{y(share):.2f}" width="{right - left:.2f}"'
             yield (
-                f'<rect {box} height="{y(0) - y(share):.2f}" fill="{COLORS[color]}">'
-                f"<title>{name}: {share:.3g} %</title></rect>"
+                f'<rect {box} height="{y(0) - y(share):.2f}" fill="{COLORS[0]}">'
+                f"<title>{each.get('value', 0):g}: {share:.3g} %</title></rect>"
             )
 
-    upwards = _axis([0.0, *(bar[1] for bar in bars)], "blocks, %")
-    return _chart(title, across, upwards, draw)
-
-
-def perplexity(row: Data) -> list[Markup]:
-    """Return a chart for each measure of a text: values with their intervals."""
-    known = {each.key: each.values for each in measures(row)}
-    change = "change of perplexity_ratio"
-    if change in known:
-        known[change] = [None if end is None else 100 * (end - 1) for end in known[change]]
-    if "top1" in known:
-        known["top1"] = [None if end is None else 100 * end for end in known["top1"]]
-    top_p = f"in its top {100 * row.get('top_p', 0.95):g} %"
-    drawn: list[tuple[str, dict[str, str], bool]] = [
-        ("perplexity", {"perplexity": "quantized", "reference_perplexity": "original"}, False),
-        ("change of perplexity, %", {change: "quantized"}, True),
-        ("KL from the original, nats per token", {"kl": "all tokens", "top_p_kl": top_p}, True),
-        ("top-1 agreement, %", {"top1": "quantized"}, False),
-        ("bits per byte", {"bits_per_byte": "quantized"}, False),
-    ]
-    return [
-        _whiskers(title, {labels[key]: known[key] for key in labels if key in known}, zero)
-        for title, labels, zero in drawn
-        if labels.keys() & known.keys()
-    ]
-
-
-def _whiskers(title: str, values: Mapping[str, Sequence[float | None]], zero: bool) -> Markup:
-    """Draw values and their intervals one below the other."""
-    ends = [end for each in values.values() for end in each if end is not None]
-    across = _axis([*ends, *([0.0] if zero else [])])
-    count = len(values)
-
-    def draw(x: Place, y: Place) -> Iterable[str]:
-        if zero:
-            yield _line([(x(0), y(0)), (x(0), y(count))], "var(--soft)", dashes="5 4")
-        for place, (label, (value, low, high)) in enumerate(values.items()):
-            middle = y(place + 0.5)
-            if low is not None and high is not None:
-                yield _line([(x(low), middle), (x(high), middle)], COLORS[place])
-            yield _marker(x(value or 0.0), middle, place, label, shape=0)
-
-    names = {i + 0.5: f"{label}\n{each[0]:.5g}" for i, (label, each) in enumerate(values.items())}
-    return _chart(title, across, Axis(count, 0, names), draw, inner=42 * count)
+    powers = whole_numbers(at[0] - 1, at[-1] + 1)
+    ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
+    across = Axis(at[0] - 0.6, at[-1] + 0.6, ticks, "block scale as stored")
+    upwards = Axis(0, highest or 1.0, _ticks(0, highest or 1.0, 7), "blocks, %", grid=True)
+    return _chart(f"{row['format']}, scales in {row['scale']}", across, upwards, draw)
 
 
 def _chart(
@@ -204,8 +144,7 @@ def _chart(
     inner: float = 0.0,
 ) -> Markup:
     """Draw axes, marks on them, and below a legend of colors with their names."""
-    names = [line for text in upwards.ticks.values() for line in text.split("\n")]
-    left = 14 + _LETTER * max(map(len, names), default=0) + (20 if upwards.label else 0)
+    left = (34 if upwards.label else 14) + _LETTER * max(map(len, upwards.ticks.values()))
     top, below = 28 if title else 12, 40 if across.label else 22
     inner = inner or _HEIGHT - top - below
     bottom, end = top + inner, width - 14
@@ -219,10 +158,7 @@ def _chart(
 
     parts = [_text(left, 16, title, "start", "font-weight: 700")] if title else []
     for value, text in upwards.ticks.items():
-        lines = text.split("\n")
-        for i, line in enumerate(lines):
-            place = y(value) + 4 + _LINE * (i - (len(lines) - 1) / 2)
-            parts.append(_text(left - 8, place, line, "end"))
+        parts.append(_text(left - 8, y(value) + 4, text, "end"))
         if upwards.grid:
             parts.append(_line([(left, y(value)), (end, y(value))], "var(--line)"))
     for value, text in across.ticks.items():
@@ -241,9 +177,7 @@ def _chart(
     chart = f'<svg role="img" {box} style="{size}">{"".join(parts)}</svg>'
     entries = []
     for color, name in legend:
-        rect = f'<rect x="-6" y="-6" width="12" height="12" fill="{color}"/>'
-        mark = _marker(0, 0, color) if isinstance(color, int) else rect
-        drawn = f'<svg width="12" height="12" viewBox="-6 -6 12 12">{mark}</svg>'
+        drawn = f'<svg width="12" height="12"><rect width="12" height="12" fill="{color}"/></svg>'
         entries.append(f"<span>{drawn}{escape(name)}</span>")
     return Markup(chart + (f'<p class="legend">{"".join(entries)}</p>' if entries else ""))
 
@@ -255,19 +189,9 @@ def _text(
     return f"<text {place}{more}>{escape(text)}</text>"
 
 
-def _line(
-    points: Sequence[tuple[float, float]], color: str, width: float = 1.4, dashes: str = "none"
-) -> str:
+def _line(points: Sequence[tuple[float, float]], color: str, width: float = 1.4) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    drawn = f'stroke="{color}" stroke-width="{width}" stroke-dasharray="{dashes}"'
-    return f'<polyline points="{path}" fill="none" {drawn}/>'
-
-
-def _marker(x: float, y: float, color: int, said: str = "", shape: int | None = None) -> str:
-    index = color if shape is None else shape
-    path = f"M{x:.1f} {y:.1f}{_MARKERS[index % len(_MARKERS)]}"
-    title = f"<title>{escape(said)}</title>" if said else ""
-    return f'<path d="{path}" fill="{COLORS[color % len(COLORS)]}">{title}</path>'
+    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
 
 def _cividis(share: float) -> str:
@@ -283,14 +207,6 @@ def _color_ends(low: float, high: float) -> tuple[float, float]:
     middle = (low + high) / 2
     reach = max(high - low, _LEAST_RANGE * middle) / 2 or 1.0
     return middle - reach, middle + reach
-
-
-def _axis(values: Sequence[float], label: str = "") -> Axis:
-    """Return an axis on which values lie, with room at the ends that are not 0."""
-    low, high = min(values), max(values)
-    room = 0.08 * ((high - low) or abs(high) or 1.0)
-    low, high = low - room * (low != 0 or not high), high + room * (high != 0 or not low)
-    return Axis(low, high, _ticks(low, high, 7), label, grid=True)
 
 
 def _ticks(low: float, high: float, most: int) -> dict[float, str]:

@@ -134,7 +134,6 @@ def render(data: Mapping[str, Any]) -> str:
         charts={
             "layers": charts.layers(data),
             "scales": charts.scales(data),
-            "perplexity": [charts.perplexity(row) for row in data["evaluations"]],
         },
         dash=DASH,
         colors=charts.COLORS,

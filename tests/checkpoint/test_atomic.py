@@ -52,7 +52,7 @@ SAVE_AND_DIE = """
     import torch
     from torch import nn
     import fp4pass
-    from fp4pass.checkpoint import writer
+    from fp4pass.checkpoint import saving
     from fp4pass.checkpoint import source_files as files
 
     torch.set_num_threads(1)
@@ -75,8 +75,8 @@ SAVE_AND_DIE = """
         if child == 0:
             os.rename, os.fsync = deadly(os.rename, at), deadly(os.fsync, at)
             os.open, shutil.rmtree = deadly(os.open, at), deadly(shutil.rmtree, at)
-            writer.save_file = deadly(writer.save_file, at)
-            writer.write_json = deadly(writer.write_json, at)
+            saving.save_file = deadly(saving.save_file, at)
+            saving.write_json = deadly(saving.write_json, at)
             files.write_json = deadly(files.write_json, at)
             fp4pass.save(model, target, overwrite=True)
             os._exit(0)
@@ -148,8 +148,8 @@ def test_a_failed_rename_puts_the_old_folder_back(
 
 
 FULL = {
-    "safetensors": ("fp4pass.checkpoint.writer.save_file", SafetensorError("disk full")),
-    "configs": ("fp4pass.checkpoint.writer.write_json", OSError(28, "disk full")),
+    "safetensors": ("fp4pass.checkpoint.saving.save_file", SafetensorError("disk full")),
+    "configs": ("fp4pass.checkpoint.saving.write_json", OSError(28, "disk full")),
     "tokenizers": ("transformers.PreTrainedTokenizerBase.save_pretrained", Exception("disk full")),
 }
 

@@ -16,7 +16,7 @@ import fp4pass
 from fp4pass.checkpoint.layouts import LAYOUTS, CompressedTensors, PackedLayer
 from fp4pass.checkpoint.model_layers import ignored_layers
 from fp4pass.checkpoint.readers import READERS, who_reads
-from fp4pass.checkpoint.writer import CheckpointWriter
+from fp4pass.checkpoint.saving import CheckpointWriter
 from fp4pass.errors import CheckpointError
 from fp4pass.record.rows import Row
 

@@ -51,22 +51,13 @@ def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
     assert data["evaluations"] == [{**row, "text": EVAL.name} for row in found["texts"]]
     assert data["unknown"] == []
     assert files(tmp_path) == ["r.html", "r.json"]
-    # What eval printed is as good as measuring again.
-    (tmp_path / "eval.json").write_text(json.dumps(found))
-    again = ("--reference", TINY, "--evaluation", tmp_path / "eval.json")
-    other = run_json("report", made / "inputs", "-o", tmp_path / "s.html", *again)
-    assert other == data
 
 
 def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Path) -> None:
     page: tuple[object, ...] = ("-o", tmp_path / "r.html")
-    evaluation = tmp_path / "eval.json"
-    given = ("--evaluation", evaluation)
     mixed: Any = made / "mixed"
     cases: list[tuple[tuple[object, ...], str]] = [
         ((TINY, *page), "is not quantized: it has neither fp4pass.json nor"),
-        ((mixed, *page, *TEXT, *given), "Give --data or --evaluation, not both"),
-        ((mixed, *page, *given), "eval.json"),
         ((mixed, "-o", tmp_path), "expected a name that ends in .html"),
         ((mixed, *page, "--reference", mixed), "is quantized already: expected a float model"),
         ((mixed, *page, "--data", "no.txt"), "no.txt does not exist"),
@@ -76,11 +67,4 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
     for args, message in cases:
         text = refused(*args)
         assert message in text and text.count("\n") == 1, (args, text)
-    for content, message in (
-        ("{", "is not JSON"),
-        ('{"tasks": []}', "holds no perplexity. Expected what fp4pass eval DIR --data FILE"),
-        ('{"texts": [{"text": "a"}]}', "a text without confidence, intervals, perplexity"),
-    ):
-        evaluation.write_text(content)
-        assert message in refused(mixed, *page, *given)
-    assert files(tmp_path) == ["eval.json"]
+    assert files(tmp_path) == []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import finished, writer
+from fp4pass.checkpoint import finished, saving
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic
 from fp4pass.core import machine as memory_limits
@@ -136,8 +136,8 @@ def test_experts_of_one_layer_are_in_memory(method: str, alive: _Alive, tmp_path
 CUTS = {
     "third layer written": (finished, "save_file", 3),
     "between its files": (finished, "_facts_of", 3),
-    "save ends": (writer, "write_manifest", 1),
-    "renamed": (atomic, "_sync", 9),
+    "save ends": (saving, "write_manifest", 1),
+    "renamed": (atomic, "_sync", 8),
 }
 
 

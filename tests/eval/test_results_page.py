@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import ABOUT, value
 
 pytest.importorskip("matplotlib")
 
@@ -150,6 +149,25 @@ def test_the_page_asks_for_what_the_table_has(explorer: Any) -> None:
 
 
 # ---- made up results --------------------------------------------------------------------------
+
+
+# What the results are about, but for their command, texts, original and rows.
+ABOUT: dict[str, Any] = {
+    "machine": "an abacus",
+    "versions": {"python": "9.8"},
+    "model": "nobody",
+    "parameters": 1234567,
+    "dtype": "float32",
+    "window": 77,
+    "calibration": {"file": "calib.txt", "windows": 5, "tokens": 385},
+    "output_error_tokens": 154,
+    "confidence": 0.875,
+}
+
+
+def value(middle: float, **more: Any) -> dict[str, Any]:
+    """A number and its interval."""
+    return {"value": middle, "low": middle - 0.25, "high": middle + 0.25, **more}
 
 
 def made_up(**texts: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from blocks import ALL
+from exact_products import assert_product
 from kernel_cases import flat
-from products import assert_product
 from torch import Tensor
 
 from fp4pass import ops

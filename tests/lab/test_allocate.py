@@ -96,13 +96,6 @@ def test_the_held_out_kl_is_that_of_the_converted_model() -> None:
     assert_same_bits(fp4pass.convert(model, method="sse", rules=found, progress=False), packed)
 
 
-def test_what_engines_fuse_is_one_group() -> None:
-    found = allocated(decoder(), bits=6.0)
-    last = [tuple(name.rpartition(".")[2] for name in g.layers) for g in found.groups]
-    layer = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
-    assert last == layer * 2
-
-
 def test_costs_are_those_of_the_group_alone() -> None:
     model, data = decoder(), windows()
     found = allocated(model, bits=6.0, data=data)
@@ -333,18 +326,3 @@ def test_the_knapsack_is_the_best_of_all_choices() -> None:
         assert weight <= limit * (1 + 1e-9)
         assert value == pytest.approx(best, rel=1e-12, abs=1e-12)
     assert 15 < infeasible < 300
-
-
-@pytest.mark.parametrize(
-    ("groups", "limit", "wanted"),
-    [
-        # No share of steps reaches it: the middle choice is above the hull.
-        ([[(0.0, 10.0), (5.0, 9.0), (10.0, 0.0)]], 6.0, [1]),
-        # A limit is met exactly, or not at all.
-        ([[(2.0, 1.0), (4.0, 0.0)]] * 2, 4.0, [0, 0]),
-        ([[(2.0, 1.0), (4.0, 0.0)]] * 2, 8.0, [1, 1]),
-        ([[(2.0, 1.0), (4.0, 0.0)]] * 2, 3.9, None),
-    ],
-)
-def test_ends_of_the_knapsack(groups: Groups, limit: float, wanted: list[int] | None) -> None:
-    assert cheapest(groups, limit) == wanted

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.core import unpack_codes
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
-from fp4pass.lab import Distillation, kl_loss, trainable
-from fp4pass.lab.distill import Training, draw, schedule
+from fp4pass.lab import Distillation, kl_loss
+from fp4pass.lab.distill import draw
 
 OPTIONS: dict[str, Any] = {"steps": 24, "travel": 0.6, "batch_size": 4, "progress": False}
 
@@ -125,15 +125,6 @@ def test_norms_and_biases_learn_in_float32_and_embeddings_do_not(others: float) 
         assert own.dtype == torch.bfloat16 and own.requires_grad
         is_vector = own.ndim == 1 and name != "norm.bias"  # which is 0, and has no size
         assert torch.equal(own, before.get_parameter(name)) != (is_vector and others > 0), name
-
-
-def test_batches_as_they_are() -> None:
-    model, original = pair()
-    batches = [(each,) for each in windows().split(4)]
-    found = fp4pass.distill(model, original, batches, **{**OPTIONS, "batch_size": 1})
-    assert found.best.kl < found.history[0].kl
-    # One of the six is held out, each of the others is a step.
-    assert (found.tokens, found.distinct_tokens, found.held_out_tokens) == (24 * 64, 320, 64)
 
 
 class Masked(Predictor):
@@ -250,18 +241,6 @@ def test_models_that_cannot_be_trained() -> None:
     original.register_forward_hook(lambda module, args, logits: logits * math.nan)
     with pytest.raises(NonFiniteError, match=r"The KL is NaN\. A model returns NaN"):
         distilled(model, original)
-
-
-def test_rates_sum_up_to_the_travel_and_latents_end_with_the_last_cell() -> None:
-    model, original = pair()
-    training = Training(trainable(model, original, share=0.0), rate=0.01, others=0.1)
-    first = training.numbers()
-    for _ in training.train(original, draw(list(windows().split(1)), 4, 0), 10):
-        pass
-    moved = (model.up.latent.cpu() - first[0]).abs().max().item()
-    assert 0 < moved <= 0.01 * sum(schedule(i, 10) for i in range(10)) * 1.1
-    training.restore([each + 20.0 for each in first])
-    assert (model.up.latent == 7.0).all()
 
 
 def test_each_epoch_draws_every_window_in_its_own_order() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fp4pass.core.formats import Format
 from fp4pass.core.packing import PackedWeight
@@ -48,6 +49,23 @@ def products(x: Tensor, ids: Tensor, stack: PackedWeight, fmt: Format) -> tuple[
         y[pairs] = rows[pairs] @ dense.t() + own
         mass[pairs] = rows[pairs].abs() @ dense.abs().t() + own.abs()
     return y, mass
+
+
+def assert_product(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Assert that y is x W^T + bias, summed in float32 and rounded once to the dtype of x.
+
+    The largest error of K products that are summed in any order is K rounding errors of float32 of
+    the sum of their magnitudes.
+    """
+    assert y.dtype == x.dtype
+    x, weight = x.detach().double(), weight.detach().double()
+    exact, size = F.linear(x, weight), F.linear(x.abs(), weight.abs())
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    eps = 2.0**-53 if y.dtype == torch.float64 else 2.0**-24
+    bound = (x.shape[-1] + 2) * eps * size + torch.finfo(y.dtype).eps / 2 * 1.01 * exact.abs()
+    error = (y.double() - exact).abs()
+    assert not (error > bound).any(), f"{(error / bound).max():.3g} times the largest error"
 
 
 def assert_rounded(y: Tensor, exact: Tensor, mass: Tensor, k: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4pass.core.formats import Format
+
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
@@ -103,3 +105,26 @@ def activations(x: Tensor, name: str, block: int, global_scale: float) -> tuple[
             found[i] = codes(values_ / step).byte()
     shape = (*x.shape[:-1], x.shape[-1] // block)
     return found.view(x.shape), chosen.view(shape)
+
+
+def near_scales(x: Tensor, naive: Tensor, g: float, fmt: Format) -> list[Tensor]:
+    """The bytes that compete for the blocks of rows: naive ones; those below, in nvfp4 where the
+    largest magnitude stays far enough below 7 of their steps; and in nvfp4 those nearest to mapping
+    it to 4, or again naive ones below the normal scales."""
+    lower = (naive - 1).clamp(min=1)
+    if fmt.name != "nvfp4":
+        return [naive, lower]
+    amax = x.float().unflatten(-1, (-1, fmt.block)).abs().amax(-1)
+    quotient = amax / torch.full_like(amax, 6 * g)
+    limit = scales(fmt.name).float()[lower.long() - 1] * 1.15
+    lower = torch.where((quotient < limit) & (naive > 1), lower, naive)
+    fields = ((quotient * 1.5).view(torch.int32) + (1 << 19) >> 20) - (120 << 3)
+    return [naive, lower, fields.maximum(naive).clamp(max=fmt.scale.last)]
+
+
+def errors_at(x: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
+    """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
+    step = (scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
+    quotient = x.float() / step.float()
+    residual = x.double() - values(codes(quotient)) * step
+    return residual.square().view(len(x), -1, fmt.block).sum(-1)

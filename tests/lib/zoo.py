@@ -75,10 +75,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _built(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Wrap `make` so that it is seeded and leaves no bias zero and no norm at one.
-
-    A bias of zero would hide that a converted layer forgot it.
-    """
+    """Seed it, and leave no bias zero, which would hide that a layer forgot it, and no norm one."""
 
     @functools.wraps(make)
     def build() -> nn.Module:
@@ -506,7 +503,6 @@ def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str,
     and nn.TransformerEncoder does not drop padding, just as when it is compiled or exported.
     """
     statistics: dict[str, InputStatistics] = {}
-    handles = []
     # The mask of the call that runs; of no case are a decoder and its encoder of one size.
     masks: list[Tensor | None] = [None]
 
@@ -514,15 +510,16 @@ def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str,
         if "input_ids" in kwargs and (module is model or kwargs.get("attention_mask") is not None):
             masks[0] = kwargs.get("attention_mask")
 
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
+    def adding_to(found: InputStatistics) -> Callable[..., None]:
+        return lambda _, args, kwargs: found.add([*args, *kwargs.values()][0], masks[0])
+
+    hooks: list[tuple[nn.Module, Callable[..., None]]] = [(m, note_mask) for m in model.modules()]
     for name in names:
         module = model.get_submodule(name)
         blocks = -(-in_features(module) // BLOCK)
         statistics[name] = InputStatistics(torch.zeros(blocks, BLOCK, BLOCK, dtype=torch.float64))
-        handles.append(
-            module.register_forward_pre_hook(_adding_to(statistics[name], masks), with_kwargs=True)
-        )
+        hooks.append((module, adding_to(statistics[name])))
+    handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m, hook in hooks]
     try:
         with unfused():
             yield statistics
@@ -540,10 +537,3 @@ def unfused() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _adding_to(statistics: InputStatistics, masks: list[Tensor | None]) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        statistics.add(args[0] if args else next(iter(kwargs.values())), masks[0])
-
-    return hook

@@ -12,7 +12,7 @@ from torch import Tensor
 import fp4pass
 from fp4pass.errors import OptionError, ShapeError
 from fp4pass.parity import bitsandbytes
-from fp4pass.parity.codebooks import CODEBOOKS, codes_of
+from fp4pass.parity.codebooks import CODEBOOKS
 
 judge: Any = pytest.importorskip("bitsandbytes.functional")
 
@@ -84,13 +84,6 @@ def test_a_last_block_that_is_not_whole(scheme: str, count: int) -> None:
         assert_judged(x.mul(0).to(dtype), scheme, 64)
 
 
-@every_scheme
-def test_extreme_blocks(scheme: str) -> None:
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([2.0**-140, 1e-38, 1e-30, 1e30, 8e37]).view(-1, 1)
-    assert_judged(x, scheme, 64)
-
-
 def test_names_of_one_type_and_errors() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     for scheme in SCHEMES:
@@ -105,8 +98,3 @@ def test_names_of_one_type_and_errors() -> None:
     for name in ("int8_linear", "nvfp4"):
         with pytest.raises(OptionError, match="does not exist"):
             bitsandbytes.quantize_4bit(x, quant_type=name)
-
-
-def test_codes_of_nan_are_codes() -> None:
-    for codebook in CODEBOOKS.values():
-        assert codes_of(torch.full((3,), math.nan), codebook).dtype == torch.uint8

@@ -99,33 +99,11 @@ def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:
         ops.dequantize_codebook(*arguments[:3], (x.numel() + 8,), torch.bfloat16)
 
 
-def test_compiled() -> None:
-    """One graph, the same bits."""
-
-    def there_and_back(x: Tensor) -> Tensor:
-        return ops.dequantize_codebook(*ops.quantize_codebook(x, "nf4"), "nf4", x.shape, x.dtype)
-
-    x = normal(3, 100)
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), there_and_back(x))
-
-
 def a_state(codebook: Codebook, shape: tuple[int, ...] = (3, 67)) -> CodebookState:
     count = torch.Size(shape).numel()
     packed = torch.arange(codebook.packed_bytes(count)).remainder(256).byte()
     absmax = torch.rand(codebook.blocks_of(count), generator=torch.Generator().manual_seed(0))
     return CodebookState(packed, absmax, codebook, shape, torch.bfloat16)
-
-
-@pytest.mark.core
-def test_a_codebook_state_counts_its_bytes_and_moves() -> None:
-    quantized = a_state(NF4)
-    assert quantized.nbytes == -(-3 * 67 * 4 // 8) + 4 * 4
-    for part in ("CodebookState(3 x 67 bfloat16", "nf4", "blocks of 64", "cpu"):
-        assert part in repr(quantized)
-    moved = quantized.to("meta")
-    assert moved.qdata.device.type == moved.absmax.device.type == "meta"
-    assert (moved.codebook, moved.shape, moved.dtype) == (NF4, (3, 67), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

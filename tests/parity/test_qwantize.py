@@ -77,21 +77,6 @@ def test_dequantize_takes_values_and_packed_codes(name: str) -> None:
     assert torch.equal(dequantize(scales, packed, 1), dequant)
 
 
-def test_hessians_may_be_given() -> None:
-    x, X = sample(BLOCKS["nvfp4"]), inputs(BLOCKS["nvfp4"])
-    blocks = X.view(len(X), -1, 16).transpose(0, 1)
-    H = blocks.mT @ blocks
-    by_inputs = F.nvfp4_optimal_hessian(x, X=X)
-    assert torch.equal(F.nvfp4_optimal_hessian(x, H_blocks=H)[0], by_inputs[0])
-    metrics = F.compute_metrics(x, F.nvfp4_dequantize(*by_inputs), X)
-    assert list(metrics) == [
-        "weight_error",
-        "weight_error_pct",
-        "output_error",
-        "output_error_pct",
-    ]
-
-
 ones = torch.ones
 
 
@@ -102,8 +87,6 @@ ones = torch.ones
         (ShapeError, r"scales of shape \(4,\)", lambda: F.nvfp4_dequantize(ones(3), ones(4, 16))),
         (ShapeError, "got dim=2", lambda: F.nvfp4_dequantize(ones(4), ones(4, 16), 2)),
         (OptionError, r"got 3\.0", lambda: F.scales_to_ue8m0_exponent(torch.tensor([3.0]))),
-        (OptionError, r"got 0\.0", lambda: F.scales_to_ue8m0_exponent(torch.tensor([0.0]))),
-        (OptionError, "got inf", lambda: F.scales_to_ue8m0_exponent(torch.tensor([math.inf]))),
         (OptionError, "ascending", lambda: F.snap_to_table(ones(1), ones(2))),
         (ShapeError, r"got \(2, 2\)", lambda: F.snap_to_table(ones(1), ones(2, 2))),
         (DtypeError, "got torch.int64", lambda: F.snap_to_table(ones(1).long(), ones(1))),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from layers import K, batch, linear
+from layers import K, batch
 from small_models import language_model, logits
 from torch import Tensor, nn
 
@@ -139,32 +139,6 @@ def test_shared_weights_share_their_codes() -> None:
     assert isinstance(model[0], nn.Linear) and not isinstance(model[0], Linear4bit)
     swap(model)
     assert model[4].weight_packed is model[3].weight_packed and model[4].bias is not model[3].bias
-
-
-def test_a_model_keeps_its_objects_hooks_and_mode() -> None:
-    model = mlp().train()
-    first, calls = model[0], []
-    first.register_forward_hook(lambda *_: calls.append(1))
-    compiled = torch.compile(model, backend="eager")
-    compiled(batch())
-    swap(model, "int8", threshold=0.0)
-    assert model[0] is first and first.training and first.threshold == 0.0
-    assert torch.equal(compiled(batch()), model(batch())) and len(calls) == 3
-    lone = linear()
-    assert swap(lone, "nf4") == {"": "nf4"} and isinstance(lone, Linear4bit)
-
-
-def test_adapters_train_on_swapped_models() -> None:
-    peft = pytest.importorskip("peft")
-    model = mlp()
-    swap(model, "nf4", exclude="3")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
-    before = adapted(batch())
-    adapted(batch()).square().sum().backward()
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
-    assert len(trained) == 4 and all("lora_" in name for name in trained)
-    torch.optim.SGD(adapted.parameters(), lr=1e-3).step()
-    assert not torch.equal(adapted(batch()), before)
 
 
 def test_everything_is_checked_before_anything_is_swapped() -> None:

@@ -44,9 +44,7 @@ def padded(side: str = "right", ids: Tensor | None = None) -> dict[str, Tensor]:
 def statistics(model: nn.Module) -> dict[str, Stats]:
     named = model.named_modules()
     return {
-        name: collect(module.__dict__[OBSERVERS], name)
-        for name, module in named
-        if module.__dict__.get(OBSERVERS)
+        name: collect([module], name) for name, module in named if module.__dict__.get(OBSERVERS)
     }
 
 

@@ -67,28 +67,7 @@ def test_bars_stand_where_their_numbers_are() -> None:
     assert {"f, scales in e4m3", "2⁰", "2²"} <= set(texts(svg))
 
 
-def test_whiskers_have_the_intervals_of_their_values() -> None:
-    row = {
-        "units": 10,
-        "perplexity": 11.0,
-        "intervals": {"perplexity": [10.5, 12.0]},
-        "reference_perplexity": 10.0,
-        "difference": {"perplexity_ratio": {"value": 1.125, "low": 1.0625, "high": 1.25}},
-        "top1": 0.625,
-    }
-    perplexity, change, top1 = charts.perplexity(row)
-    dots = [float(x) for x in re.findall(r'd="M([\d.]+) ', perplexity)]
-    (whisker,) = re.findall(r'points="([\d.]+),[\d.]+ ([\d.]+),[\d.]+"[^>]*--first', perplexity)
-    assert float(whisker[0]) < dots[0] < float(whisker[1]) and dots[1] < dots[0]
-    assert {"quantized", "11", "original", "10"} <= set(texts(perplexity))
-    # The line of no change.
-    assert change.count('stroke-dasharray="5 4"') == 1 and "12.5" in texts(change)
-    assert "62.5" in texts(top1) and "5 4" not in top1
-
-
 def test_numbers_that_are_all_zero_have_a_chart() -> None:
-    row = {"units": 10, "intervals": {"kl": [0.0, 0.0]}, "perplexity": 3.0, "kl": 0.0}
-    assert len(charts.perplexity(row)) == 2
     assert charts.scales({"scales": [{"format": "f", "scale": "e4m3", "counts": []}]})
 
 

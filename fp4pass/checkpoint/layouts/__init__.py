@@ -5,20 +5,36 @@
 
 # ruff: noqa: F401
 
-from . import compressed_tensors, fp8, modelopt, mxfp4
+from . import compressed_tensors, vendors
 from .base import (
     CACHE_SCALES,
     LAYOUTS,
     WEIGHTS,
     Layout,
     LayoutName,
+    expected_shapes,
     get_layout,
     layout_of,
+    read_layers,
     register_layout,
     side_files,
 )
 from .compressed_tensors import CompressedTensors
-from .layer import BUFFERS, FUSED, PackedLayer, Scheme, fused_problems, join
-from .names import as_globs, below, is_plain, matches
-from .shapes import expected_shapes, read_layers
-from .stacks import Piece, has_whole_tiles, join_layers, join_part, joined_record, split_layer
+from .layer import (
+    BUFFERS,
+    FUSED,
+    PackedLayer,
+    Piece,
+    Scheme,
+    as_globs,
+    below,
+    fused_problems,
+    has_whole_tiles,
+    is_plain,
+    join,
+    join_layers,
+    join_part,
+    joined_record,
+    matches,
+    split_layer,
+)

@@ -14,27 +14,19 @@ from ...nn.linear import INPUT_GLOBAL, PACKED
 from ...record.config import LinearConfig
 from ..source_files import Shapes
 from .base import CacheLayout, Layout, register_layout
-from .layer import PackedLayer, Scheme, fused_names, is_tile
-from .names import distance, matches
+from .layer import PackedLayer, Scheme, distance, fused_names, is_tile, matches
 
 # The values of arguments that a config does not give.
 _UNSAID = {"symmetric": True, "dynamic": False}
 
 
 class CtScheme(NamedTuple):
-    """The words of a group of compressed-tensors for a format; arguments as far as they differ.
+    """The words of a group of compressed-tensors for a format; arguments as far as they differ."""
 
-    Attributes:
-        format: its name for the codes and scales on disk.
-        weights: the arguments of weights.
-        inputs: those of inputs.
-        static: those of inputs that have one stored scale, None where they cannot.
-    """
-
-    format: str
+    format: str  # its name for the codes and scales on disk
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any]
-    static: Mapping[str, Any] | None = None
+    static: Mapping[str, Any] | None = None  # those of inputs that have one stored scale
 
 
 _FP4, _FP8 = {"num_bits": 4, "type": "float"}, {"num_bits": 8, "type": "float"}

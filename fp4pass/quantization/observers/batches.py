@@ -97,8 +97,9 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
 
     before = seen_tokens(root, state.recording)
     total = hidden = 0
+    i = -1
     try:
-        for i, batch in enumerate(_with_progress(batches)):
+        for i, batch in enumerate(current().each(batches, "batches")):
             require_tokens(model, batch, f"batch {i}")
             args, kwargs = call_arguments(batch, device)
             tokens, masked = count_tokens(root, args, kwargs)
@@ -118,22 +119,14 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
             if masked:
                 count("hidden", masked)
             keep()
+        if i < 0:
+            raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
     finally:
         keep(seen_tokens(root, state.recording) - before)
     if hidden:
         share = f"{hidden:,} of {total:,} tokens ({100 * hidden / total:.1f} %)"
         _log.info("calibrate: attention_mask hides %s, which enter no statistic.", share)
     warn_of_unmapped(unmapped_layers(root), stacklevel=3)
-
-
-def _with_progress(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches and show how far they are. Raises CalibrationError without any."""
-    empty = True
-    for batch in current().each(batches, "batches"):
-        empty = False
-        yield batch
-    if empty:
-        raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
 
 
 def _row_problem(batch: Any) -> str:

@@ -292,11 +292,6 @@ def _hessians(total: Tensor, needs: Sequence[str]) -> dict[str, Any]:
     return {"block_hessian": total} if "block_hessian" in needs else {}
 
 
-def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
-    """Return the observers of modules, each once."""
-    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
-
-
 def is_observer_hook(hook: object) -> bool:
     """Return whether a hook is `Observer.hook`."""
     return hasattr(getattr(hook, "__self__", None), "has_seen")
@@ -315,12 +310,13 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
     return observer
 
 
-def collect(observers: Sequence[Observer], name: str) -> Stats:
-    """Return the statistics [E, ...] of the observers of a layer of this name, E 1 for a dense one.
+def collect(holders: Iterable[nn.Module], name: str) -> Stats:
+    """Return the statistics [E, ...] of modules with one weight, E 1 for a dense one, once each.
 
     Raises CalibrationError if a calibration input held NaN or infinity.
     """
-    seen = [o.stats() for o in observers if o.tokens]
+    observers = dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ()))
+    seen: list[Stats] = [o.stats() for o in observers if o.tokens]
     if not seen:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)

@@ -1,6 +1,7 @@
-"""Files and tensors that a checkpoint takes from the folder that its model was read from.
+"""What lies in a folder beside its weights: files and tensors of the source, a card; its upload.
 
-They are the files beside the weights, a tokenizer, and tensors that the class has no place for.
+Files and tensors come from the folder that the model was read from: a tokenizer, licenses, code,
+tensors that the class has no place for.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import ast
 import fnmatch
 import glob
+import json
 import logging
+import math
 import os
 import re
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import require
 from .._compat.torch import model_class
 from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
+from .._version import __version__
 from ..core.files import parse_json, path_of
-from ..errors import OptionError, as_option, expected, some
+from ..errors import CheckpointError, OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
 from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
-from ..record.state import known_tokenizer
-from .model_layers import COPIED, NOT_COPIED, is_left_over
-from .source_files import read_tensors, without_scales
+from ..record.state import ModelState, known_tokenizer
+from .model_layers import COPIED, NOT_COPIED, is_left_over, is_transformers
+from .readers import Readers
+from .source_files import MANIFEST, read_tensors, without_scales
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +86,9 @@ def files_to_copy(
 ) -> tuple[list[Path], list[str]]:
     """Return the files of a folder that go with its model, and the names of those that do not.
 
-    A folder may hold training data and keys, so files go by a list: what transformers,
-    sentence-transformers and diffusers look for by name, the code that configs name, licenses.
-    Hidden files, the weights that from_pretrained reads, and files that are `written` anew neither
-    go nor are named. Links out of the folder are not followed. Raises OptionError for a glob that
-    matches no file in the folder.
+    A folder may hold training data and keys, so files go by a list. Hidden files, weights, and what
+    is `written` anew neither go nor are named; links out of the folder are not followed. Raises
+    OptionError for a glob that matches no file.
     """
     if isinstance(globs, str):
         raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
@@ -226,17 +232,11 @@ def copy_beside(
 
 @dataclass(frozen=True)
 class Beside:
-    """The tokenizer and the source that come along with a model.
+    """The tokenizer and the source that come along with a model."""
 
-    Attributes:
-        tokenizer: a tokenizer or processor, None where the source has it.
-        source: the folder that the model was made of, None if there is none.
-        copy_files: globs of its files that come along, with those that always do.
-    """
-
-    tokenizer: Any
-    source: Path | None
-    copy_files: Sequence[str]
+    tokenizer: Any  # None where the source has it
+    source: Path | None  # the folder that the model was made of
+    copy_files: Sequence[str]  # globs of its files that come along, with those that always do
 
     @staticmethod
     def of(
@@ -350,3 +350,220 @@ def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> lis
     """Return the tensors of a folder that are none of a model's, nor made into one."""
     found = names_in_model(model, names, merged=True, known=known)
     return [name for name, target in found.items() if target not in known]
+
+
+# The model card, and the hub.
+
+_NAME = "README.md"
+
+# Keys of the float model's card that hold for the packed one, too.
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+# The commands by which each program that may read the folder serves it.
+_COMMANDS = {
+    "vLLM": "vllm serve {name}",
+    "SGLang": "python -m sglang.launch_server --model-path {name}",
+}
+
+
+def check_card(given: Any) -> Mapping[str, Any] | None:
+    """Return the evaluations of the card that `save(card=)` asks for, None for no card.
+
+    Raises OptionError for what is none.
+    """
+    if given is False:
+        return None
+    require("huggingface_hub")
+    evaluations = {} if given is True else given
+    if isinstance(evaluations, Mapping) and all(
+        hasattr(each, "perplexity") for each in evaluations.values()
+    ):
+        return evaluations
+    wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
+    raise OptionError(expected("card", wanted, f"{given!r:.60}"))
+
+
+def write_card(
+    folder: Path,
+    root: nn.Module,
+    state: ModelState,
+    layout: str,
+    readers: Readers,
+    evaluations: Mapping[str, Any],
+    source: Path | None,
+    name: str,
+) -> None:
+    """Write the card of a folder that is complete but for it.
+
+    source: the folder that the model was made of. name: of its repository, or "".
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    report, kind = state.report, model_class(root).__name__
+    there, base = _header_of(source), _hub_id(root)
+    if source is not None and (source / MANIFEST).is_file():
+        # Packed already, of a model that its own card names.
+        base = there.get("base_model") or ""
+    inherited = {key: there[key] for key in _INHERITED if there.get(key)}
+    if kind.endswith("ForCausalLM"):
+        inherited.setdefault("pipeline_tag", "text-generation")
+    formats = sorted({row.config.fmt for row in report.converted if row.config})
+    header = ModelCardData(
+        **inherited,
+        base_model=base or None,
+        base_model_relation="quantized" if base else None,
+        library_name="transformers" if is_transformers(root) else "fp4pass",
+        tags=["fp4pass", *formats, layout],
+        quantized_by="fp4pass",
+    )
+    whole = base or (kind if source is None else source.name)
+    made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
+    # Not the name of the folder, which may be given another one.
+    title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+    kinds: dict[object, list[Row]] = {}
+    for row in report.converted:
+        kinds.setdefault(row.config and (row.config.label, row.config.method_name), []).append(row)
+    counts = f"{len(report.converted)} of {len(report.rows)} weights"
+    recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
+    lines = [
+        f"# {title}\n",
+        f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",
+        f"```json\n{json.dumps(recipe, indent=1)}\n```\n",
+        *_table(
+            ("scheme", "method", "weights", "bits each", "weight error", "output error"),
+            map(_group, kinds.values()),
+        ),
+        "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration.\n",
+        *_table(
+            ("text", "tokens", "perplexity", "KL to the original", "same top token"),
+            [_evaluation(text, found) for text, found in evaluations.items()],
+        ),
+        "",
+        *_table(
+            ("not packed", "reason"),
+            ((str(n), why) for why, n in Counter(r.skip_reason for r in report.skipped).items()),
+        ),
+        f"\nThe layout is {layout}, {readers}.\n",
+    ]
+    where = name or "path/to/this/folder"
+    call = f'snapshot_download("{name}")' if name else f'"{where}"'
+    model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
+    hub = "from huggingface_hub import snapshot_download\n" if name else ""
+    lines.append(f"```python\nimport fp4pass\n{hub}\nmodel = fp4pass.load({call}{model}\n```")
+    commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
+    lines += ["\n```sh", *commands, "```"] if commands else []
+    if (folder / _NAME).is_file():
+        _log.info("%s: the model card replaces that of %s", _NAME, base or source)
+    text = "\n".join(lines)
+    card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}\n")
+    (folder / _NAME).write_text(str(card), encoding="utf-8")
+
+
+def _hub_id(root: nn.Module) -> str:
+    """Return the id of the repository that a model was read from, "" for a folder."""
+    path = Path(str(getattr(root, "name_or_path", "") or ""))
+    if "snapshots" in path.parts:
+        # A folder of the cache: models--user--name/snapshots/commit.
+        stored = path.parts[path.parts.index("snapshots") - 1]
+        return stored.removeprefix("models--").replace("--", "/")
+    return "" if path.exists() or len(path.parts) != 2 else path.as_posix()
+
+
+def _header_of(source: Path | None) -> dict[str, Any]:
+    """Return what the card of the float model declares, {} if it has none that can be read."""
+    if source is None or not (source / _NAME).is_file():
+        return {}
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        text = (source / _NAME).read_text(encoding="utf-8")
+        card = ModelCard(text, ignore_metadata_errors=True)
+        return dict(card.data.to_dict()) if text.startswith("---") else {}
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        _log.warning("%s: its header cannot be read: %s", source / _NAME, error)
+        return {}
+
+
+def _evaluation(text: str, found: Any) -> tuple[str, ...]:
+    kl = "-" if found.kl is None else f"{found.kl:.4f} nats a token"
+    top = "-" if found.top1 is None else f"{100 * found.top1:.1f} %"
+    return text, f"{found.tokens:,}", f"{found.perplexity:.2f}", kl, top
+
+
+def _group(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return weights with equal options as a row of a table."""
+    config, sizes = rows[0].config, [math.prod(row.shape) for row in rows]
+    bits = sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes)
+    errors = ([row.weight_error for row in rows], [row.output_error for row in rows])
+    shown = ("", "") if config is None else (config.label, config.method_name)
+    return (*shown, str(len(rows)), f"{bits:.2f}", *map(_percent, errors))
+
+
+def _percent(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{100 * sum(known) / len(known):.2f} %" if len(known) == len(values) else "-"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, none for a table without rows."""
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [header, ["---"] * len(header), *cells] if cells else []
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def require_repository(name: str, token: str | None = None) -> None:
+    """Raise an error unless the hub can be asked for a repository, by somebody who is known there.
+
+    Raises:
+        OptionError: `name` is not that of a repository.
+        CheckpointError: the hub cannot be reached, or does not know who asks.
+    """
+    require("huggingface_hub")
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        wanted = 'the name of a repository, as "user/name"'
+        raise OptionError(expected("push_to_hub", wanted, name)) from error
+    if token is None and get_token() is None:
+        raise CheckpointError(
+            f"{as_option('push_to_hub', name)}: there is no token of Hugging Face here. Run `hf "
+            "auth login`, or set HF_TOKEN. Nothing was written."
+        )
+    with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
+        HfApi(token=token).whoami()
+
+
+def upload(folder: Path, name: str, private: bool | None, token: str | None) -> None:
+    """Upload a folder; a repository that does not exist is made. Raises CheckpointError."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token, library_name="fp4pass", library_version=__version__)
+    with _asking(name, f"The folder is whole: upload it with `hf upload {name} {folder}`."):
+        made = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=os.fspath(folder),
+            commit_message=f"Upload a model that fp4pass {__version__} quantized",
+        )
+
+
+@contextmanager
+def _asking(name: str, remedy: str) -> Iterator[None]:
+    """Make what the hub and its library raise a CheckpointError that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # httpx in version 1, httpx2 in version 2; both raise more below it than HfHubHTTPError.
+    errors: list[Any] = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
+    try:
+        yield
+    except (*errors, OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "
+            f"{lines[0].rstrip('.'):.300}. {remedy}"
+        ) from error
