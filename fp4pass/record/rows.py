@@ -141,9 +141,7 @@ class Report:
                 how = (row.config.label, row.config.method_name, f"{row.bits:.2f}")
             errors = (_percent(row.weight_error), _percent(row.output_error))
             lines.append((row.name, _size(row.shape), *how, *errors))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-        text.insert(1, "  ".join("-" * width for width in widths))
+        text = table_lines(lines)
         rare = [row for row in self.converted if row.unreached]
         if rare:
             text += ["", "experts that calibration never reached (by the average of their layer):"]
@@ -160,6 +158,14 @@ class Report:
                 for row in self.skipped
             ]
         return "\n".join(line.rstrip() for line in text)
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, the first row its header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (rows[0], ["-" * width for width in widths], *rows[1:])
+    text = ("  ".join(map(str.ljust, line, widths)) for line in lines)
+    return [line.rstrip() for line in text]
 
 
 def _size(shape: Sequence[int]) -> str:
