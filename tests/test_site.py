@@ -7,11 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag
 
 import pytest
 from browser import browse
@@ -50,26 +47,6 @@ def test_the_version_is_that_of_the_package() -> None:
 # ---- built ------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """The ids of a page, what it links to, and what it loads."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}  # type: ignore[misc]
-        if tag == "a" and given.get("href"):
-            self.links.append(str(given["href"]))
-        wanted = given.get("src") or (tag == "link" and given.get("href"))
-        if wanted:
-            self.loads.append(str(wanted))
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site."""
@@ -89,32 +66,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
-    """Anchors too; and nothing is loaded from elsewhere."""
-    pages = {path: Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
-    assert len(pages) > 400
-    for path, page in pages.items():
-        if path.name == "404.html":
-            continue
-        assert not [each for each in page.loads if each.startswith(("http", "//"))], path
-        for target, anchor in links(page):
-            aim = (path.parent / target).resolve() if target else path
-            assert aim.exists(), (path, target)
-            if anchor and aim in pages:
-                assert anchor in pages[aim].ids, (path, target, anchor)
-
-
-def links(page: Page) -> Iterator[tuple[str, str]]:
-    """Links and loaded files of a page that are of the site: path and anchor."""
-    for each in [*page.links, *page.loads]:
-        if not re.match(r"[a-z]+:|//", each):
-            target, anchor = urldefrag(each)
-            yield unquote(target), unquote(anchor)
-
-
-@pytest.mark.slow
 def test_pages_that_hooks_make_are_whole(site: Path) -> None:
     """Results, formulas in MathML, a page for each type of model, and all pages for models."""
+    for path in site.rglob("*.html"):
+        assert not re.search(
+            r"<(script|img|iframe)\b[^>]*\bsrc=.(https?:)?//", path.read_text("utf-8")
+        )
     page = (site / "results.html").read_text("utf-8")
     script = (site / "assets" / "results.js").read_text("utf-8")
     assert 'src="assets/results.js"' in page and 'id="results"' in page

@@ -40,13 +40,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, WIDTH)
-        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.layers = nn.Sequential(Block(), Block(), Block())
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.layers(self.embedding(ids))
 
 
 def made() -> Any:

@@ -183,20 +183,15 @@ _FULL = {"layer_types": ["full_attention"] * 2}
 _SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 _GROUPS = dict(n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
 _ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3])
-_QWEN_TEXT = dict(_TEXT, rope_parameters=_ROPE)
 _DEEP = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)
 _DEEP |= dict(patch_size=4)
 _QWEN_VISION = dict(_DEEP, num_position_embeddings=16, deepstack_visual_indexes=[0])
 _GLM_VISION = dict(_DEEP, image_size=16)
 _CLIP = dict(_VISION, intermediate_size=64, patch_size=14, projection_dim=32)
-_AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
-_AUDIO |= dict(num_mel_bins=16, output_dim=64, downsample_hidden_size=16, max_source_positions=20)
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 _INDEX = dict(index_n_heads=2, index_topk=16, indexer_types=["full", "full"])
 _ERNIE_TEXT = dict(_TEXT, moe_intermediate_size=[32, 32], moe_num_experts=4, moe_k=2, **_SPARSE)
 _ERNIE_TEXT["rope_parameters"] = dict(_ROPE, mrope_section=[3, 3, 2])
-_GLM_TEXT = dict(_TEXT, **_GROUPS, first_k_dense_replace=1)
-_GLM_TEXT["rope_parameters"] = dict(_ROPE, partial_rotary_factor=1.0)
 _SEEING = "ForConditionalGeneration"
 
 # The class of the model, and its sizes.
@@ -204,24 +199,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # Stacks in folders of the float model, in either direction.
     "qwen3_vl_moe": (
         f"Qwen3VLMoe{_SEEING}",
-        dict(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
-    ),
-    "qwen3_omni_moe_thinker": (
-        f"Qwen3OmniMoeThinker{_SEEING}",
-        dict(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION, audio_config=_AUDIO),
+        dict(text_config=dict(_TEXT, rope_parameters=_ROPE), vision_config=_QWEN_VISION),
     ),
     "ernie4_5_vl_moe": (
         f"Ernie4_5_VLMoe{_SEEING}",
         dict(text_config=_ERNIE_TEXT, vision_config=dict(_GLM_VISION, spatial_merge_size=2)),
     ),
-    "glm4v_moe": (f"Glm4vMoe{_SEEING}", dict(text_config=_GLM_TEXT, vision_config=_GLM_VISION)),
-    "cohere2_moe": ("Cohere2MoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE)),
     "exaone_moe": ("ExaoneMoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE, sliding_window=16)),
-    "ernie4_5_moe": (
-        "Ernie4_5_MoeForCausalLM",
-        dict(_TEXT, moe_num_experts=4, moe_k=2, moe_layer_start_index=1),
-    ),
-    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", dict(_TEXT, moe_topk=[2, 2])),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
         dict(_TEXT, num_dense_layers=1, layer_types=["conv", "full_attention"]),
@@ -270,7 +254,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             vision_config=dict(_CLIP, model_type="clip_vision_model"),
         ),
     ),
-    "phimoe": ("PhimoeForCausalLM", dict(_TEXT, num_local_experts=4)),
     "minimax_m2": ("MiniMaxM2ForCausalLM", dict(_TEXT, num_local_experts=4)),
 }
 
