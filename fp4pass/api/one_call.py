@@ -23,7 +23,7 @@ from ..errors import OptionError, StateError, TraceError, as_option
 from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
 from ..quantization.observers.observer import OBSERVERS
-from ..quantization.plan import Plan, matching_rule, plan_layers
+from ..quantization.plan import matching_rule, plan_layers
 from ..quantization.recipe import require_undecided, with_quality
 from ..quantization.scan import caller_of
 from ..record.config import LinearConfig, Rule, check_rules
@@ -45,23 +45,17 @@ class OwnText:
     seed: int = 0
 
 
-@dataclass(frozen=True)
 class OneCall:
-    """A conversion from the float model to the end."""
+    """Decide a conversion from the float model to the end, before anything is done.
 
-    root: nn.Module
-    quality: str | None  # the name of the recipe, None for one that is given
-    config: LinearConfig  # of layers that no rule matches
-    rules: tuple[Rule, ...]  # those given, and those of the recipe for layers that it does not fit
-    kv_cache: str | None
-    sequential: bool  # whether layers are calibrated one at a time
-    device: torch.device | str | None  # where that is done
-    plan: Plan
-    tokens: int  # that the model writes itself if there is no data; 0 if it needs none
-    smoothing: float  # the strength of `fp4pass.smooth` before anything else; 0 for none
+    Attributes:
+        sequential: whether layers are calibrated one at a time.
+        tokens: those that the model writes itself if there is no data; 0 if it needs none.
+        smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         model: nn.Module,
         quality: str | None,
         given: Mapping[str, Any],
@@ -69,8 +63,8 @@ class OneCall:
         kv_cache: str | None = None,
         by_layers: bool = False,
         device: torch.device | str | None = None,
-    ) -> OneCall:
-        """Decide the whole call, before anything is done, with the arguments of `convert`.
+    ) -> None:
+        """Take the arguments of `convert`.
 
         given: fields of `LinearConfig`, None for one that is not given; by_layers: calibrate one
         layer at a time whatever the method.
@@ -95,19 +89,19 @@ class OneCall:
         plan = plan_layers(root, config, rules)
         require_layers(plan)
         configs = [layer.config for layer in plan.layers]
-        sequential = by_layers or (recipe is not None and recipe.sequential)
         # Options that only serve layers one after the other ask for that.
-        sequential = sequential or any("cross" in each.needs for each in configs)
+        cross = any("cross" in each.needs for each in configs)
+        self.sequential = by_layers or cross or (recipe is not None and recipe.sequential)
         # For a scale of inputs that `save` needs.
         scaled = any(not each.weight_only and each.format.has_input_scale for each in configs)
-        tokens = INPUT_TOKENS if scaled else 0
+        self.tokens = INPUT_TOKENS if scaled else 0
         if kv_cache is not None or any(each.needs for each in configs):
-            tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
-        smoothing = 0.0
-        if recipe is not None and not all(each.weight_only for each in configs):
-            smoothing = recipe.smoothing
-        places = (kv_cache, sequential, device)
-        return OneCall(root, quality, config, rules, *places, plan, tokens, smoothing)
+            self.tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
+        is_smoothed = recipe is not None and not all(each.weight_only for each in configs)
+        self.smoothing = recipe.smoothing if recipe is not None and is_smoothed else 0.0
+        self.root, self.quality, self.config, self.kv_cache = root, quality, config, kv_cache
+        # Those given, and those of the recipe for layers that it does not fit.
+        self.rules, self.plan = rules, plan
 
     @property
     def needs_data(self) -> bool:

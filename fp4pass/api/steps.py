@@ -227,7 +227,7 @@ def convert(
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
         by_layers = not (device is None and stream is None)
-        call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
+        call = OneCall(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
     conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):

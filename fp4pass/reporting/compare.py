@@ -237,8 +237,9 @@ def compare_outputs(model: Any) -> Outputs | None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if config is None or head is None or getattr(config, "is_encoder_decoder", False):
         return None
-    vocabulary, generator = config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (_WINDOWS, _LENGTH), generator=generator)
+    text, generator = config.get_text_config(), torch.Generator().manual_seed(0)
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+    ids = torch.randint(text.vocab_size, (_WINDOWS, length), generator=generator)
     dense, quantizes_inputs = copy.deepcopy(model), False
     for module in dense.modules():
         if isinstance(module, QUANTIZED):

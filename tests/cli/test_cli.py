@@ -316,19 +316,6 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without instructions for it."""
-    monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: False)
-
-
-def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
-    made: Path, tmp_path: Path, slow_in_bfloat16: None
-) -> None:
-    result = run("quantize", TINY, "-o", tmp_path / "q", *PLAIN, "--rules", made / "rules.yaml")
-    assert same_files(made / "mixed", tmp_path / "q") and "float32" not in result.stderr
-
-
 def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network: each file would be asked for, again and again."""
 
@@ -398,7 +385,8 @@ def test_eval_is_evaluate(made: Path) -> None:
     assert "The change of perplexity is significant" in printed
 
 
-def test_eval_of_overlapping_windows_on_a_slow_cpu(slow_in_bfloat16: None) -> None:
+def test_eval_of_overlapping_windows_on_a_slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4pass.quantization.observers.batches.cpu_has_bfloat16", lambda: False)
     small = ("--data", EVAL, "--seq-len", 64, "--samples", 6)
     result = run("eval", TINY, *small, "--stride", 16, "--json")
     (row,) = json.loads(result.stdout)["texts"]

@@ -149,7 +149,7 @@ def test_data_alone_is_for_the_method_given() -> None:
     plain = in_one(quality=None)
     assert {row.config.method_name for row in fp4pass.report(plain).converted} == {"hessian"}
     assert "quality" not in get_state(plain).recipe
-    assert OneCall.of(language_model(), None, {"method": Gptq(target="cross")}).sequential
+    assert OneCall(language_model(), None, {"method": Gptq(target="cross")}).sequential
 
 
 @pytest.mark.core
@@ -249,7 +249,7 @@ def test_a_model_without_layers_cannot_be_best() -> None:
 
 def test_experts_get_what_fits_them() -> None:
     rules = [("*.0.*gate_up_proj", {"fmt": "mxfp4"})]
-    call = OneCall.of(mixture("mixtral"), "best", {"weight_only": True}, rules)
+    call = OneCall(mixture("mixtral"), "best", {"weight_only": True}, rules)
     methods = {each.name: each.config.method for each in call.plan.layers}
     experts = [name for name in methods if "experts" in name]
     assert [methods.pop(name) for name in experts] == [Gptq()] * 4

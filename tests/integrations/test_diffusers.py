@@ -214,13 +214,6 @@ def test_it_is_dense_again(tmp_path: Path) -> None:
     assert_same(model, loaded)
 
 
-def test_it_is_cast_as_a_converted_model(tmp_path: Path) -> None:
-    model = packed("sd3")
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).to(torch.bfloat16)
-    assert_same(loaded, model.to(torch.bfloat16))
-
-
 def test_adapters_go_on_and_off(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = packed("flux")
@@ -412,19 +405,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:, :1].contiguous()}, tmp_path / weights)
     with pytest.raises(CheckpointError, match=r"to_q\.weight_scale: expected \(64, 4\)"):
         kind.from_pretrained(tmp_path)
-    save_file(
-        {**tensors, name: torch.full((64, 4), torch.nan).to(torch.float8_e4m3fn)},
-        tmp_path / weights,
-    )
-    with pytest.raises(CheckpointError, match=r"to_q\.weight_scale: it holds NaN"):
-        kind.from_pretrained(tmp_path)
     save_file(tensors, tmp_path / weights)
 
     edited(tmp_path, lambda declared: declared["schemes"][0]["layers"].append("pos_embed"))
     with pytest.raises(CheckpointError, match=r"pos_embed: expected a linear layer.*PatchEmbed"):
-        kind.from_pretrained(tmp_path)
-    edited(tmp_path, lambda declared: declared.update(recipe=[]))
-    with pytest.raises(CheckpointError, match=r"damaged.*is not a mapping"):
         kind.from_pretrained(tmp_path)
     edited(tmp_path, lambda declared: declared.pop("schemes") and declared.pop("recipe"))
     with pytest.raises(CheckpointError, match=r"KeyError\('schemes'\)\. Copy the folder again"):

@@ -20,7 +20,7 @@ from saved_models import deepseek, mixtral
 from small_models import TINY, assert_same_bits, change_json, language_model, tokens
 
 import fp4pass
-from fp4pass.checkpoint import open_checkpoint, transcode
+from fp4pass.checkpoint import open_checkpoint
 from fp4pass.errors import CheckpointError, UnreadError, VersionError
 from fp4pass.integrations import PackedConfig
 from fp4pass.nn.experts import QUANTIZED
@@ -78,10 +78,6 @@ def modelopt(algorithm: str) -> Writer:
     return write
 
 
-def quark(inputs: bool) -> Writer:
-    return lambda folder: native.quark(llama(), folder, inputs)
-
-
 def compressed_tensors(scheme: str) -> Writer:
     return lambda folder: foreign.compressed_tensors(llama(), folder, scheme, IDS)
 
@@ -89,8 +85,7 @@ def compressed_tensors(scheme: str) -> Writer:
 PACKED: dict[str, tuple[Writer, Any]] = {
     "ModelOpt NVFP4": (modelopt("NVFP4"), None),
     "ModelOpt W4A16_NVFP4": (modelopt("W4A16_NVFP4"), None),
-    "Quark MXFP4": (quark(inputs=True), None),
-    "Quark MXFP4, weights only": (quark(inputs=False), None),
+    "Quark MXFP4": (lambda folder: native.quark(llama(), folder, True), None),
     "compressed-tensors NVFP4A16": (compressed_tensors("NVFP4A16"), PackedConfig()),
     "compressed-tensors NVFP4": (compressed_tensors("NVFP4"), PackedConfig()),
     "compressed-tensors MXFP4A16": (compressed_tensors("MXFP4A16"), PackedConfig()),
@@ -328,14 +323,6 @@ def test_scales_of_a_cache(tmp_path: Path) -> None:
         assert_same_bits(again, model)
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         assert torch.equal(again.generate(IDS, **options), model.generate(IDS, **options))
-
-
-def test_transcoded_to_quark(tmp_path: Path) -> None:
-    fp4pass.save(fp4pass.convert(llama(), "mxfp4a16", "sse"), tmp_path / "q")
-    transcode(tmp_path / "q", tmp_path / "quark", "quark")
-    model, info = pretrained(tmp_path / "quark")
-    assert_whole(info)
-    assert_same_bits(model, fp4pass.load(tmp_path / "q"))
 
 
 def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from fp4pass.record.config import OPTIONS
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 
 CASES = {case.name: case for case in zoo.CASES}
-MODELS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "phi3", "mamba2", "bert", "t5", "vit"]
+MODELS = ["llama_tied", "qwen3_moe", "mamba2", "bert", "t5"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "mxfp4": {"fmt": "mxfp4", "method": "naive", "dtype": torch.bfloat16},
@@ -159,7 +159,6 @@ def test_every_weight_is_packed_on_its_way(
 RULES: list[tuple[str, list[Any]]] = [
     ("llama", [("*.down_proj", None)]),
     ("llama", [("*.k_proj", {"fmt": "mxfp4a16"}), ("*.up_proj", {"method": "naive"})]),
-    ("llama", [("lm_head", {})]),
     # Taken after loading, with the embedding that it was tied to.
     ("llama_tied", [("lm_head", {"weight_only": False})]),
     ("qwen3_moe", [("*.mlp.gate.weight", None), ("*.layers.0.*", {"fmt": "mxfp4a16"})]),
@@ -219,9 +218,6 @@ def test_dequantize_gives_a_dense_model(
     dense.save_pretrained(tmp_path / "dense")
     config = json.loads((tmp_path / "dense" / "config.json").read_text())
     assert "quantization_config" not in config
-    # And again: the grid it lies on now is found again.
-    fp4pass.convert(dense.float(), method="sse", weight_only=True)
-    assert max(row.weight_error for row in fp4pass.report(dense).converted) < 1e-6
 
 
 @pytest.mark.core

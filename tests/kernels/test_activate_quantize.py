@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from blocks import VARIANTS
-from kernel_cases import DEVICE, DTYPES, cases, divisor, dtypes, quiet, seeded
+from kernel_cases import DEVICE, DTYPES, covering, divisor, dtypes, quiet, seeded
 from stable_codes import assert_agree
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp4pass.core.formats import Format, get_format
+from fp4pass.core.formats import Format
 from fp4pass.kernels.quantize.naive import ACTIVATIONS, activate_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import activate_quantize_triton
 
 pytestmark = quiet
-
-
-# Every activation in one format and dtype, and every format and every dtype with one activation.
-TABLE = [
-    *((get_format("nvfp4"), torch.bfloat16, activation) for activation in ACTIVATIONS),
-    (get_format("nvfp4:32"), torch.float16, "gelu_new"),
-    (get_format("mxfp4"), torch.float32, "silu"),
-    (get_format("mxfp4:16"), torch.bfloat16, "gelu_tanh"),
-]
-table = pytest.mark.parametrize(
-    ("fmt", "dtype", "activation"), cases(TABLE, itertools.product(VARIANTS, DTYPES, ACTIVATIONS))
-)
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -73,7 +59,7 @@ def test_the_reference_is_what_eager_pytorch_computes(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.quick(2)
-@table
+@covering(("fmt", "dtype", "activation"), VARIANTS, DTYPES, list(ACTIVATIONS))
 def test_triton(fmt: Format, dtype: torch.dtype, activation: str) -> None:
     x, up = inputs((3, 2, 96), dtype)
     check(x, None, activation, 2.0**-8, fmt)
@@ -81,7 +67,7 @@ def test_triton(fmt: Format, dtype: torch.dtype, activation: str) -> None:
 
 
 @pytest.mark.quick(2)
-@table
+@covering(("fmt", "dtype", "activation"), VARIANTS, DTYPES, list(ACTIVATIONS))
 def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, activation: str) -> None:
     x, up = (each.clone() for each in inputs((6, 64), dtype))
     x[0] = 0

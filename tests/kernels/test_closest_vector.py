@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import oracle
 import pytest
 import torch
-from blocks import COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
-from kernel_cases import cases, seeded
+from blocks import COLUMNS, HESSIANS, ROWS, WEIGHTS
+from kernel_cases import KEYS, covering, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import FORMATS, Format, get_format
@@ -85,9 +84,7 @@ def search(fmt: Format, unit: float, budget: int, seed: int = 0) -> tuple[Found,
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "seed"), cases([("nvfp4", 0), ("mxfp4", 1)], itertools.product(NAMES, [0, 1]))
-)
+@covering(("name", "seed"), NAMES, [0, 1])
 def test_the_best_of_all_scales_and_codes(name: str, seed: int) -> None:
     fmt = small(name)
     found, best = search(fmt, 2.0**-5 if fmt.has_global_scale else 1.0, 1 << 20, seed)
@@ -96,11 +93,10 @@ def test_the_best_of_all_scales_and_codes(name: str, seed: int) -> None:
 
 
 BUDGETS = [1, 10, 33, 100, 300]
-STOPPED = [*(("nvfp4", budget) for budget in BUDGETS), ("mxfp4", 33)]
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("name", "budget"), cases(STOPPED, itertools.product(NAMES, BUDGETS)))
+@covering(("name", "budget"), NAMES, BUDGETS)
 def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
     """No certificate is wrong: bounds are below the optimum, and equal losses are the optimum."""
     fmt = small(name)
@@ -113,27 +109,11 @@ def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
         assert not proved.any()
 
 
-BETTER = [
-    ("nvfp4", "identity", "normal"),
-    ("nvfp4", "mild", "adversarial"),
-    ("nvfp4:32", "singular", "normal"),
-    ("mxfp4", "indefinite", "adversarial"),
-    ("mxfp4:16", "identity", "adversarial"),
-    ("mxfp4:16", "mild", "bfloat16"),
-]
 CURVATURES = ["identity", "mild", "singular", "indefinite"]
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("key", "curvature", "name"),
-    cases(
-        BETTER,
-        itertools.product(
-            [f.key for f in VARIANTS], CURVATURES, ["normal", "adversarial", "bfloat16"]
-        ),
-    ),
-)
+@covering(("key", "curvature", "name"), KEYS, CURVATURES, ["normal", "adversarial", "bfloat16"])
 def test_weights_only_get_better(key: str, curvature: str, name: str) -> None:
     """By the losses of the dequantized weight, which are those of the certificate."""
     fmt = get_format(key)

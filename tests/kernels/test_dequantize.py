@@ -44,16 +44,6 @@ def test_dequantize_is_exact(fmt: Format, exponent: int, dtype: torch.dtype) -> 
     assert dense[~inside].isinf().all()
 
 
-@pytest.mark.core
-@formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_scale_nan_decodes_to_nan(fmt: Format, dtype: torch.dtype) -> None:
-    packed, scale = every_code_at_every_scale(fmt)
-    scale[7] = fmt.scale.nan
-    dense = dequantize_ref(packed, scale, None, fmt, dtype)
-    assert dense[7].isnan().all() and not dense[:7].isnan().any() and not dense[8:].isnan().any()
-
-
 @pytest.mark.parametrize("divisor", [1234.567, 3.0, 1e-3])
 def test_a_foreign_divisor(divisor: float) -> None:
     """code * (scale / G) in float32, as the writer of such a checkpoint has it."""

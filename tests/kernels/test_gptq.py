@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, ROWS, WEIGHTS
-from kernel_cases import KEYS, cases, formats, seeded
+from kernel_cases import KEYS, cases, covering, formats, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -62,19 +62,8 @@ def loss(w: Tensor, q: Tensor, hessian: Tensor) -> float:
     return float(((residual @ hessian.double()) * residual).sum())
 
 
-SUMS = [
-    ("nvfp4", "joint", "backwards"),
-    ("nvfp4", "rtn", "forwards"),
-    ("mxfp4", "babai", "backwards"),
-    ("mxfp4:16", "joint", "forwards"),
-]
-
-
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("key", "codes", "order"),
-    cases(SUMS, itertools.product(KEYS, CODES, ["forwards", "backwards"])),
-)
+@covering(("key", "codes", "order"), KEYS, CODES, ["forwards", "backwards"])
 def test_losses_of_blocks_add_up(key: str, codes: str, order: str) -> None:
     """The sum of r_b^T D_b r_b is tr (W - Q) H (W - Q)^T; D_b = ([H^-1]_bb of the rest)^-1."""
     fmt = get_format(key)
@@ -134,13 +123,7 @@ def test_shrinkage_is_of_what_lies_between_blocks(block: int) -> None:
     torch.testing.assert_close(shrunk, torch.where(same, plain, 0.75 * plain), rtol=1e-12, atol=0)
 
 
-BETTER = [
-    *(("nvfp4", name) for name in ("normal", "adversarial", "least", "float64")),
-    *(("mxfp4", name) for name in ("bfloat16", "least", "largest")),
-]
-
-
-@pytest.mark.parametrize(("key", "name"), cases(BETTER, itertools.product(KEYS, WEIGHTS)))
+@covering(("key", "name"), KEYS, list(WEIGHTS))
 def test_better_than_without_the_others(key: str, name: str) -> None:
     """On the whole Hessian, than scales of least output error with codes rounded to nearest."""
     fmt = get_format(key)
@@ -173,11 +156,10 @@ CHANGES: list[tuple[str, Any]] = [
     ("order", "natural"),
     ("codes", "babai"),
 ]
-REPEATED = [("nvfp4", CHANGES[1]), ("mxfp4:16", CHANGES[2]), ("mxfp4", CHANGES[3])]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("key", "option"), cases(REPEATED, itertools.product(KEYS, CHANGES)))
+@covering(("key", "option"), KEYS, CHANGES)
 def test_same_bits_again_and_row_by_row(
     key: str, option: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,10 +198,7 @@ def test_columns_that_no_token_excited_round_to_nearest(fmt: Format) -> None:
     assert (scale[:, -1] == sse[:, -1]).all()
 
 
-SINGULAR = [("nvfp4", 0), ("nvfp4", 1), ("mxfp4", 5)]
-
-
-@pytest.mark.parametrize(("key", "tokens"), cases(SINGULAR, itertools.product(KEYS, [0, 1, 5])))
+@covering(("key", "tokens"), KEYS, [0, 1, 5])
 def test_singular_hessians(key: str, tokens: int) -> None:
     """Fewer tokens than columns, or none: the damping decides what they leave open."""
     fmt = get_format(key)
@@ -237,17 +216,9 @@ def test_singular_hessians(key: str, tokens: int) -> None:
 
 
 CURVATURES = ["identity", "rank-one", "singular", "steep", "indefinite"]
-COSTS = [
-    *(("nvfp4", "joint", name) for name in CURVATURES),
-    ("nvfp4", "rtn", "steep"),
-    ("mxfp4", "babai", "steep"),
-    ("mxfp4:16", "joint", "indefinite"),
-]
 
 
-@pytest.mark.parametrize(
-    ("key", "codes", "name"), cases(COSTS, itertools.product(KEYS, CODES, CURVATURES))
-)
+@covering(("key", "codes", "name"), KEYS, CODES, CURVATURES)
 def test_the_loss_is_that_of_the_codes(key: str, codes: str, name: str) -> None:
     """The loss that choose_blocks reports is the true one, up to float32; joint <= babai."""
     fmt = get_format(key)
@@ -266,23 +237,7 @@ def test_the_loss_is_that_of_the_codes(key: str, codes: str, name: str) -> None:
         assert (found <= babai).all()
 
 
-WORSE = [
-    ("nvfp4", "mild", "normal"),
-    ("nvfp4", "singular", "adversarial"),
-    ("nvfp4", "indefinite", "heavy-tailed"),
-    ("nvfp4", "cond-1e12", "float64"),
-    ("nvfp4", "one-channel", "least"),
-    ("mxfp4", "steep", "normal"),
-    ("mxfp4", "rank-one", "adversarial"),
-    ("mxfp4", "indefinite", "largest"),
-    ("nvfp4:32", "identity", "bfloat16"),
-    ("mxfp4:16", "singular", "float16"),
-]
-
-
-@pytest.mark.parametrize(
-    ("key", "curvature", "name"), cases(WORSE, itertools.product(KEYS, HESSIANS, WEIGHTS))
-)
+@covering(("key", "curvature", "name"), KEYS, list(HESSIANS), list(WEIGHTS))
 def test_joint_is_never_worse(key: str, curvature: str, name: str) -> None:
     """Than what it starts from, block by block in float64, and whatever the Hessian is."""
     fmt = get_format(key)

@@ -180,19 +180,6 @@ def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:
         assert torch.equal(q.cpu(), choose_blocks(x, metric, unit, fmt, "rtn", given)[0])
 
 
-GPTQ = [("babai", "inside", "loss", 0), ("joint", "inside", "loss", 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("key", "options"), cases([("mxfp4:16", GPTQ[0])], itertools.product(KEYS, GPTQ))
-)
-def test_gptq(key: str, options: tuple[str, str, str, int]) -> None:
-    fmt = get_format(key)
-    w = WEIGHTS["heavy-tailed"](seeded(0))[:, : 2 * fmt.block]
-    check_gptq(w, correlated(2 * fmt.block, 400), fmt, options)
-
-
 @gpu
 @formats
 @pytest.mark.parametrize("codes", CODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from blocks import VARIANTS
 from exact_products import GPU as GPU_MARKS
 from exact_products import assert_each_kernel_waits, numbers, weight
-from kernel_cases import DEVICE, GPU, cases
+from kernel_cases import DEVICE, GPU, covering
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -62,11 +61,10 @@ def near(found: Tensor, expected: Tensor, share: float) -> bool:
 # Rows of one launch and of more; N is odd, and K no multiple of what the warps take.
 GATED = [(1, 35, 1024), (3, 33, 512), (8, 35, 544), (9, 19, 64), (0, 5, 64), (1, 8, 32)]
 NAMES = list(ACTIVATIONS)
-PAIRS = list(zip(VARIANTS, NAMES, strict=True))
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("fmt", "name"), cases(PAIRS, itertools.product(VARIANTS, NAMES)))
+@covering(("fmt", "name"), VARIANTS, NAMES)
 def test_a_gate_has_the_bits_of_products_and_eager(fmt: Format, name: str) -> None:
     for m, n, k in GATED:
         x, of = rows(m, k, fmt), weights(fmt, n, k)
@@ -86,20 +84,6 @@ def test_a_gate_in_other_dtypes(dtype: torch.dtype) -> None:
         wanted = ACTIVATIONS["silu"](gate) * up
         close = 2.0**-10 if m < 9 else 2e-3
         torch.testing.assert_close(gated(x, of, "silu", fmt), wanted, rtol=close, atol=1e-5)
-
-
-@pytest.mark.parametrize("m", [1, 9])
-def test_halves_of_one_weight(m: int) -> None:
-    """They are read where they are; a global scale is that of both."""
-    fmt = get_format("nvfp4")
-    gate, up = weights(fmt, 32, 512)
-    up, x = up._replace(global_scale=gate.global_scale), rows(m, 512, fmt)
-    columns = (torch.cat(each) for each in zip(gate, up, strict=True))
-    merged = PackedWeight(*columns)._replace(global_scale=gate.global_scale)
-    found = gated(x, [merged], "silu", fmt)
-    assert torch.equal(found, gated(x, [gate, up], "silu", fmt))
-    for other, wanted in ((x[0], found[0]), (x[:, None], found[:, None])):
-        assert torch.equal(gated(other, [merged], "silu", fmt), wanted)
 
 
 def test_codes_that_are_not_aligned_are_multiplied_alone(monkeypatch: pytest.MonkeyPatch) -> None:

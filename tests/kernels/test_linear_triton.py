@@ -19,7 +19,7 @@ from exact_products import (
     products,
     weight,
 )
-from kernel_cases import DTYPES, cases, flat, formats_and_dtypes
+from kernel_cases import DTYPES, cases, covering, flat, formats_and_dtypes
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -80,11 +80,10 @@ def test_linear(fmt: Format, dtype: torch.dtype) -> None:
 
 
 ROWS = [2, 3, 5, 8, 9, 15, 16]
-FEW_ROWS = [(fmt, m) for fmt, m in zip(VARIANTS * 2, ROWS, strict=False)]
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("fmt", "m"), cases(FEW_ROWS, itertools.product(VARIANTS, ROWS)))
+@covering(("fmt", "m"), VARIANTS, ROWS)
 def test_few_rows(fmt: Format, m: int) -> None:
     """Two whole steps, and what is left to the other kernels; N is odd."""
     fmt = fmt.with_multiplier()
@@ -295,27 +294,16 @@ def test_many_quantized_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 SIZES = [(33, 17), (1, 40, 16), (16, 16)]
 # Rows, columns and biases: one row, few rows, and rows that are no group's.
 PRODUCTS = [(1, 96, "all"), (1, 512, "none"), (3, 512, "all"), (8, 512, "some"), (9, 64, "none")]
-KINDS = [*DTYPES, "quantized"]
-GROUPS = [
-    (get_format("nvfp4"), (33, 17), 1, 96, "all", torch.bfloat16),
-    (get_format("mxfp4"), (1, 40, 16), 1, 96, "all", "quantized"),
-    (get_format("nvfp4:32"), (16, 16), 3, 512, "all", torch.bfloat16),
-    (get_format("nvfp4"), (33, 17), 3, 512, "all", "quantized"),
-    (get_format("mxfp4:16"), (33, 17), 1, 64, "some", torch.float16),
-    (get_format("nvfp4"), (33, 17), 9, 64, "none", torch.float32),
-]
-ALL_GROUPS = [
-    (fmt, sizes, *product, kind)
-    for fmt, sizes, product, kind in itertools.product(VARIANTS, SIZES, PRODUCTS, KINDS)
-]
+KINDS = ["quantized", *DTYPES]
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("fmt", "sizes", "m", "k", "biased", "kind"), cases(GROUPS, ALL_GROUPS))
+@covering(("fmt", "sizes", "product", "kind"), VARIANTS, SIZES, PRODUCTS, KINDS)
 def test_groups_have_the_bits_of_their_members(
-    fmt: Format, sizes: tuple[int, ...], m: int, k: int, biased: str, kind: torch.dtype | str
+    fmt: Format, sizes: tuple[int, ...], product: tuple[int, int, str], kind: torch.dtype | str
 ) -> None:
     """Weights of several sizes, with numbers or codes in place of x."""
+    m, k, biased = product
     global_scale = [torch.tensor([2.0 + i], device=DEVICE) for i in range(len(sizes))]
     packed, scale = zip(*(weight(fmt, n, k) for n in sizes), strict=True)
     bias = [

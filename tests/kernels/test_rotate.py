@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import oracle
 import pytest
 import torch
 from blocks import ALL
-from kernel_cases import DEVICE, divisor, divisor_of, dtypes, formats, quiet, seeded
+from kernel_cases import DEVICE, codes_at, divisor, divisor_of, dtypes, formats, quiet, seeded
 from oracle import errors_at, near_scales
 from stable_codes import assert_agree
 from torch import Tensor
@@ -151,6 +150,4 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     assert torch.equal(scale[0].int(), naive[0])
     errors = torch.stack([errors_at(y, each, g, fmt) for each in (*options, scale)])
     assert (errors[-1] <= errors[:-1].amin(0) * (1 + 1e-5)).all()
-    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
-    codes = oracle.codes(y / step.repeat_interleave(fmt.block, 1))
-    assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
+    assert torch.equal(packed, codes_at(y, scale, g, fmt))

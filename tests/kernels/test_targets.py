@@ -9,7 +9,6 @@ not changed is not compiled again.
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -58,15 +57,14 @@ from fp4pass.kernels.quantize.triton import (
 )
 from fp4pass.kernels.reduce.naive import LARGEST, WORDS, Memory, count_of_words
 from fp4pass.kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
-from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
-from fp4pass.kernels.search.joint_reference import CODES, Metric, Solution
+from fp4pass.kernels.search.joint_reference import Metric, Solution
 from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics.triton import observe_triton
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
-from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
+from fp4pass.parity.codebooks import CODEBOOKS, Codebook
 
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton, experts_linear_triton = flat("linear_group"), flat("experts_linear")
@@ -76,28 +74,20 @@ attention_triton, rotary_attention_triton = flat("attention"), flat("rotary_atte
 
 ROOT = Path(__file__).parents[2]
 
-# Of a target: the bytes of shared memory that a program may have.
+# Of a target: the bytes of shared memory that a program may have. From 100 on they are those of
+# B200, B300, Jetson Thor, RTX 50 and DGX Spark.
 TARGETS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-# B200, B300, Jetson Thor, RTX 50, DGX Spark.
-BLACKWELL = {100: 227 * 1024, 103: 227 * 1024, 110: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024}
-TARGETS |= BLACKWELL
-
-
-# How much is launched: each kernel in nvfp4 and bf16, or all variants.
-KERNELS, EVERYTHING = range(2)
+TARGETS |= {100: 227 * 1024, 103: 227 * 1024, 110: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "extent"),
-    [(90, EVERYTHING), *((arch, KERNELS) for arch in (80, 89, *BLACKWELL))],
-)
-def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_compile_for(arch: int, request: pytest.FixtureRequest) -> None:
     cache = request.config.cache.mkdir("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "lib"), str(ROOT / "tests")))
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
-    command = [sys.executable, __file__, str(arch), str(extent)]
+    command = [sys.executable, __file__, str(arch)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     variants = json.loads(done.stdout.splitlines()[-1])
@@ -156,51 +146,25 @@ def _record(
 
 
 def _launch_all(every: bool) -> None:
-    """Call every wrapper, in nvfp4 and bf16, or over all formats, dtypes and shapes of variants."""
-    cases = [(NVFP4, torch.bfloat16)]
-    if every:
-        keys = ("mxfp4", "nvfp4:32", "mxfp4:16")
-        cases += [(get_format(key), torch.bfloat16) for key in keys]
-        cases += [(NVFP4, torch.float16), (NVFP4, torch.float32)]
-    for fmt, dtype in cases:
-        _launch_searches(fmt, dtype)
-        _launch_activations(fmt, dtype, 8192, 4096)
-        _launch_linears(fmt, dtype, 4096, 4096, (1, 2, 64))
-        # One row for each expert, few and more.
-        for tokens in (1, 16, 64, 256):
-            _launch_experts(fmt, dtype, tokens)
-    _launch_experts(NVFP4, torch.float32, 64)
-    _launch_reductions(cases)
-    _launch_choices(NVFP4, CODES if every else ("rtn",))
-    _launch_rotations(NVFP4, torch.bfloat16, ROTATIONS[1:] if every else (32,))
-    _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
-    _launch_attention(torch.bfloat16, 1, 128, 1024)
-    if not every:
-        return
-    _launch_attention(torch.bfloat16, 1, 64, 32768)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for queries, width, size in ((1, 80, 300), (16, 128, 8192), (4, 256, 8192), (4, 128, 16)):
-            _launch_attention(dtype, queries, width, size)
-    _launch_choices(MXFP4, ("rtn",))
-    for fmt, dtype in (*cases[:2], (NVFP4, torch.float16), (NVFP4, torch.float32)):
-        _launch_searching(fmt, dtype)
-    _launch_rotations(MXFP4, torch.float32, (64,))
-    for rows, columns in ((64, 256), (7, 48)):
-        _launch_activations(NVFP4, torch.bfloat16, rows, columns)
-    # All tiles, and a K that no step divides.
-    for n, k, rows in (
-        (4096, 4096, (8, 16, 32, 256, 512)), (4096, 14336, (16,)), (2560, 9728, (8, 16)),
-        (14336, 4096, (8, 16, 256)), (9728, 2560, (8, 16)), (96, 48, (1, 7, 17)),
-    ):  # fmt: skip
-        _launch_linears(NVFP4, torch.bfloat16, n, k, rows)
-    for tokens in (100, 512, 2048, 4096):
-        _launch_experts(NVFP4, torch.bfloat16, tokens)
-    for codebook in CODEBOOKS.values():
-        _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
-        _launch_codebook(codebook, torch.float16, 4096, 11008)
-        _launch_codebook(codebook, torch.float32, 33, 1001)
-    for block in (16, 4096):
-        _launch_codebook(get_codebook("nf4", block), torch.bfloat16, 4096, 11008)
+    """Call every wrapper, in nvfp4 and bf16, or also in each other format and dtype."""
+    fmt, dtype = NVFP4, torch.bfloat16
+    others = [*((get_format(key), dtype) for key in ("mxfp4", "nvfp4:32", "mxfp4:16"))]
+    others += [(fmt, torch.float16), (fmt, torch.float32)]
+    for case in ((fmt, dtype), *(others if every else ())):
+        _launch_searches(*case)
+        _launch_activations(*case, 8192, 4096)
+        _launch_linears(*case, 4096, 4096, (1, 2, 64) if case == (fmt, dtype) else (1, 64))
+    # One row for each expert, few and more.
+    for tokens in (1, 16, 64, 256):
+        _launch_experts(fmt, dtype, tokens)
+    _launch_experts(MXFP4, dtype, 64)
+    _launch_experts(fmt, torch.float32, 64)
+    _launch_reductions((dtype,))
+    _launch_choices(fmt, ("rtn", "joint"))
+    _launch_rotations(fmt, dtype, (32, 64))
+    _launch_codebook(CODEBOOKS["nf4"], dtype, 4096, 11008)
+    _launch_attention(dtype, 1, 128, 1024)
+    _launch_attention(torch.float32, 16, 80, 300)
 
 
 def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
@@ -227,7 +191,8 @@ def _launch_choices(fmt: Format, every_codes: Sequence[str]) -> None:
 def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int) -> None:
     divisor = _empty(1) if fmt.has_global_scale else None
     x = _empty(rows, columns, dtype=dtype)
-    quantize_triton(x, divisor, fmt)
+    for scales in ("naive", "sse"):
+        quantize_triton(x, divisor, fmt, scales)
     weight = _empty(columns, dtype=dtype)
     norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt)
     norm_quantize_triton(x, x, weight, None, "rms", 1e-6, divisor, fmt)
@@ -241,15 +206,6 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     dynamic_global_scale_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
-
-
-def _launch_searching(fmt: Format, dtype: torch.dtype) -> None:
-    divisor = _empty(1) if fmt.has_global_scale else None
-    x, weight = _empty(8192, 4096, dtype=dtype), _empty(4096, dtype=dtype)
-    quantize_triton(x, divisor, fmt, "sse")
-    norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt, "sse")
-    norm_quantize_triton(x, x, weight, weight, "layer", 1e-6, divisor, fmt, "sse")
-    activate_quantize_triton(x, x, "silu", divisor, fmt, "sse")
 
 
 def _launch_rotations(fmt: Format, dtype: torch.dtype, rotations: Sequence[int]) -> None:
@@ -307,11 +263,11 @@ def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -
         rotary_attention_triton(heads, new, new, *given)
 
 
-def _launch_fp8(every: bool) -> None:
+def _launch_fp8() -> None:
     """Every tile, of numbers and of codes, and a weight that is expanded."""
     for fmt in (NVFP4, MXFP4):
         # Of 96 columns also on Hopper in Triton.
-        for n, k in ((14336, 4096), (96, 96), (4096, 14336))[: 3 if every else 2]:
+        for n, k in ((14336, 4096), (96, 96)):
             weight = _quantized(n, k, fmt)
             for m in (64, 128, 256, 512):
                 x = _empty(m, k, dtype=torch.bfloat16)
@@ -320,22 +276,20 @@ def _launch_fp8(every: bool) -> None:
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
             expanded(x, PackedWeight(*weight), fmt)
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
-    for k in (2560, WIDEST) if every else (2560,):
+    for k in (2560, WIDEST):
         x, row = _empty(64, k, dtype=torch.bfloat16), _empty(k, dtype=torch.bfloat16)
         norm_round_triton(x, x, row, 1e-6)
         norm_round_triton(x, None, row, 1e-6)
-    for k in (4096, 9728, 53248) if every else (4096,):
-        x = _empty(64, k, dtype=torch.bfloat16)
-        for activation in ACTIVATIONS if k == 4096 else ("silu",):
-            activate_round_triton(x, x, activation)
+    x = _empty(64, 4096, dtype=torch.bfloat16)
+    for activation in ACTIVATIONS:
+        activate_round_triton(x, x, activation)
 
 
-def _launch_e4m3(every: bool) -> None:
+def _launch_e4m3() -> None:
     """Inputs alone and after what computes them; products of one row, of few and of many."""
     names = ("fp8", "fp8_block", "fp8_tensor", "mxfp8")
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,)
-    for fmt, dtype in itertools.product(map(get_format, names), dtypes):
-        n, k = 4096, 14336
+    for fmt in map(get_format, names):
+        n, k, dtype = 4096, 14336, torch.bfloat16
         packed = _empty(n, k, dtype=torch.uint8)
         weight = PackedWeight(packed, _empty(*fmt.scale_shape(n, k), dtype=fmt.scale.dtype), None)
         static = _empty(1) if fmt.has_float_scale else None
@@ -349,12 +303,12 @@ def _launch_e4m3(every: bool) -> None:
         activate_quantize_e4m3(x, x, "silu", None, fmt)
 
 
-def _launch_reductions(cases: Sequence[tuple[Format, torch.dtype]]) -> None:
+def _launch_reductions(dtypes: Sequence[torch.dtype]) -> None:
     for size in (2, 8):
         words = _empty(count_of_words(size), dtype=torch.int64)
         calls = _empty(LARGEST // 4 // WORDS, dtype=torch.int32)
         memory = Memory(words, _empty(size, dtype=torch.int64), calls, 1, None)
-        for dtype in {dtype for _, dtype in cases}:
+        for dtype in dtypes:
             for maximum in (False, True):
                 all_reduce_triton(_empty(4, 4096, dtype=dtype), memory, maximum)
             x = _empty(1, 4096, dtype=dtype)
@@ -433,7 +387,7 @@ def _compile(key: str) -> dict[str, Any]:
     return found | {"float8": any(word in compiled.asm["ptx"] for word in (".e4m3", ".e5m2"))}
 
 
-def _main(arch: int, extent: int) -> None:
+def _main(arch: int) -> None:
     JITFunction._do_compile = _record
     triton.runtime.driver.set_active(_Driver(arch))
     # What wrappers ask about the GPU they launch on.
@@ -444,10 +398,10 @@ def _main(arch: int, extent: int) -> None:
         shared_memory_per_block_optin=TARGETS[arch],
     )
     torch.cuda.get_device_properties = lambda device=None: properties
-    _launch_all(extent == EVERYTHING)
+    _launch_all(arch == 90)
     if arch >= 89:
-        _launch_fp8(extent == EVERYTHING)
-    _launch_e4m3(extent == EVERYTHING)
+        _launch_fp8()
+    _launch_e4m3()
     launched = {function for function, *_ in _RECORDED.values()}
     # wide_kernel is of Hopper's own instructions.
     known = {"_fp8.": range(89, 1000), "one_row": range(89, 1000), "linear.wide": range(90, 100)}
@@ -464,4 +418,4 @@ def _main(arch: int, extent: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]))
+    _main(int(sys.argv[1]))

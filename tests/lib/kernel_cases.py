@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from blocks import VARIANTS
 from torch import Tensor
 
-from fp4pass.core.formats import Format, get_format
+from fp4pass.core.formats import Format
 from fp4pass.ops.registration import OPERATORS
 
 GPU = torch.cuda.is_available()
@@ -56,6 +57,22 @@ def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) 
     ]
 
 
+def codes_at(x: Tensor, scale: Tensor, g: float, fmt: Format) -> Tensor:
+    """Packed codes of 4 bits of x [R, K], rounded to nearest at scale bytes: by the oracle."""
+    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
+    codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
+    return (codes[:, ::2] | codes[:, 1::2] << 4).byte()
+
+
+def covering(names: Sequence[str], *axes: Sequence[Any], rest: bool = True) -> Any:
+    """Cases that have every value of every axis; what the product has besides is slow."""
+    quick = [
+        tuple(axis[(i + j * (i // len(axis))) % len(axis)] for j, axis in enumerate(axes))
+        for i in range(max(map(len, axes)))
+    ]
+    return pytest.mark.parametrize(names, cases(quick, itertools.product(*axes) if rest else ()))
+
+
 def flat(name: str, kind: str = "triton") -> Callable[..., Any]:
     """An operator's "reference", "triton" or "cpu", called as the operator is, or with a Format."""
     operator = OPERATORS[name]
@@ -82,14 +99,4 @@ def _id(case: tuple[Any, ...]) -> str:
     return "-".join(each.key if isinstance(each, Format) else str(each) for each in case)
 
 
-# Every format and every dtype; blocks of 16 and 32, scales with mantissas and powers of two.
-_QUICK = [
-    (get_format("nvfp4"), torch.bfloat16),
-    (get_format("nvfp4:32"), torch.float16),
-    (get_format("mxfp4"), torch.float32),
-    (get_format("mxfp4:16"), torch.bfloat16),
-]
-
-formats_and_dtypes = pytest.mark.parametrize(
-    ("fmt", "dtype"), cases(_QUICK, itertools.product(VARIANTS, DTYPES))
-)
+formats_and_dtypes = covering(("fmt", "dtype"), VARIANTS, DTYPES)

@@ -155,10 +155,7 @@ def test_torch_jit(weight_only: bool) -> None:
     "move",
     [
         lambda m: m.half(),
-        lambda m: m.double(),
         lambda m: m.to("cpu", torch.bfloat16),
-        lambda m: m.bfloat16().float(),
-        lambda m: m.type(torch.float16),
         lambda m: m.share_memory().train().eval(),
         copy.deepcopy,
         lambda m: pickle.loads(pickle.dumps(m)),

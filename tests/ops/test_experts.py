@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from blocks import ALL
-from kernel_cases import cases
+from kernel_cases import covering, seeded
 from torch import Tensor
 
 from fp4pass import ops
@@ -28,10 +27,6 @@ ROUTINGS = {
     "all": torch.full((7, 2), 3),
     "outside": torch.tensor([[5, 0], [-1, 5], [3, 700]]),
 }
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def stack(fmt: Format, experts: int = 5, n: int = 6, k: int = 64) -> tuple[Any, ...]:
@@ -72,22 +67,10 @@ def eager(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return out
 
 
-# Both kinds of scale, of global scale and of rows.
-QUICK = [
-    (get_format("nvfp4"), "never", torch.bfloat16, False),
-    (get_format("nvfp4").with_multiplier(), "outside", torch.float32, True),
-    (get_format("nvfp4:32"), "one", torch.float16, True),
-    (get_format("mxfp4"), "all", torch.float64, True),
-    (get_format("mxfp4:16"), "top-1", torch.bfloat16, False),
-    (get_format("mxfp6_e2m3"), "none", torch.float32, False),
-    (get_format("int8"), "outside", torch.bfloat16, False),
-]
-
-
-@pytest.mark.parametrize(
+@covering(
     ("fmt", "routing", "dtype", "each"),
-    cases(QUICK, itertools.product(ALL, ROUTINGS, DTYPES, (False, True))),
-)
+    [get_format("nvfp4").with_multiplier(), *ALL], list(ROUTINGS), DTYPES, (False, True),
+)  # fmt: skip
 def test_the_loop_of_transformers(
     fmt: Format, routing: str, dtype: torch.dtype, each: bool
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, flat, gpu
+from kernel_cases import DEVICE, flat, gpu, seeded
 from kernels.conftest import poisoned  # noqa: F401 (a fixture)
 from torch import Tensor
 
@@ -43,10 +43,6 @@ ROWS: dict[str, tuple[int, ...]] = {
     "experts_mixture": (0, 1, 2), "linear_codebook": (0,), "linear_int8": (0,),
     "dynamic_global_scale": (0,), "observe": (0,),
 }  # fmt: skip
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def divisor_of(fmt: Format, global_scale: float = 2.0**-8) -> Tensor | None:

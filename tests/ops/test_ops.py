@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from blocks import VARIANTS
-from kernel_cases import cases
-from ops.test_operators import divisor_of, packed_weight, seeded
+from kernel_cases import cases, covering, formats, seeded
+from ops.test_operators import divisor_of, packed_weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,9 +26,6 @@ from fp4pass.ops.registration import OPERATORS, implementation_on
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(4, 64), (2, 3, 64), (0, 64), (64,)]
-PAIRS = list(zip(VARIANTS, SHAPES, strict=True))
-
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 
 
 def test_search_of_a_stack() -> None:
@@ -73,11 +69,7 @@ def test_gradients_of_norms_are_those_of_the_sum(fmt: Format) -> None:
     assert torch.equal(total, x + residual) and all(map(torch.equal, codes, alone[1:]))
 
 
-GRADIENTS = [(*pair, dtype, q) for pair, dtype in zip(PAIRS, DTYPES, strict=True) for q in (0, 1)]
-ALL_GRADIENTS = itertools.product(VARIANTS, SHAPES, DTYPES, (0, 1))
-
-
-@pytest.mark.parametrize(("fmt", "shape", "dtype", "quantized"), cases(GRADIENTS, ALL_GRADIENTS))
+@covering(("fmt", "shape", "dtype", "quantized"), VARIANTS, SHAPES, DTYPES, (0, 1))
 def test_gradients(
     fmt: Format, shape: tuple[int, ...], dtype: torch.dtype, quantized: bool
 ) -> None:
