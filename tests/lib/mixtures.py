@@ -205,10 +205,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         dict(text_config=_ERNIE_TEXT, vision_config=dict(_GLM_VISION, spatial_merge_size=2)),
     ),
     "exaone_moe": ("ExaoneMoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE, sliding_window=16)),
-    "lfm2_moe": (
-        "Lfm2MoeForCausalLM",
-        dict(_TEXT, num_dense_layers=1, layer_types=["conv", "full_attention"]),
-    ),
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         dict(
