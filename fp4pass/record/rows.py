@@ -64,16 +64,10 @@ class Row:
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         fields = {name: value for name, value in data.items() if name != "scheme"}
         row = Row(**{**fields, **tuples, "config": config})
-        _require_types("a row", row)
+        for name, hint in get_type_hints(Row).items():
+            if not _fits(value := getattr(row, name), hint):
+                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value!r:.100}"))
         return row
-
-
-def _require_types(what: str, record: Row) -> None:
-    """Raise OptionError for a value of another type than its field has."""
-    for name, hint in get_type_hints(type(record)).items():
-        if not _fits(getattr(record, name), hint):
-            value = repr(getattr(record, name))
-            raise OptionError(expected(f"Report: {what}: {name}", str(hint), f"{value:.100}"))
 
 
 def _fits(value: Any, hint: Any) -> bool:
