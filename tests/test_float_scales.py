@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -182,29 +181,6 @@ def test_a_report_counts_the_bits() -> None:
     assert row.bits == 8 + 32 / K and row.weight_error < 0.03
     (row,) = fp4pass.report(layer("fp8_block")).rows
     assert row.bits == 8 + 32 * 4 / (N * K)
-
-
-class Attention(nn.Module):
-    """Three layers that read one norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(64, eps=1e-6)
-        self.q, self.k, self.v = (nn.Linear(64, 32) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.q(x) * self.k(x) + self.v(x)
-
-
-def test_a_traced_model_is_converted() -> None:
-    model = Attention().eval()
-    x = normal(3, 64)
-    graph = fp4pass.convert(fp4pass.trace(model, (x,)), "fp8", "naive", progress=False)
-    expected = fp4pass.convert(copy.deepcopy(model), "fp8", "naive", progress=False)(x)
-    torch.testing.assert_close(graph(x), expected)
-    calls = [str(node.target) for node in graph.graph.nodes]
-    assert calls.count("fp4pass.quantize.default") == 1
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "mxfp8"])

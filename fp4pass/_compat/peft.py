@@ -118,21 +118,16 @@ def takes_all_linear(config: PeftConfig) -> bool:
 def all_linear(config: PeftConfig, model: nn.Module, packed: Iterable[str]) -> set[str]:
     """Return the names of all linear layers of a model, dense and packed, but its head."""
     own: Any = tuners_utils._maybe_include_all_linear_layers(copy.copy(config), model)
-    head = _head(config, model)
+    head: nn.Module | None = None
+    # PEFT leaves out the output layer of a model, where its class is linear.
+    if isinstance(model, tuners_utils.PreTrainedModel):
+        head = model.get_output_embeddings()
+        if head is None and config.task_type == TaskType.SEQ_CLS:
+            heads = (getattr(model, name, None) for name in SEQ_CLS_HEAD_NAMES)
+            head = next((each for each in heads if each is not None), None)
     return set(own.target_modules) | {
         name for name in packed if model.get_submodule(name) is not head
     }
-
-
-def _head(config: PeftConfig, model: Any) -> nn.Module | None:
-    """Return the output layer of a model, which PEFT leaves out where its class is linear."""
-    if not isinstance(model, tuners_utils.PreTrainedModel):
-        return None
-    head: nn.Module | None = model.get_output_embeddings()
-    if head is not None or config.task_type != TaskType.SEQ_CLS:
-        return head
-    heads = (getattr(model, name, None) for name in SEQ_CLS_HEAD_NAMES)
-    return next((head for head in heads if head is not None), None)
 
 
 def below_adapter(model: nn.Module, name: str) -> str:

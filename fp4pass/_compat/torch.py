@@ -46,13 +46,6 @@ def cpu_has_bfloat16() -> bool:
     return bool(_bfloat16_of_cpus.attempt(_multiplies_in_bfloat16))
 
 
-class _Seen(TorchDispatchMode):
-    """A mode that does nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @part(
     "torch",
     "the short way past the dispatcher, and inputs that are quantized once for several layers",
@@ -65,7 +58,7 @@ def _sees_interception() -> None:
         expect(not _is_plain(seen) and _is_intercepted(), "transforms of torch.func to be seen")
         return seen.sum()
 
-    with _Seen():
+    with TorchDispatchMode():
         expect(not _is_plain(x) and _is_intercepted(), "a TorchDispatchMode to be seen")
     torch.func.vmap(look)(x)
     torch.func.grad(look)(x)

@@ -290,11 +290,6 @@ def replaced_classes(method: str) -> set[str]:
     return {name for name, each in patched.items() if method in each["quantization_methods"]}
 
 
-def mark_loaded(parameter: nn.Parameter) -> None:
-    """Keep transformers from initializing a parameter again."""
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
 def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
     """Return what `from_pretrained` does with tensors: `take` says whether it took one."""
     from transformers.core_model_loading import ConversionOps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from . import lacking, require
+from .transformers import is_pretrained
 
 # The child of a decoder's graph that holds the keys and values.
 CACHE = "fp4pass_cache"
@@ -35,9 +35,16 @@ class Decoder(nn.Module):
             _model=model,
         )
         memory = nn.Module()
-        for name, x in _first_token(model).items():
-            shape = (rows, x.shape[1], length, x.shape[3])
-            memory.register_buffer(name, x.new_zeros(shape), persistent=False)
+        cache = cache_module().DynamicCache(config=model.config)
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(input_ids=token, use_cache=True, **cache_given(model, cache))
+        for kind in ("keys", "values"):
+            for i, layer in enumerate(cache.layers):
+                # [1, heads, 1, width]
+                x = getattr(layer, kind)
+                shape = (rows, x.shape[1], length, x.shape[3])
+                memory.register_buffer(f"{kind}_{i}", x.new_zeros(shape), persistent=False)
         self._modules[CACHE] = memory
         self.training = model.training
 
@@ -66,13 +73,10 @@ class Decoder(nn.Module):
         return type(output)(logits=output.logits.detach())
 
 
-def is_decoder(model: nn.Module) -> bool:
+def is_decoder(model: Any) -> bool:
     """Return whether a model is one of transformers that continues its input token by token."""
-    # A model of transformers has imported it.
-    transformers = sys.modules.get("transformers")
     return (
-        transformers is not None
-        and isinstance(model, transformers.PreTrainedModel)
+        is_pretrained(model)
         and model.can_generate()
         and not model.config.is_encoder_decoder
         and {"input_ids", "attention_mask"} <= _arguments(model)
@@ -129,16 +133,6 @@ def _layer_class() -> Any:
             return self.past
 
     return Layer
-
-
-def _first_token(model: Any) -> dict[str, Tensor]:
-    """Return the keys and values [1, heads, 1, width] of one token, by their buffers."""
-    cache = cache_module().DynamicCache(config=model.config)
-    with torch.no_grad():
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        model(input_ids=token, use_cache=True, **cache_given(model, cache))
-    found = {f"keys_{i}": layer.keys for i, layer in enumerate(cache.layers)}
-    return found | {f"values_{i}": layer.values for i, layer in enumerate(cache.layers)}
 
 
 def _arguments(model: nn.Module) -> set[str]:

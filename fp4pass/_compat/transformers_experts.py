@@ -24,8 +24,12 @@ class StackView(NamedTuple):
         return 0 if len(self.shape) == 2 else self.shape[0] - self.experts
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return a parameter as [E, N, K]."""
-        return as_stack(parameter, self.experts, self.transposed)
+        """Return a parameter as [E, N, K]: of [E, ...], or [E * A, B] with experts in a column."""
+        if parameter.ndim == 2:
+            parameter = parameter.unflatten(0, (self.experts, -1))
+        elif len(parameter) > self.experts:
+            parameter = parameter[: self.experts]
+        return parameter.mT if self.transposed else parameter
 
     def parameter(self, stack: Tensor) -> Tensor:
         """Return a stack [E, N, K] as the parameter, with zeros for matrices of no expert."""
@@ -33,15 +37,6 @@ class StackView(NamedTuple):
         if self.spare:
             whole = F.pad(whole, (0, 0, 0, 0, 0, self.spare))
         return whole.reshape(self.shape)
-
-
-def as_stack(parameter: Tensor, experts: int, transposed: bool) -> Tensor:
-    """Return a parameter as [E, N, K]: [E, ...], or [E * A, B] with one expert below the other."""
-    if parameter.ndim == 2:
-        parameter = parameter.unflatten(0, (experts, -1))
-    elif len(parameter) > experts:
-        parameter = parameter[:experts]
-    return parameter.mT if transposed else parameter
 
 
 class Routed(NamedTuple):

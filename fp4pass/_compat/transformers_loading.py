@@ -63,9 +63,15 @@ def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
     Tensors that it would merge, split or change otherwise keep their names.
     """
     with needed("transformers"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
-    converters = [each for each in _conversions(model) if isinstance(each, WeightConverter)]
+    # As revert_weight_conversion does.
+    loaded_by = getattr(model, "_weight_conversions", None)
+    if loaded_by is None:
+        loaded_by = get_model_conversion_mapping(model, add_legacy=False)
+    reverted = [each.reverse_transform() for each in reversed(loaded_by)]
+    converters = [each for each in reverted if isinstance(each, WeightConverter)]
     found = {name: name for name in names}
     renamed = [
         name
@@ -76,17 +82,6 @@ def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
     for disk, number in tensors_on_disk(model, numbers).items():
         found[renamed[int(number)]] = disk
     return found
-
-
-def _conversions(model: Any) -> list[Any]:
-    """Return what `save_pretrained` does to the tensors of a model, the last first."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    # As revert_weight_conversion does.
-    loaded_by = getattr(model, "_weight_conversions", None)
-    if loaded_by is None:
-        loaded_by = get_model_conversion_mapping(model, add_legacy=False)
-    return [each.reverse_transform() for each in reversed(loaded_by)]
 
 
 class _FloatModel:
@@ -293,7 +288,7 @@ def require_filled(model: Any) -> None:
 
 
 def mark_initialized(module: Any) -> None:
-    """Keep transformers from initializing a module."""
+    """Keep transformers from initializing a module or a parameter."""
     module.__dict__["_is_hf_initialized"] = True
 
 

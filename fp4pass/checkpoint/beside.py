@@ -291,9 +291,8 @@ class Beside:
 def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
     """Return what a source has and its model has not: the file of each tensor, and a row.
 
-    Tensors of modules that the class does not make, as those of multi-token prediction, are copied
-    to a checkpoint. Only named are tensors of modules that it makes without them, as tables that it
-    computes; of layers that were removed; and all of a source that is of another class.
+    Tensors of modules that the class does not make, as of multi-token prediction, are copied. Only
+    named are those of modules that it makes without them, of removed layers, of another class.
     """
     folder = source_folder(model)
     files = {} if folder is None else tensor_files(folder)
@@ -367,10 +366,7 @@ _COMMANDS = {
 
 
 def check_card(given: Any) -> Mapping[str, Any] | None:
-    """Return the evaluations of the card that `save(card=)` asks for, None for no card.
-
-    Raises OptionError for what is none.
-    """
+    """Return the evaluations of the card that is asked for, None for none. Raises OptionError."""
     if given is False:
         return None
     require("huggingface_hub")
@@ -393,10 +389,7 @@ def write_card(
     source: Path | None,
     name: str,
 ) -> None:
-    """Write the card of a folder that is complete but for it.
-
-    source: the folder that the model was made of. name: of its repository, or "".
-    """
+    """Write the card of a folder, complete but for it. name: of its repository, or ""."""
     from huggingface_hub import ModelCard, ModelCardData
 
     report, kind = state.report, model_class(root).__name__
@@ -513,12 +506,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def require_repository(name: str, token: str | None = None) -> None:
-    """Raise an error unless the hub can be asked for a repository, by somebody who is known there.
-
-    Raises:
-        OptionError: `name` is not that of a repository.
-        CheckpointError: the hub cannot be reached, or does not know who asks.
-    """
+    """Raise OptionError or CheckpointError unless the hub knows who asks for a repository."""
     require("huggingface_hub")
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError

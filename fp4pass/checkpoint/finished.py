@@ -131,9 +131,7 @@ def _write_whole(
 ) -> None:
     """Have a file written, whole or not at all, that others can read as far as is usual.
 
-    mark: of the name that it has until then.
-    sync: wait for the disk. Layers do not, for the next one is to be read: a file that a machine
-        tears when it stops is found by its checksums.
+    sync: wait for the disk. Layers do not: a torn file is found by its checksums.
     """
     partial = path.with_name(f".{path.name}.{mark}")
     try:

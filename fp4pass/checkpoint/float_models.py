@@ -411,12 +411,8 @@ def _has(source: str, file: str) -> bool:
 def _require_there(source: str) -> None:
     """Raise CheckpointError for no folder; what can be no hub id is not looked for there."""
     path = Path(source)
-    has_config = (path / "config.json").exists()
-    if path.suffix == ".gguf" or (not has_config and any(path.glob("*.gguf"))):
-        raise CheckpointError(
-            f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
-            "format of transformers."
-        )
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{source} is GGUF. Expected a folder or a hub id of a float model.")
     if path.is_dir():
         return
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")

@@ -109,7 +109,8 @@ def load(
     """
     place = _single_device(device_map)
     reader = open_checkpoint(directory)
-    skeleton = build_skeleton(reader) if model is None else unwrap(model)
+    given = None if model is None else unwrap(model)
+    skeleton = build_skeleton(reader) if given is None else given
     folder = PackedFolder(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         current().expect(len(reader.files), "tensors")
@@ -129,9 +130,8 @@ def load(
         check_skeleton(skeleton, folder.reader, tensors, aliases)
         if isinstance(device_map, Mapping):
             _require_map(skeleton, device_map)
-    if model is not None:
+    if given is not None:
         # It may be prepared.
-        given = unwrap(model)
         forget_state(given)
         remove_observers(given)
         unobserve_cache(given)
@@ -149,8 +149,8 @@ def load(
         skeleton.load_state_dict(found, strict=False, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"The model cannot hold what the folder has: {error}") from error
-    if isinstance(skeleton, fx.GraphModule):
-        rewrite_graph(skeleton, configs)
+    if isinstance(given, fx.GraphModule):
+        rewrite_graph(given, configs)
     folder.finish()
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
@@ -363,6 +363,7 @@ class PackedFolder:
 
         Raises CheckpointError for experts that a stack cannot hold.
         """
+        missing = list[str]()
         for path, owner in list(self.model.named_modules()):
             for key, stack in stacks_of(owner).items():
                 name = join(path, key)
@@ -382,8 +383,17 @@ class PackedFolder:
                     whole, joined = join_layers(name, pieces, records, whole, state)
                     self.layers[name] = whole
                     tensors |= joined
+                    if whole.fmt.has_global_scale and not whole.config.weight_only:
+                        missing += [n for n in records if join(n, INPUT_GLOBAL) not in state]
                 if name in self.layers:
                     add_stack(stack)
+        if missing:
+            warnings.warn(
+                f"{len(missing)} linear layers of experts have no usable scale of their inputs "
+                f"({some(sorted(missing))}): calibration never reached them. They get the largest "
+                "of the other experts of their layer, or where none has one, one at each call.",
+                stacklevel=3,
+            )
 
     def hold_cache(self, tensors: dict[str, Tensor]) -> None:
         """Give the model room for the scales of its key-value cache, if the folder has some."""

@@ -361,12 +361,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     declared = declared_config(folder, config)
     if declared is None:
         without = f"neither {MANIFEST} nor a quantization_config in config.json"
-        try:
-            require_float(folder)
-        except UnreadError as error:
-            raise UnreadError(
-                f"{folder} is not quantized as far as it says: it has {without}. {error}"
-            ) from error
+        require_float(folder)
         raise CheckpointError(
             f"{folder} is not quantized: it has {without}. Load it with transformers."
             f"{interrupted(folder, MANIFEST)}"

@@ -107,26 +107,20 @@ def save(
     Args:
         model: converted.
         directory: the folder; it must not exist or be empty.
-        layout: "compressed-tensors"; or "modelopt", which holds nvfp4; or
-            "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
-            holds its experts in mxfp4. Models that the default cannot hold are written in a layout
-            that only fp4pass reads.
-        tokenizer: a tokenizer or processor to write beside the model, with its chat template. By
-            default that which `calibrate` or `convert` was given, else the files of `source`. A
-            warning says where there is none.
-        source: the folder or the hub id of the float model. Files that go with the model are copied
-            from it: tokenizer, processor, chat templates, generation config, code, license, model
-            card, the modules of an embedding model. A line of the log names the others. The default
-            is what the model was loaded from.
+        layout: "compressed-tensors"; "modelopt" for nvfp4; "compressed-tensors-hadamard" for
+            rotated weights in vLLM; "gpt-oss" for its experts in mxfp4. Models that the default
+            cannot hold are written in a layout that only fp4pass reads.
+        tokenizer: a tokenizer or processor to write beside the model. By default that which
+            `calibrate` or `convert` was given, else the files of `source`.
+        source: the folder or the hub id of the float model, from which files that go with it are
+            copied: tokenizer, chat templates, generation config, code, license, model card. The
+            default is what the model was loaded from.
         copy_files: globs of further files of `source` to copy, such as "assets/*.png".
         max_shard_size: of a file of weights, above which there are several and an index.
-        overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
-            beside (a tokenizer, notes).
-        card: write README.md, a model card, in place of that of `source`: what the model is, how it
-            was made, its report, who reads it, how to load it. `{"WikiText-2": evaluation}` adds
-            what `fp4pass.evaluate` returned for a text.
-        push_to_hub: the name of a repository of Hugging Face, "user/name", that is made if it does
-            not exist and that the folder is uploaded to.
+        overwrite: replace the folder if `save` wrote it, with all that has been put beside.
+        card: write README.md, a model card with the report, in place of that of `source`.
+            `{"WikiText-2": evaluation}` adds what `fp4pass.evaluate` returned for a text.
+        push_to_hub: the name of a repository of Hugging Face, "user/name", to upload to.
         private: whether a new repository is; by default what its owner has set.
         token: of Hugging Face; by default that of `hf auth login`.
         progress: as for `convert`.

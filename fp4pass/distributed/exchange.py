@@ -78,26 +78,24 @@ def whole_tensors(
         state: as `state_dict` returns it.
         ties: names that stand for that of another name: they get the same tensor again.
     """
+    # A state dict with such tensors has imported it.
+    if not any(map(is_sharded, state.values())):
+        return dict(state)
+    from torch.distributed.tensor import DTensor
+
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if is_sharded(tensor) and ties.get(name) not in state:
-            whole = _whole(tensor)
+            sharded: Any = tensor
+            local: Tensor = sharded.to_local()
+            # As bytes, for not every backend knows every dtype.
+            bits = local.view(torch.uint8) if local.itemsize == 1 else local
+            layout = {"shape": sharded.shape, "stride": sharded.stride(), "run_check": False}
+            parts = DTensor.from_local(bits, sharded.device_mesh, sharded.placements, **layout)
+            whole = parts.full_tensor().view(local.dtype)
             tensor = whole.to("cpu" if group.rank == 0 else "meta")
         found[name] = tensor
     return {n: found[ties[n]] if is_sharded(tensor) else tensor for n, tensor in found.items()}
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Return a DTensor as a tensor that every rank has."""
-    from torch.distributed.tensor import DTensor
-
-    local: Tensor = tensor.to_local()
-    # As bytes, for not every backend knows every dtype.
-    bits = local.view(torch.uint8) if local.itemsize == 1 else local
-    layout = {"shape": tensor.shape, "stride": tensor.stride()}
-    mesh, placements = tensor.device_mesh, tensor.placements
-    sharded = DTensor.from_local(bits, mesh, placements, run_check=False, **layout)
-    return sharded.full_tensor().view(local.dtype)
 
 
 @dataclass(frozen=True, eq=False)

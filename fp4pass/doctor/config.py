@@ -30,9 +30,6 @@ _CHAT = re.compile(r"(?:^|[-_./ ])(instruct|chat|it|assistant|thinking|sft|dpo)(
 
 _HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 
-# Parts of a config that would take hours to build, and are none of a model.
-_MOST_PARTS = 10_000
-
 # The names in configs of the number of layers that predict further tokens.
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -57,8 +54,6 @@ def build_model(found: Folder) -> tuple[FloatModel | None, str]:
         import transformers
     except ImportError:
         return None, "transformers is not installed: pip install 'fp4pass[hf]'"
-    if any(_too_many(found.config)):
-        return None, "config.json counts more parts than a model has"
     try:
         # Else transformers asks on the terminal whether it may run the files of a folder.
         config: Any = transformers.AutoConfig.from_pretrained(found.path, trust_remote_code=False)
@@ -72,12 +67,6 @@ def build_model(found: Folder) -> tuple[FloatModel | None, str]:
     linears = {n for n, each in model.named_modules() if isinstance(each, nn.Linear)}
     tied = frozenset(tied_weights(model))
     return FloatModel(shapes, frozenset(linears), tied, names), ""
-
-
-def _too_many(config: Any) -> Iterator[bool]:
-    for key, value in config.items() if isinstance(config, Mapping) else ():
-        yield from _too_many(value)
-        yield type(value) is int and "layers" in str(key) and value > _MOST_PARTS
 
 
 def _float_shapes(found: Folder) -> dict[str, tuple[int, ...]]:

@@ -115,7 +115,14 @@ class Stack:
             self.finish_open()
             self._start = index
             if self._slot is None:
-                self._slot = first_tensor(args, kwargs, f"{self.name}.{index}")
+                places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+                self._slot = next((at for at, x in places if isinstance(x, Tensor)), None)
+                if self._slot is None:
+                    raise CalibrationError(
+                        f"{self.name}.{index} is called without a tensor, so its layers cannot be "
+                        "calibrated one after the other. Leave out "
+                        f"{as_option('sequential', True)}."
+                    )
             # The tensors copied before may be gone, and others have their identities.
             self._copies.clear()
         elif self._open is None:
@@ -430,18 +437,6 @@ def hidden_state(output: Any, name: str) -> Tensor:
             f"cannot be calibrated one after the other. Leave out {as_option('sequential', True)}."
         )
     return found
-
-
-def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Return where the first tensor of a call is."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
-        if isinstance(value, Tensor):
-            return place
-    raise CalibrationError(
-        f"{name} is called without a tensor, so its layers cannot be calibrated one after the "
-        f"other. Leave out {as_option('sequential', True)}."
-    )
 
 
 def is_filled(cache: Any) -> bool:

@@ -167,12 +167,22 @@ class _Finder:
                 return None
             return [Channels(holder, name, 0)]
         if node.target in _NORMS:
-            return self._of_norm(node, width)
+            names = ("input", "normalized_shape", *_NORMS[node.target])
+            given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+            vectors = [given.get(name) for name in names[2:]]
+            if vectors[0] is None:
+                return None
+            # A sum or a product there would be found as well.
+            return _joined(self._divided(v, {node}, width) for v in vectors if v is not None)
         operands = node.args[:2]
+        # Views of rows as such rows, by the shapes of export.
+        both: tuple[Any, ...] = (node, operands[0]) if node.target in _VIEWS else ()
+        shapes: list[Any] = [getattr(each.meta.get("val"), "shape", ()) for each in both]
+        are_rows = all(shape and type(shape[-1]) is int and shape[-1] == width for shape in shapes)
         if (
             node.target in _HOMOGENEOUS
             or (node.target in _CASTS and _is_to_float(node))
-            or (node.target in _VIEWS and _are_rows(node, width))
+            or (node.target in _VIEWS and are_rows)
         ):
             return self._divided(operands[0], {node}, width)
         if node.target is _aten.mul.Tensor and operands[0] is not operands[1]:
@@ -182,16 +192,6 @@ class _Finder:
         if node.target is _aten.add.Tensor and operands[0] is not operands[1]:
             return _joined(self._divided(each, {node}, width) for each in operands)
         return None
-
-    def _of_norm(self, node: fx.Node, width: int) -> list[Channels] | None:
-        """Return those of what an operator that normalizes returns."""
-        names = ("input", "normalized_shape", *_NORMS[node.target])
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-        vectors = [given.get(name) for name in names[2:]]
-        if vectors[0] is None:
-            return None
-        # A sum or a product there would be found as well.
-        return _joined(self._divided(each, {node}, width) for each in vectors if each is not None)
 
     def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
         """Return the rows of a linear's weight, and its bias."""
@@ -232,13 +232,6 @@ def _is_to_float(node: fx.Node) -> bool:
         isinstance(each, fx.Node) or (isinstance(each, torch.dtype) and each.is_floating_point)
         for each in dtypes
     )
-
-
-def _are_rows(node: fx.Node, width: int) -> bool:
-    """Return whether a node views rows of `width` as such rows, by the shapes of export."""
-    nodes = (node, node.all_input_nodes[0])
-    shapes: list[Any] = [getattr(each.meta.get("val"), "shape", ()) for each in nodes]
-    return all(len(shape) > 0 and type(shape[-1]) is int and shape[-1] == width for shape in shapes)
 
 
 def _factors(exponents: Tensor, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import mark_loaded
+from .._compat.transformers_loading import mark_initialized
 from ..checkpoint.beside import beyond_model
 from ..checkpoint.model_layers import finish
 from ..errors import NonFiniteError
@@ -75,7 +75,7 @@ class PackedAsRead:
             self._postpone(group)
             return False
         weight = nn.Parameter(tensor)
-        mark_loaded(weight)
+        mark_initialized(weight)
         set_weight(module, weight)
         group.awaited.discard(name)
         if not group.awaited:

@@ -53,6 +53,7 @@ from ..record import (
     check_options,
     check_rules,
     scheme_fields,
+    table_lines,
     unwrap,
 )
 from .divergence import Reference, logits_of, mean_kl, read_windows, spread, together, token_count
@@ -235,17 +236,7 @@ class Allocation:
             name = f"{first} and {len(others)} more" if len(others) > 3 else name
             kl = f"{group.costs[group.scheme].kl:.6f}"
             groups.append((name, group.scheme, f"{group.bits:.2f}", kl))
-        return "\n".join([f"{text}.", "", *_table(models), "", *_table(groups)])
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, the first row its header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * width for width in widths]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (rows[0], rule, *rows[1:])
-    ]
+        return "\n".join([f"{text}.", "", *table_lines(models), "", *table_lines(groups)])
 
 
 def allocate(

@@ -37,7 +37,7 @@ def reach_peers(mesh: DeviceMesh) -> bool:
         try:
             memory = _memory(ranks)
         except RuntimeError as error:
-            problem = str(error).strip().partition("\n")[0]
+            problem = str(error).strip().partition("\n")[0] or type(error).__name__
         problems = ranks.gather(problem)
     if not any(problems) and memory is not None:
         MEMORIES[name] = memory

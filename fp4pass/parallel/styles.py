@@ -166,20 +166,6 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
         )
 
 
-def split_linear(
-    layer: QuantizedLinear, kind: type[SplitLinear], mesh: DeviceMesh, layouts: Layouts
-) -> None:
-    """Keep only the part of a layer that this process computes with, in place."""
-    fmt, split = layer.config.format, {PACKED: kind.dim}
-    if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
-        split[SCALE] = kind.dim
-    if layer.bias is not None and kind is ColumnLinear:
-        split["bias"] = 0
-    sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}
-    sizes[kind.divided] //= mesh.size()
-    split_module(layer, kind, split, mesh, layouts=layouts, **kind.moves(layouts), **sizes)
-
-
 class SplitExpertStack(SplitModule, QuantizedExpertStack):
     """A stack of the experts of this process."""
 
@@ -278,7 +264,15 @@ class _LinearStyle:
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
         layouts = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        split_linear(module, self.kind, device_mesh, layouts)
+        kind, fmt, split = self.kind, module.config.format, {PACKED: self.kind.dim}
+        if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
+            split[SCALE] = kind.dim
+        if module.bias is not None and kind is ColumnLinear:
+            split["bias"] = 0
+        sizes = {each: getattr(module, each) for each in ("out_features", "in_features")}
+        sizes[kind.divided] //= device_mesh.size()
+        facts = {"layouts": layouts, **kind.moves(layouts), **sizes}
+        split_module(module, kind, split, device_mesh, **facts)
         return module
 
 

@@ -129,7 +129,7 @@ def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tu
 def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
     """Return cells int64 [32]: a bound's float32 bits, and above them how many precede it."""
     if codebook.steps is not None:
-        return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.zeros(1, dtype=torch.int64, device=device)
     first, before, _ = cells_of(codebook)
     bits = torch.tensor(first, dtype=torch.float32).view(torch.int32).long() & 0xFFFFFFFF
     return (bits | torch.tensor(before) << 32).to(device)

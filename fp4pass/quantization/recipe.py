@@ -230,29 +230,21 @@ class _Reader:
         if self.given not in (None, quality):
             problem = f"{quality!r}, and --{QUALITY} {self.given} is given. Leave out one of them."
             raise self.error(at + QUALITY, problem)
-        if quality is not None:
-            self.require_quality(quality, config, data, at)
+        wrong = QUALITY
         try:
+            meant = config if quality is None else with_quality(config, quality)
+            for key in [] if quality is None else get_quality(quality).decides:
+                if key in data and getattr(config, key) != getattr(meant, key):
+                    wrong = key
+                    said, wanted = (plain(getattr(each, key)) for each in (config, meant))
+                    raise OptionError(
+                        f"{QUALITY} {quality!r} stands for {wanted}, got {said}. Leave out "
+                        f"{QUALITY} to quantize by {key}, or {key} for what {quality!r} stands for."
+                    )
+            wrong = KV_CACHE
             return Recipe(config, tuple(read), data.get(KV_CACHE), quality)
         except OptionError as error:
-            raise self.error(f"{at}{KV_CACHE}", str(error)) from error
-
-    def require_quality(
-        self, name: Any, config: LinearConfig, data: Mapping[str, Any], at: str
-    ) -> None:
-        """Refuse options beside a quality that say something else than it does."""
-        try:
-            meant = with_quality(config, name)
-        except OptionError as error:
-            raise self.error(at + QUALITY, str(error)) from error
-        for key in get_quality(name).decides:
-            if key in data and getattr(config, key) != getattr(meant, key):
-                said, wanted = (plain(getattr(each, key)) for each in (config, meant))
-                raise self.error(
-                    at + key,
-                    f"{QUALITY} {name!r} stands for {wanted}, got {said}. Leave out {QUALITY} to "
-                    f"quantize by {key}, or {key} for what {name!r} stands for.",
-                )
+            raise self.error(at + wrong, str(error)) from error
 
     def config(
         self, config: LinearConfig, data: Mapping[Any, Any], at: str, keys: Sequence[str]

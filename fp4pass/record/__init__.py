@@ -1,7 +1,7 @@
 """The records of a model: options, schemes and qualities, its state, and rows of a report."""
 
 from .config import LinearConfig, LinearOptions, Rule, Rules, check_options, check_rules
-from .rows import Report, Row
+from .rows import Report, Row, table_lines
 from .schemes import Scheme, scheme_fields
 from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
 
@@ -21,5 +21,6 @@ __all__ = [
     "remember_tokenizer",
     "scheme_fields",
     "set_state",
+    "table_lines",
     "unwrap",
 ]

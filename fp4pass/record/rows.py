@@ -64,16 +64,10 @@ class Row:
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         fields = {name: value for name, value in data.items() if name != "scheme"}
         row = Row(**{**fields, **tuples, "config": config})
-        _require_types("a row", row)
+        for name, hint in get_type_hints(Row).items():
+            if not _fits(value := getattr(row, name), hint):
+                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value!r:.100}"))
         return row
-
-
-def _require_types(what: str, record: Row) -> None:
-    """Raise OptionError for a value of another type than its field has."""
-    for name, hint in get_type_hints(type(record)).items():
-        if not _fits(getattr(record, name), hint):
-            value = repr(getattr(record, name))
-            raise OptionError(expected(f"Report: {what}: {name}", str(hint), f"{value:.100}"))
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -147,9 +141,7 @@ class Report:
                 how = (row.config.label, row.config.method_name, f"{row.bits:.2f}")
             errors = (_percent(row.weight_error), _percent(row.output_error))
             lines.append((row.name, _size(row.shape), *how, *errors))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-        text.insert(1, "  ".join("-" * width for width in widths))
+        text = table_lines(lines)
         rare = [row for row in self.converted if row.unreached]
         if rare:
             text += ["", "experts that calibration never reached (by the average of their layer):"]
@@ -166,6 +158,14 @@ class Report:
                 for row in self.skipped
             ]
         return "\n".join(line.rstrip() for line in text)
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, the first row its header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (rows[0], ["-" * width for width in widths], *rows[1:])
+    text = ("  ".join(map(str.ljust, line, widths)) for line in lines)
+    return [line.rstrip() for line in text]
 
 
 def _size(shape: Sequence[int]) -> str:

@@ -129,21 +129,6 @@ def test_what_goes_with_the_model_is_copied_to_the_byte_and_nothing_else(
     assert own(tmp_path / "s") == {*ours, "runs/one/events.log"} - {"fp4pass.json"}
 
 
-def test_layer_by_layer_copies_the_same(tmp_path: Path) -> None:
-    source = tmp_path / "m"
-    model_of(source)
-    filled(source)
-    (source / "hf_quant_config.json").unlink()
-    fp4pass.quantize_checkpoint(source, tmp_path / "q", "nvfp4a16", "sse", progress=False)
-    ours = own(tmp_path / "q")
-    assert {name for name in ours if not name.startswith("model")} == {
-        *("config.json", "generation_config.json", "fp4pass.json")
-    }
-    more: dict[str, Any] = {"copy_files": ["train.*"], "progress": False}
-    fp4pass.quantize_checkpoint(source, tmp_path / "r", "nvfp4a16", "sse", **more)
-    assert own(tmp_path / "r") == {*ours, "train.jsonl", "train.py"}
-
-
 def test_globs_copy_more_and_never_what_is_written(tmp_path: Path) -> None:
     source = tmp_path / "m"
     model = model_of(source)

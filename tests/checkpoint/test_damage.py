@@ -295,10 +295,3 @@ def test_other_methods_are_named(foreign_copy: Saved, saved: Saved, tmp_path: Pa
         transcode(tmp_path / "q", tmp_path / "r", "gguf")
     with pytest.raises(CheckpointError, match="not empty"):
         transcode(saved(), tmp_path / "q", "bf16")
-
-
-def test_blocks_are_those_that_modelopt_declares(foreign_copy: Saved) -> None:
-    folder = foreign_copy(layout="modelopt")
-    change(folder, f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone())
-    with pytest.raises(CheckpointError, match="blocks of 16, as the config says"):
-        fp4pass.load(folder)

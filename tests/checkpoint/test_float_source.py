@@ -114,15 +114,6 @@ def test_a_weight_that_was_changed_is_quantized_anew(tmp_path: Path) -> None:
     assert rows["model.layers.1.self_attn.q_proj"].note
 
 
-def test_the_line_that_says_what_was_read(tmp_path: Path) -> None:
-    fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", "finegrained")
-    source = open_float_source(str(tmp_path / "fp8"))
-    assert source is not None
-    assert source.sentence.endswith(
-        "14 layers in fp8_block (finegrained-fp8) are read as weight * scale in float32"
-    )
-
-
 def test_four_bits_are_no_float_source(tmp_path: Path) -> None:
     fp8_folders.make(fp8_folders.dense_model(), tmp_path / "mixed", "ct-mixed")
     assert open_float_source(str(tmp_path / "mixed")) is None

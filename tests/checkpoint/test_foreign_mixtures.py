@@ -173,7 +173,7 @@ def test_a_stack_without_any_scale_of_inputs_gets_them_at_each_call(
         return None if is_of_down and name.endswith("input_scale") else tensor
 
     edited(sources / "modelopt", tmp_path / "q", edit)
-    with pytest.warns(UserWarning, match=r"1 stacks of experts have no scale of their inputs"):
+    with pytest.warns(UserWarning, match=r"linear layers of experts have no usable scale"):
         model = fp4pass.load(tmp_path / "q")
     assert model.get_submodule(f"{FIRST}.down_proj").input_global_scale is None
     assert logits(model).isfinite().all()
@@ -225,4 +225,3 @@ def test_sizes_that_are_not_those_of_the_experts_are_named(
 
 
 # Of other types than what stands there.
-WRONG = [5, "x", None, [], [5], {"a": 5}, 0.5]

@@ -55,10 +55,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return found
 
 
-def test_each_kind_has_a_case() -> None:
-    assert SCHEMES.keys() == fp8_folders.KINDS.keys()
-
-
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:

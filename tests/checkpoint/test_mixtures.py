@@ -122,15 +122,6 @@ def test_transformers_reads_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits(stock.eval()), logits(model))
 
 
-def test_transformers_reads_llama4_expert_by_expert(tmp_path: Path) -> None:
-    model = converted("llama4_text", "nvfp4", weight_only=False)
-    assert not save(model, tmp_path / "q")
-    stock = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
-    experts = stock.model.layers[0].feed_forward.experts
-    assert type(experts).__name__ == "SequentialLlama4TextExperts"
-    assert torch.equal(logits(stock.eval()), logits(model))
-
-
 # Of the others the folder of the float model is no more than their config says.
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"longcat_flash"}))

@@ -13,12 +13,9 @@ from saved_models import CANNOT, DENSE_EXPERTS, funnel, mamba, mixtral, packed
 from small_models import Packed, converted
 
 import fp4pass
-from fp4pass.checkpoint.layouts import LAYOUTS, CompressedTensors, PackedLayer
-from fp4pass.checkpoint.model_layers import ignored_layers
+from fp4pass.checkpoint.layouts import LAYOUTS
 from fp4pass.checkpoint.readers import READERS, who_reads
-from fp4pass.checkpoint.saving import CheckpointWriter
 from fp4pass.errors import CheckpointError
-from fp4pass.record.rows import Row
 
 match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
 
@@ -44,17 +41,6 @@ def test_a_linear_of_each_expert_is_listed_for_every_reader(tmp_path: Path) -> N
     for name in (expert, "model.layers.0.mlp.experts", "lm_head"):
         assert any(fnmatch.fnmatchcase(name, each) for each in excluded)
     assert not any(fnmatch.fnmatchcase("model.layers.0.self_attn.q_proj", e) for e in excluded)
-
-
-def test_a_matrix_of_the_whole_model_is_no_pattern(tmp_path: Path) -> None:
-    """A parameter of the root has no name before it; that pattern would cover everything."""
-
-    row = Row("positions", (4, 32, 32), skip_reason="read in a way of its own")
-    assert ignored_layers([row], ["a", "b"], lambda name: False) == []
-    layer = PackedLayer(fp4pass.LinearConfig(weight_only=True), "bfloat16", False, (32, 64))
-    writer = CheckpointWriter(tmp_path, CompressedTensors(), {"part.linear": layer}, 1 << 20)
-    with pytest.raises(CheckpointError, match=r"part\.linear: it is packed, and a pattern"):
-        writer.declare({}, ["re:part.*"])
 
 
 def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:

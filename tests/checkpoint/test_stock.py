@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved_models import (
     CANNOT,
-    DENSE_EXPERTS,
     HEADS,
     SIZES,
     deepseek,
@@ -90,13 +89,6 @@ def test_classes_that_read_weights_to_initialize_are_dequantized_while_they_load
         type(model).from_pretrained(folder)
 
 
-def test_other_classes_are_loaded_packed(tmp_path: Path) -> None:
-    declared, names = packed(mixtral(), tmp_path / "q", DENSE_EXPERTS)
-    assert "dequantize" not in declared
-    theirs = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "q")
-    assert all(hasattr(theirs.get_submodule(name), "weight_packed") for name in names)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -119,13 +111,6 @@ def test_layers_that_would_be_dequantized_to_something_else(
         argument = transformers.CompressedTensorsConfig(dequantize=True)
         with pytest.warns(UserWarning, match="loading attributes"):
             assert differing(tmp_path / "q", quantization_config=argument) == []
-
-
-def test_rotated_layers_are_not_dequantized_where_the_rotation_is_ignored(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=CANNOT):
-        options = {"layout": "compressed-tensors-hadamard", "rotation": 32}
-        declared, _ = packed(falcon(), tmp_path / "q", **options)
-    assert "dequantize" not in declared
 
 
 @pytest.mark.parametrize("others", [[], [("*.layers.1.self_attn.*", {"fmt": "mxfp4a16"})]], ids=str)

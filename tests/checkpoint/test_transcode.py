@@ -57,16 +57,6 @@ def test_dense_weights_run_without_any_library(
     assert torch.equal(logits(stock), logits(packed()))
 
 
-def test_what_a_model_keeps_in_float32_stays_so(tmp_path: Path) -> None:
-    model = converted()
-    model.model.norm.weight.data = model.model.norm.weight.data.float()
-    fp4pass.save(model, tmp_path / "q")
-    transcode(tmp_path / "q", tmp_path / "d", "bf16")
-    stored = load_file(tmp_path / "d" / "model.safetensors")
-    wide = [name for name, tensor in stored.items() if tensor.dtype == torch.float32]
-    assert wide == ["model.norm.weight"]
-
-
 def test_what_lies_beside_comes_along(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = "{{ messages }}"
@@ -165,11 +155,3 @@ def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
         transcode(tmp_path / "q", tmp_path / "t", "finegrained-fp8", progress=False)
     lines = [record.getMessage() for record in caplog.records]
     assert any("vLLM does not load this folder: it joins" in line for line in lines)
-
-
-def test_it_warns_of_fused_layers_with_several_schemes(tmp_path: Path) -> None:
-    rules: Any = [("*.k_proj", {"fmt": "fp8a16"})]
-    model = fp4pass.convert(language_model(), "nvfp4a16", "naive", rules=rules, progress=False)
-    fp4pass.save(model, tmp_path / "own", layout="fp4pass", progress=False)
-    with pytest.warns(UserWarning, match="self_attn: q_proj nvfp4a16, k_proj fp8a16, v_proj"):
-        transcode(tmp_path / "own", tmp_path / "ct", "compressed-tensors", progress=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import PLAIN, run
 from safetensors.torch import load_file, save, save_file
 from small_models import Saved, change_json, language_model, packed_model
 from torch import Tensor, nn
@@ -109,43 +108,6 @@ def test_the_group_the_count_and_the_tensors_are_named(foreign_copy: Saved) -> N
     change_json(folder / "config.json", declare)
     assert_refused(folder, "does not read 8 of", "group_1 (int-quantized): ", "and 5 more")
     assert_refused(folder, f"{layers[1]} has weight I8, weight_scale F32")
-
-
-def test_the_command_line_refuses_with_the_code_of_unreadable_folders(foreign_copy: Saved) -> None:
-    folder = replaced(foreign_copy(), OTHERS["FP8 by rows"])
-    target = folder.parent / "written"
-    for command in (
-        ("verify", folder),
-        ("inspect", folder),
-        ("inspect", folder, folder),
-        ("transcode", folder, "-o", target, "--to", "bf16"),
-        ("quantize", folder, "-o", target, *PLAIN),
-    ):
-        assert LAYER in run(*command, code=2).stderr
-    assert not target.exists()
-
-
-def test_a_group_in_a_format_that_is_not_read_is_named(foreign_copy: Saved) -> None:
-    """Its codes are uint8 too, so that only the config says what they are."""
-    folder = foreign_copy()
-
-    def declare(config: Any) -> None:
-        config["quantization_config"]["config_groups"]["group_0"]["format"] = "int-quantized"
-
-    change_json(folder / "config.json", declare)
-    layers = len(open_checkpoint_of_ours(folder))
-    assert_refused_by_config(folder, f"group_0 \\(int-quantized\\): .*{layers} layers are so")
-    run("verify", folder, code=2)
-
-
-def open_checkpoint_of_ours(folder: Path) -> list[str]:
-    tensors = load_file(folder / "model.safetensors")
-    return [name for name in tensors if name.endswith("weight_packed")]
-
-
-def assert_refused_by_config(folder: Path, words: str) -> None:
-    with pytest.raises(UnreadError, match=words):
-        open_checkpoint(folder)
 
 
 def test_codes_out_of_order_are_not_read_as_if_in_order(foreign_copy: Saved) -> None:

@@ -196,12 +196,6 @@ def test_the_error_of_each_layer_is_measured_in_its_own_basis() -> None:
     assert set(off) == {"0", "1"} and all(0.05 < each < 0.25 for each in off.values())
 
 
-def test_live_models_rotate_at_every_linear() -> None:
-    """Anybody may call one of their modules."""
-    model = fp4pass.convert(chain(), "mxfp4", "naive", rotation=32)
-    assert set(folded(model).values()) == {(False, 0)}
-
-
 def test_checkpoints_keep_it(tmp_path: Path) -> None:
     original = chain()
     before = copy.deepcopy(original)

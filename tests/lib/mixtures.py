@@ -189,7 +189,6 @@ _QWEN_VISION = dict(_DEEP, num_position_embeddings=16, deepstack_visual_indexes=
 _GLM_VISION = dict(_DEEP, image_size=16)
 _CLIP = dict(_VISION, intermediate_size=64, patch_size=14, projection_dim=32)
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
-_INDEX = dict(index_n_heads=2, index_topk=16, indexer_types=["full", "full"])
 _ERNIE_TEXT = dict(_TEXT, moe_intermediate_size=[32, 32], moe_num_experts=4, moe_k=2, **_SPARSE)
 _ERNIE_TEXT["rope_parameters"] = dict(_ROPE, mrope_section=[3, 3, 2])
 _SEEING = "ForConditionalGeneration"
@@ -206,15 +205,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         dict(text_config=_ERNIE_TEXT, vision_config=dict(_GLM_VISION, spatial_merge_size=2)),
     ),
     "exaone_moe": ("ExaoneMoeForCausalLM", dict(_TEXT, **_FULL, **_SPARSE, sliding_window=16)),
-    "lfm2_moe": (
-        "Lfm2MoeForCausalLM",
-        dict(_TEXT, num_dense_layers=1, layer_types=["conv", "full_attention"]),
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsaForCausalLM",
-        {**_TEXT, **_GROUPS, **_LATENT, **_SPARSE, **_INDEX, "qk_head_dim": 32}
-        | {"index_head_dim": 32},
-    ),
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         dict(
@@ -227,11 +217,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     # Names of attention, routers and experts that are shared differ.
-    "laguna": (
-        "LagunaForCausalLM",
-        {**_TEXT, **_FULL, **_SPARSE, "num_attention_heads_per_layer": [4, 4]}
-        | {"shared_expert_intermediate_size": 32},
-    ),
     "inkling": (
         "InklingForCausalLM",
         {**_TEXT, **_SPARSE, "layer_types": ["hybrid_sliding", "hybrid"]}
@@ -254,7 +239,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             vision_config=dict(_CLIP, model_type="clip_vision_model"),
         ),
     ),
-    "minimax_m2": ("MiniMaxM2ForCausalLM", dict(_TEXT, num_local_experts=4)),
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,17 +32,6 @@ _CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 _CUDNN_MASKED = -65536.0
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """A call of attention: softmax(q k^T scale + mask) v."""
-
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    mask: fx.Node
-    scale: float
-
-
 def narrow_on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives a tensor of 16 bits on an NVIDIA GPU."""
     return on_gpu(node) and dtype_of(node) in NARROW_DTYPES
@@ -58,16 +46,16 @@ def fuse_attention(node: fx.Node, eligible: Callable[[fx.Node], bool] = narrow_o
     call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
     if call is None:
         return False
+    *tensors, mask, scale = call
     graph = node.graph
     with graph.inserting_before(node):
         # One span of keys, with its counters, for each mask.
-        spans = [user for user in call.mask.users if user.target is ops.attention_span]
+        spans = [user for user in mask.users if user.target is ops.attention_span]
         if not spans:
-            spans = [insert(graph, result, ops.attention_span, call.mask)]
+            spans = [insert(graph, result, ops.attention_span, mask)]
             for i in range(2):
                 insert(graph, result, operator.getitem, spans[0], i)
-        given = (call.q, call.k, call.v, call.mask, *spans[0].users, call.scale)
-        fused = insert(graph, result, ops.attention, *given)
+        fused = insert(graph, result, ops.attention, *tensors, mask, *spans[0].users, scale)
         turned = insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
     result.replace_all_uses_with(turned)
     # A search for dead code would keep what may drop out numbers.
@@ -76,8 +64,8 @@ def fuse_attention(node: fx.Node, eligible: Callable[[fx.Node], bool] = narrow_o
     return True
 
 
-def _read(node: fx.Node) -> _Attention | None:
-    """Return the attention that a node is, if the kernel serves it."""
+def _read(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return q, k, v, mask and scale of softmax(q k^T scale + mask) v, if the kernel serves it."""
     # After q, k, v and, on a GPU, the mask: a gradient, dropout, causality, and debugging.
     args: list[Any] = list(node.args)
     mask: Any = node.kwargs.get("attn_mask") if node.target is _CPU else args.pop(3)
@@ -85,7 +73,9 @@ def _read(node: fx.Node) -> _Attention | None:
     if any(args[3:]) or not isinstance(mask, fx.Node):
         return None
     q, k, v = args[0], _grouped(args[1]), _grouped(args[2])
-    mask = _plain_mask(mask, node.target is _CUDNN)
+    # What the mask was made of: not expanded, not padded, bool where it was that.
+    while (before := _mask_before(mask, node.target is _CUDNN)) is not None:
+        mask = before
     if {dtype_of(each) for each in (q, k, v)} - {dtype_of(q)} or mask.meta["val"].ndim != 4:
         return None
     sizes = [*q.meta["val"].shape, *k.meta["val"].shape, *v.meta["val"].shape]
@@ -101,7 +91,7 @@ def _read(node: fx.Node) -> _Attention | None:
     known = known and columns <= _WIDTH and numbers <= _NUMBERS
     if not known or not statically_equal(mask.meta["val"].shape[-1], size):
         return None
-    return _Attention(q, k, v, mask, float(width**-0.5 if scale is None else scale))
+    return q, k, v, mask, float(width**-0.5 if scale is None else scale)
 
 
 def _grouped(node: Any) -> Any:
@@ -119,13 +109,6 @@ def _grouped(node: Any) -> Any:
     same = same_shape(found.meta["val"].shape, (batch, groups, *rest))
     same = same and same_shape(node.meta["val"].shape, (batch, groups * count, *rest))
     return found if same else node
-
-
-def _plain_mask(node: Any, cudnn: bool) -> Any:
-    """Return what a mask was made of: not expanded, not padded, bool where it was that."""
-    while (before := _mask_before(node, cudnn)) is not None:
-        node = before
-    return node
 
 
 def _mask_before(node: Any, cudnn: bool) -> fx.Node | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +25,6 @@ aten = torch.ops.aten
 
 # A norm is worth a launch of its own where one of these reads it.
 PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The norm of residual + product, or + a sum of products, which alone reads the product."""
-
-    product: fx.Node
-    residual: fx.Node
-    total: fx.Node
-    weight: fx.Node
-    eps: float
 
 
 def is_one_row(product: fx.Node, normed: bool) -> bool:
@@ -68,16 +56,16 @@ def fuse_residuals(node: fx.Node, eligible: Callable[[fx.Node, bool], bool] = is
     if not all(statically_equal(size, 1) for size in node.meta["val"].shape[:-1]):
         return False
     place = _place(node)
-    if place is None or not eligible(place.product, False):
+    if place is None or not eligible(place[0], False):
         return False
     if not all(eligible(user, True) for user in node.users):
         return False
-    _replace(node.graph, node, place)
+    _replace(node, *place)
     return True
 
 
-def _place(norm: fx.Node) -> _Place | None:
-    """Return what is around a norm, or None if it is none or something else is there."""
+def _place(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
+    """Return product, residual, their sum, weight and eps of a norm that is theirs, or None."""
     for user in norm.users:
         # A product reads the norm once, and has none of its own around it.
         is_product = user.target in PRODUCTS and not user.kwargs
@@ -97,14 +85,15 @@ def _place(norm: fx.Node) -> _Place | None:
             is_sum = product.target is ops.all_reduce and not product.args[2]
             adds = (is_sum or product.target is ops.linear) and not product.kwargs
             if adds and len(product.users) == 1 and product is not residual:
-                return _Place(product, residual, total, bound["weight"], bound["eps"])
+                return product, residual, total, bound["weight"], bound["eps"]
     return None
 
 
-def _replace(graph: fx.Graph, node: fx.Node, place: _Place) -> None:
+def _replace(
+    node: fx.Node, product: fx.Node, residual: fx.Node, total: fx.Node, weight: fx.Node, eps: float
+) -> None:
     """Put the operators in the place of a product and a sum, and of those that read the norm."""
-    product, total = place.product, place.total
-    target, arguments = _added(product, place.residual)
+    graph, (target, arguments) = node.graph, _added(product, residual)
     with graph.inserting_before(total):
         added = graph.call_function(target, arguments)
         items = [graph.call_function(operator.getitem, (added, i)) for i in range(2)]
@@ -113,7 +102,7 @@ def _replace(graph: fx.Graph, node: fx.Node, place: _Place) -> None:
     added.meta = meta_of(total, val=(value, sums))
     items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
     total.replace_all_uses_with(items[0])
-    norm = AROUND(squares=items[1], norm_weight=place.weight, eps=place.eps)
+    norm = AROUND(squares=items[1], norm_weight=weight, eps=eps)
     for user in list(node.users):
         if user.target is ops.linear:
             put_group(user, items[0], [user], norm)

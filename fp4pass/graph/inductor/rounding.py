@@ -46,7 +46,12 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
     """Round inputs of FP8 products outside of them; return of how many products."""
     products: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=ops.linear):
-        if _is_fp8(node) and eligible(node, math.prod(node.meta["val"].shape[:-1])):
+        sizes = node.meta["val"].shape[:-1]
+        known = all(isinstance(size, int) for size in sizes) and dtype_of(node) == torch.bfloat16
+        if not known or node.kwargs or len(node.args) <= _COMPUTE:
+            continue
+        rows = math.prod(sizes)
+        if uses_fp8(str(node.args[_COMPUTE]), rows) and eligible(node, rows):
             products[node.args[0]].append(node)
     for readers in products.values():
         # Another node than before, where that was replaced meanwhile.
@@ -60,15 +65,6 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))
-
-
-def _is_fp8(node: fx.Node) -> bool:
-    """Return whether a product in bfloat16 rounds its input, for every size of its graph."""
-    rows = node.meta["val"].shape[:-1]
-    if node.kwargs or len(node.args) <= _COMPUTE or dtype_of(node) != torch.bfloat16:
-        return False
-    known = all(isinstance(size, int) for size in rows)
-    return known and uses_fp8(str(node.args[_COMPUTE]), math.prod(rows))
 
 
 def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -162,8 +162,8 @@ class Kept(NamedTuple):
         if scope is None or scope.now.mask is None:
             return None
         now = scope.now
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        place = next((at for at, x in given.items() if x is not None and x is now.memory), None)
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        place = next((at for at, x in given if x is not None and x is now.memory), None)
         return Kept(now.on_cpu(), place)
 
     @contextmanager
