@@ -1,4 +1,4 @@
-"""What lies in a folder beside its weights: files and tensors of the source, a card; its upload.
+"""Bring what lies beside weights: files and tensors of the source, a card; upload a folder.
 
 Files and tensors come from the folder that the model was read from: a tokenizer, licenses, code,
 tensors that the class has no place for.

@@ -1,6 +1,6 @@
 """Describe a model whose layers are packed, and complete it.
 
-How its layers are packed, their names on disk, what its config makes; its state and saving.
+It says how layers are packed, their names on disk and what the config makes, and sets the state.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ def is_left_over(model: nn.Module, name: str) -> bool:
     return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
 
 
-# What a model is made of by its config.
+# The modules and tensors of a model by its config.
 
 
 def require_made_by_config(

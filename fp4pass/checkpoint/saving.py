@@ -377,7 +377,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_view else tensor
 
 
-# What writes packed weights in a layout, with their checksums.
+# Writing packed weights in a layout, with their checksums.
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -73,7 +73,7 @@ def _read(node: fx.Node) -> tuple[Any, ...] | None:
     if any(args[3:]) or not isinstance(mask, fx.Node):
         return None
     q, k, v = args[0], _grouped(args[1]), _grouped(args[2])
-    # What the mask was made of: not expanded, not padded, bool where it was that.
+    # Back to the mask before it was expanded, padded, or made of bool.
     while (before := _mask_before(mask, node.target is _CUDNN)) is not None:
         mask = before
     if {dtype_of(each) for each in (q, k, v)} - {dtype_of(q)} or mask.meta["val"].ndim != 4:
