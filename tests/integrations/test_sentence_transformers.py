@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import fp4pass
-from fp4pass.integrations import Fp4PassConfig, PackedConfig
+from fp4pass.integrations import PackedConfig
 from fp4pass.nn.linear import QuantizedLinear
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -64,15 +64,6 @@ def test_it_comes_back_packed(model: Any, tmp_path: Path) -> None:
     loaded.save_pretrained(str(tmp_path / "again"))
     again = SentenceTransformer(str(tmp_path / "again"), device="cpu", model_kwargs=dtype)
     assert torch.equal(embeddings(again), after)
-
-
-def test_it_is_packed_while_it_loads(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(str(tmp_path / "float"))
-    options = {"quantization_config": Fp4PassConfig(), "dtype": embeddings(model).dtype}
-    loaded = SentenceTransformer(str(tmp_path / "float"), device="cpu", model_kwargs=options)
-    fp4pass.convert(model[0], "nvfp4a16", "sse", progress=False)
-    assert packed_layers(loaded) == packed_layers(model) != []
-    assert torch.equal(embeddings(loaded), embeddings(model))
 
 
 def test_encode_calibrates_and_dequantize_undoes(model: Any, tmp_path: Path) -> None:

@@ -232,10 +232,7 @@ def test_kernels_agree_with_the_reference(
 
 
 @pytest.mark.skipif(GPU, reason="the test above runs cuBLAS")
-@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
-def test_rounded_rows_multiply_an_expanded_weight(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_rows_multiply_an_expanded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a plain product in the place of cuBLAS."""
 
     def product(x: Tensor, w: Tensor, x_factor: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
@@ -247,7 +244,7 @@ def test_rounded_rows_multiply_an_expanded_weight(
     monkeypatch.setattr(place.format("compute_fp8", "multiplies_dense"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
-    fmt = get_format(key)
+    fmt = get_format("nvfp4")
     weight, bias = packed(fmt, 5, 96), torch.randn(5, generator=seeded(2))
     x = torch.randn(2, 3, 96, generator=seeded(6)).bfloat16()
     values, factor = fp8.quantize_rows_ref(x.view(6, 96))

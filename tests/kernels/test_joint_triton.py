@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
-from kernel_cases import DEVICE, GPU, KEYS, cases, formats, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, cases, covering, formats, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -31,10 +31,6 @@ from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import ieee_products
 
 EPS = torch.finfo(torch.float32).eps
-
-# Sequential rounding and descent at 6 scales, and at 17 of the other scale type. Codes rounded to
-# nearest and blocks of 32 are among the given scales, the candidates and the shapes.
-CHOICES = [("mxfp4:16", "babai"), ("mxfp4:16", "joint"), ("nvfp4", "babai")]
 
 pytestmark = quiet
 
@@ -92,7 +88,14 @@ def check_codes(x: Tensor, q: Tensor, byte: Tensor, unit: Tensor, fmt: Format) -
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("key", "codes"), cases(CHOICES, itertools.product(KEYS, CODES)))
+# Sequential rounding and descent at 6 scales, and at 17 of the other scale type.
+@pytest.mark.parametrize(
+    ("key", "codes"),
+    cases(
+        [("mxfp4:16", "babai"), ("mxfp4:16", "joint"), ("nvfp4", "babai")],
+        itertools.product(KEYS, CODES),
+    ),
+)
 def test_choices(key: str, codes: str) -> None:
     """The choice costs as little as the reference's, and as much as the kernel says."""
     fmt = get_format(key)
@@ -111,11 +114,8 @@ def test_choices(key: str, codes: str) -> None:
     assert not q[:, :, 0].any() and torch.equal(byte[:, 0], expected[1][:, 0])
 
 
-GIVEN = [("nvfp4", "joint"), ("mxfp4:16", "babai"), ("mxfp4", "rtn")]
-
-
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("key", "codes"), cases(GIVEN, itertools.product(KEYS, CODES)))
+@covering(("key", "codes"), KEYS, CODES)
 def test_given_scales(key: str, codes: str) -> None:
     """By the definition in float64: each element is nearest to its target, given the others."""
     fmt = get_format(key)
@@ -145,22 +145,6 @@ def test_given_scales(key: str, codes: str) -> None:
         losses(residual, hessian),
         losses(x.double() - choose_blocks(x, metric, unit, fmt, codes, byte)[0].double(), hessian),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
-def test_warps_that_share_the_scales_of_a_block_choose_the_same(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fmt = get_format(key)
-    x, unit, hessian = problem(fmt, 1)
-    arguments = (put(x), put(make_metric(hessian)), put(unit), fmt, "joint")
-    found = []
-    for most in (1, 4, 8):
-        monkeypatch.setattr("fp4pass.kernels.search.joint_triton._MOST_GROUPS", most)
-        found.append(choose_blocks_triton(*arguments))
-    for each in found[1:]:
-        assert all(map(torch.equal, each, found[0]))
 
 
 @pytest.mark.quick(3)

@@ -16,7 +16,7 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.search.naive import search_naive
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
-from fp4pass.kernels.search.triton import search_triton
+from fp4pass.kernels.search.triton import search_stack_triton, search_triton
 
 
 def make(name: str) -> Tensor:
@@ -275,6 +275,20 @@ def test_shapes(key: str, shape: tuple[int, int]) -> None:
     for objective in OBJECTIVES:
         for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
             check(weight.to(dtype), hessian, 2.0**-9, fmt, objective)
+
+
+@pytest.mark.quick(1)
+def test_a_stack_is_searched_as_each_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other global scales, in memory that is no stack's, and in two launches."""
+    fmt = get_format("nvfp4")
+    one = WEIGHTS["bfloat16"](seeded(0))[:3, :32].contiguous().to(DEVICE)
+    stack = torch.stack((one, one / 8, one.flip(0) / 64), dim=1).transpose(0, 1)
+    monkeypatch.setattr("fp4pass.kernels.search.triton._AT_ONCE", 2 * one.numel())
+    scales = [fmt.global_scale_for(w.abs().max().item()) for w in stack]
+    packed, scale = search_stack_triton(stack, scales, fmt, "sse")
+    for i, (weight, g) in enumerate(zip(stack, scales, strict=True)):
+        expected = search_triton(weight, None, g, fmt, "sse")
+        assert torch.equal(packed[i], expected[0]) and torch.equal(scale[i], expected[1])
 
 
 @gpu
