@@ -180,11 +180,7 @@ def quantize(
     given.require_at_least(1, samples=samples, batch_size=batch_size)
     text = OwnText(samples, SEQ_LEN if seq_len is None else seq_len, seed or 0)
     windows = 128 if samples is None else samples
-    if group.size > 1 and (chosen == "auto" or windows < group.size):
-        problem = "--device auto spreads one model, and each process has the whole of it"
-        if chosen != "auto":
-            problem = f"--samples {windows} are fewer than the {group.size} processes"
-        raise OptionError(f"{problem}. Choose another, or run one process.")
+    _require_work_for_each(group.size, chosen, windows)
     require_free(output, overwrite, marks=(MANIFEST,))
     if push_to_hub is not None:
         require_repository(push_to_hub)
@@ -245,6 +241,15 @@ def quantize(
         searched = len(list(finished.glob("*.safetensors"))) - before
         shutil.rmtree(finished, ignore_errors=True)
         _print_result(output, result, before, searched, as_json, allocation)
+
+
+def _require_work_for_each(processes: int, device: str, windows: int) -> None:
+    """Raise OptionError where several processes would share one model, or have no window."""
+    if processes > 1 and (device == "auto" or windows < processes):
+        problem = "--device auto spreads one model, and each process has the whole of it"
+        if device != "auto":
+            problem = f"--samples {windows} are fewer than the {processes} processes"
+        raise OptionError(f"{problem}. Choose another, or run one process.")
 
 
 def _read_budget(
