@@ -82,7 +82,7 @@ DAMAGE = [
     (cut_json, "damaged"),
     (newer_layout, "version 3, .*got 9"),
     (lambda folder: (folder / "model.safetensors").unlink(), "missing or cut off"),
-    (lambda folder: (folder / "fp4pass.json").unlink(), "is not quantized"),
+    (lambda folder: (folder / "fp4pass.json").unlink(), "not read 2 of its quantized layers"),
     (shutil.rmtree, "not a folder"),
 ]
 

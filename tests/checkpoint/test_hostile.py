@@ -71,7 +71,9 @@ def test_json_that_cannot_be_read_is_an_error_that_names_the_file(
 ) -> None:
     path = foreign_copy() / file
     path.write_text(text, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=rf"{file}|quantization_config in config.json"):
+    with pytest.raises(
+        CheckpointError, match=rf"{file}|(quantization_config in|that their) config"
+    ):
         fp4pass.load(path.parent)
 
 

@@ -70,7 +70,7 @@ def test_the_report_has_the_error_of_the_calibration_inputs() -> None:
 def test_what_is_collected() -> None:
     model = fp4pass.prepare(mlp(), "gptq")
     fp4pass.calibrate(model, batches(), progress=False)
-    stats = collect(model[0].__dict__[OBSERVERS], "0").matrix(0)
+    stats = collect([model[0]], "0").matrix(0)
     x = torch.cat(batches())
     exact = x.double().t() @ x.double()
     assert stats.hessian is not None and stats.block_hessian is not None
@@ -79,9 +79,12 @@ def test_what_is_collected() -> None:
     assert torch.equal(diagonal_blocks(stats.hessian), stats.block_hessian)
     assert stats.block_hessian.shape == (3, 32, 32) and stats.tokens == 600
     assert stats.input_amax == x.abs().max()
-    observer = Observer(("hessian",), K)
-    observer(x)
-    once, twice = (collect([observer] * n, "0").matrix(0).hessian for n in (1, 2))
+    holders = [nn.Module(), nn.Module()]
+    for holder in holders:
+        observer = Observer(("hessian",), K)
+        observer(x)
+        holder.__dict__[OBSERVERS] = (observer,)
+    once, twice = (collect(holders[:n], "0").matrix(0).hessian for n in (1, 2))
     assert once is not None and twice is not None and torch.equal(twice, 2 * once)
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 from blocks import ALL, WEIGHTS
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.methods import METHODS, Method
 from fp4pass.methods.search import scale_counts
-from fp4pass.quantization.observers.observer import Observer, collect
+from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 
 formats = pytest.mark.parametrize("fmt", ALL[::2], ids=lambda fmt: fmt.key)
 
@@ -30,8 +30,10 @@ def quantize(weight: Tensor, method: Method, fmt: Format) -> QuantState:
     x = torch.randn(80, weight.shape[1], generator=torch.Generator().manual_seed(1))
     observer = Observer(method.needs, weight.shape[1])
     observer(x * torch.logspace(-1, 1, 32).repeat(weight.shape[1] // 32))
+    holder = nn.Module()
+    holder.__dict__[OBSERVERS] = (observer,)
     g = fmt.global_scale_for(weight.abs().max().item())
-    return method.function(weight, collect([observer], "").matrix(0), fmt, g, method.options())
+    return method.function(weight, collect([holder], "").matrix(0), fmt, g, method.options())
 
 
 @formats
