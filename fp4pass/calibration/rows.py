@@ -59,7 +59,7 @@ class Rows:
     items: Iterable[Any]  # texts, chats, rows or lists of tokens
     numbers: Sequence[int] | None = None  # the line of each item in a file, if it has lines
     folder: Path | None = None  # where images lie that an item names by a relative path
-    is_text: bool = False  # whether the items are the documents of one text, all of which are read
+    is_text: bool = False  # the items are documents of one text; all are read
 
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None

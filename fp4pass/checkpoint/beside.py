@@ -519,7 +519,7 @@ def require_repository(name: str, token: str | None = None) -> None:
         raise OptionError(expected("push_to_hub", wanted, name)) from error
     if token is None and get_token() is None:
         raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: there is no token of Hugging Face here. Run `hf "
+            f"{as_option('push_to_hub', name)}: no token of Hugging Face was found. Run `hf "
             "auth login`, or set HF_TOKEN. Nothing was written."
         )
     with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):

@@ -621,7 +621,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         (architecture,) = config.architectures
         cls = getattr(transformers, architecture)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-            raise TypeError(f"{architecture} is no class of models")
+            raise TypeError(f"{architecture} is not a class of models")
         with init_empty_weights(include_buffers=False):
             model: Any = model_from_config(cls, config)
     path = folder / "generation_config.json"

@@ -352,7 +352,7 @@ def test_a_model_is_not_begun_that_nobody_may_upload(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     options = ("-o", tmp_path / "q", *PLAIN, "--push-to-hub", "me/tiny")
     result = run("quantize", TINY, *options, code=2)
-    assert "there is no token of Hugging Face here. Run `hf auth login`" in result.stderr
+    assert "no token of Hugging Face was found. Run `hf auth login`" in result.stderr
     assert not any(tmp_path.iterdir())
 
 

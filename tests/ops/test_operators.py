@@ -282,11 +282,10 @@ PLAIN = ("test_faketensor",)
 
 
 @gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 @pytest.mark.parametrize("name", [each for each in KERNELS if each not in SEARCHES])
 def test_on_another_device(name: str) -> None:
     """Which is not the current one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one CUDA device")
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     ours, theirs = ([given(each, device) for each in samples()[name]] for _ in range(2))
     found = getattr(torch.ops.fp4pass, name).default(*ours)
