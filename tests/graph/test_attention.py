@@ -39,6 +39,7 @@ class Fused:
         self.targets: list[Any] = []
         self.copies: list[fx.Node] = []
         self.places: list[Tensor] = []
+        self.shapes: set[tuple[int, ...]] = set()
 
     def __call__(self, graph: fx.Graph) -> None:
         self.attention += fuse_attention(graph, lambda node: True)
@@ -52,6 +53,8 @@ class Fused:
             op="call_function", target=torch.ops.higher_order.auto_functionalized_v2
         )
         self.places = [n.kwargs["places"].meta["val"] for n in called if "places" in n.kwargs]
+        read = (each for n in called for each in n.kwargs.values() if isinstance(each, fx.Node))
+        self.shapes = {tuple(each.meta["val"].shape) for each in read}
         for node in graph.nodes:
             if node.op == "call_function" and str(node.target).startswith("fp4pass."):
                 found = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
@@ -127,6 +130,16 @@ def test_steps_of_decoders_read_their_cache_in_place(
     counted = [each.ndim == 0 for each in change.places]
     assert bool(counted) == bool(rotary)
     assert all(counted) or "sliding_window" in changes
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_with_weights_for_each_head_stays_before_the_call() -> None:
+    model = decoder("qwen3", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight = torch.nn.Parameter(torch.randn(4, 16))
+    change = Fused()
+    found, expected = decode(model, change), decode(model, None)
+    assert change.rotary == LAYERS and (16,) in change.shapes and (4, 16) not in change.shapes
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
