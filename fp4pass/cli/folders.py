@@ -18,7 +18,7 @@ from ..checkpoint.float_models import load_float
 from ..checkpoint.transcode import transcode_targets
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics
-from ..errors import CheckpointError, OptionError, UnreadError, VersionError, some
+from ..errors import CheckpointError, OptionError, UnreadError, some
 from ..reporting.compare import (
     Comparison,
     Outputs,
@@ -346,18 +346,12 @@ def serve(
         str, Option(help="debug, info, warning, error or critical; info logs requests.")
     ] = "error",
 ) -> None:
-    """Serve a folder with an OpenAI-compatible API and packed weights, one request at a time.
+    """Serve a folder with packed weights by an OpenAI-compatible API, until it is interrupted.
 
-    Serves chat completions and completions, streamed or not, and the list of models, until it is
-    interrupted. For many requests at once, serve the folder with vLLM.
+    For many requests at once, serve the folder with vLLM.
     """
-    try:
-        # Importing transformers takes a second.
-        from ..integrations.serving import serve as run
-    except ModuleNotFoundError as error:
-        raise VersionError(
-            f"The server needs {error.name}, which is missing: pip install 'fp4pass[serving]'."
-        ) from error
+    # Importing transformers takes a second.
+    from ..integrations.serving import serve as run
 
     def announce(name: str, address: str) -> None:
         # A program that started it reads this line.
