@@ -76,8 +76,8 @@ def serve(
         socket.create_server((host, port), family=kind).close()
     except OSError as error:
         raise OptionError(
-            f"serve: {host}, port {port}: {error.strerror or error}. Give another --port (0: any that is free) or "
-            "--host."
+            f"serve: {host}, port {port}: {error.strerror or error}. Give another --port (0: any "
+            "that is free) or --host."
         ) from error
     processor = AutoProcessor.from_pretrained(path)
     if device == "auto":
