@@ -31,7 +31,7 @@ from ..kernels.common.rounding import in_chunks
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
-from ..quantization.tensor import not_finite, without_statistics
+from ..quantization.functional import not_finite, without_statistics
 
 # Block sizes of a codebook: powers of two, so that codes of a block are whole words.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))

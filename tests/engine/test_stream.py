@@ -22,9 +22,9 @@ from fp4pass.checkpoint import finished, saving
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic
 from fp4pass.core import machine as memory_limits
-from fp4pass.engine import layer_stack
+from fp4pass.engine import recording as layer_stack
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, StateError
-from fp4pass.quantization import search
+from fp4pass.quantization import quantize as search
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
