@@ -35,8 +35,7 @@ from ..errors import (
 from ..graph.match import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..nn.packed_linear import PackedLinear, scale_bits, swap_class
-from ..nn.packed_state import BufferLayout
+from ..nn.packed_linear import BufferLayout, PackedLinear, scale_bits, swap_class
 from ..ops import FLOATS
 from ..ops.checks import require_float, weight_problem
 from ..ops.linears import gradients_of
