@@ -47,7 +47,7 @@ gptq = operator(
     gptq_ref,
     triton="kernels.search.joint_triton:gptq_triton",
     shapes=lambda weight, fmt, start, stop: empty_weight(weight[start:stop], fmt),
-    checks=(require_hessian,),
+    checks=(require_block_scales, require_hessian),
 )
 observe = operator(
     observe_ref,
