@@ -54,7 +54,7 @@ class _Slots(threading.local):
     """The slots of a thread, by siblings whose caller's forward runs."""
 
     def __init__(self) -> None:
-        self.open: dict[Siblings, _Slot] = {}
+        self.open: dict[Siblings | None, _Slot] = {}
 
 
 _SLOTS = _Slots()
