@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._compat import FAULTS
 from .._compat.torch import is_compiled
-from ..distributed import ranks, share_of_threads
+from ..distributed import ranks
 from ..errors import CalibrationError
 from ..quantization.observers.reached import observes, unobserved
 from ..quantization.plan import Plan
@@ -58,11 +58,10 @@ class Recording:
         for stack in self.stacks:
             stack.context = context
         try:
-            with share_of_threads():
-                if not self._skim(model, args, kwargs):
-                    model(*args, **kwargs)
-                    for stack in self.stacks:
-                        stack.finish_open()
+            if not self._skim(model, args, kwargs):
+                model(*args, **kwargs)
+                for stack in self.stacks:
+                    stack.finish_open()
         except Recorded:
             return
         finally:
