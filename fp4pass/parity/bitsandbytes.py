@@ -33,8 +33,7 @@ from ..errors import (
 from ..graph.match import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import PACKED, SCALE
-from ..nn.packed_linear import PackedLinear, swap_class
-from ..nn.packed_state import BufferLayout
+from ..nn.packed_linear import BufferLayout, PackedLinear, swap_class
 from ..ops import FLOATS
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of

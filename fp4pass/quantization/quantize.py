@@ -15,7 +15,7 @@ from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..methods import Certificate, Stats, resolve_method
+from ..methods import Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..record.config import Compute, LinearConfig
@@ -182,21 +182,18 @@ def _packed(
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
-    results = [result for result, _ in found]
-    if len(results) > first.matrices:
-        results = [joined_rows(results)]
+    states, kind = [state for state, _ in found], packed_class(first.module)
+    if len(states) > first.matrices:
+        states = [joined_rows(states)]
     errors = _relative_errors([each for _, squares in found for each in squares])
     stats = first.stats
-    states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    proof = Certificate.joined([result.certificate for result in results])
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
-    facts |= {} if proof is None else {"proved": proof.proved, "gap": proof.gap}
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
