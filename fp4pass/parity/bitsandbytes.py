@@ -518,7 +518,7 @@ def swap(
         make: Any = partial(Linear8bitLt.from_linear, threshold=threshold)
     elif kind in CODEBOOKS:
         get_codebook(kind, block_size)
-        options = {"block_size": block_size, "compute_dtype": compute_dtype}
+        options: dict[str, Any] = {"block_size": block_size, "compute_dtype": compute_dtype}
         make = partial(Linear4bit.from_linear, quant_type=kind, **options)
     else:
         raise unknown_name("kind", kind, [*CODEBOOKS, INT8])
