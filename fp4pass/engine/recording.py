@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._compat import FAULTS
 from ..core.machine import memory_limits
-from ..distributed import ranks, share_of_threads
+from ..distributed import ranks
 from ..errors import CalibrationError, StateError, as_option
 from ..nn.experts import add_stacks
 from ..ops.registration import opaque
@@ -324,11 +324,10 @@ class Recording:
             model(*copies[0], **copies[1])
 
         try:
-            with share_of_threads():
-                if self._whole or len(self.stacks) != 1 or not self.stacks[0].skim(skim):
-                    model(*args, **kwargs)
-                    for stack in self.stacks:
-                        stack.finish_open()
+            if self._whole or len(self.stacks) != 1 or not self.stacks[0].skim(skim):
+                model(*args, **kwargs)
+                for stack in self.stacks:
+                    stack.finish_open()
         except Recorded:
             return
         finally:

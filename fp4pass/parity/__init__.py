@@ -8,18 +8,14 @@ Importing it registers their operators, and codebooks such as "nf4" with `fp4pas
 """
 
 from . import bitsandbytes, qwantize
-from .bitsandbytes import QUANT_TYPES, Linear4bit, Linear8bitLt, swap
+from .bitsandbytes import Linear4bit, Linear8bitLt, swap
 from .codebooks import CodebookState
-from .learned_codebook import codebook_quantize, learn_codebook
 
 __all__ = [
-    "QUANT_TYPES",
     "CodebookState",
     "Linear4bit",
     "Linear8bitLt",
     "bitsandbytes",
-    "codebook_quantize",
-    "learn_codebook",
     "qwantize",
     "swap",
 ]

@@ -423,7 +423,7 @@ def quantize(
     matrices = F.pad(x.reshape(-1, height, columns), (0, padding))
     if global_scale == "auto" and all(may_be_exact(each, fmt) for each in matrices):
         factor = exact_global_scale(list(matrices), fmt, factor)
-    states = [chosen.quantize(each, Stats(), fmt, factor, options).state for each in matrices]
+    states = [chosen.quantize(each, Stats(), fmt, factor, options) for each in matrices]
     scale_rows: tuple[int, ...] = leading
     if fmt.rows != 1 and leading:
         scale_rows = (*leading[:-1], fmt.scale_rows(height))

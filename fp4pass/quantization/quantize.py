@@ -27,7 +27,7 @@ from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
 from ..kernels.search.float_scales import candidate_scales, in_blocks, scale_errors
 from ..kernels.statistics.naive import weight_amax
-from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
+from ..methods import Stats, resolve_method, squared_errors
 from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
@@ -188,21 +188,18 @@ def _packed(
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
-    results = [result for result, _ in found]
-    if len(results) > first.matrices:
-        results = [joined_rows(results)]
+    states, kind = [state for state, _ in found], packed_class(first.module)
+    if len(states) > first.matrices:
+        states = [joined_rows(states)]
     errors = _relative_errors([each for _, squares in found for each in squares])
     stats = first.stats
-    states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    proof = Certificate.joined([result.certificate for result in results])
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
-    facts |= {} if proof is None else {"proved": proof.proved, "gap": proof.gap}
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
@@ -317,7 +314,7 @@ def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
 
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
-Found = tuple[MethodResult, list[list[float]]]
+Found = tuple[QuantState, list[list[float]]]
 
 
 @contextmanager
@@ -423,7 +420,7 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
             for i, state in enumerate(states):
                 own = stats.matrix(i, config.expert_prior)
                 exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
-                found.append((MethodResult(state), _squares(exact, state, own, layer)))
+                found.append((state, _squares(exact, state, own, layer)))
             return found
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
@@ -432,11 +429,11 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
             target = _target(weight[i], config, functools.partial(stats.matrix, i))
             matrix = config.stored(target)
             own = own.rotated(config.rotation) if config.rotation else own
-            result = together.get(i) or _search(matrix, own, layer, i, cache, rows)
+            state = together.get(i) or _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]
             if 2 * weight_amax(matrix) > torch.finfo(matrix.dtype).max:
-                result = dataclasses.replace(result, state=_saturated(result.state))
-            found.append((result, _squares(matrix, result.state, own, layer)))
+                state = _saturated(state)
+            found.append((state, _squares(matrix, state, own, layer)))
     return found
 
 
@@ -459,9 +456,7 @@ def _saturated(state: QuantState) -> QuantState:
     return state
 
 
-def _search_stack(
-    weight: Tensor, layer: LayerPlan, chosen: Sequence[int]
-) -> dict[int, MethodResult]:
+def _search_stack(weight: Tensor, layer: LayerPlan, chosen: Sequence[int]) -> dict[int, QuantState]:
     """Return the results of some matrices of a stack, if the method takes them together."""
     method, options = resolve_method(layer.config.method)
     if method.stack is None or layer.matrices == 1 or layer.config.is_rotated:
@@ -469,7 +464,7 @@ def _search_stack(
     own = weight if len(chosen) == len(weight) else weight[list(chosen)]
     global_scales = [layer.global_scales[i] for i in chosen]
     found = method.stack(own, layer.config.format, global_scales, options)
-    return dict(zip(chosen, map(MethodResult, found), strict=True))
+    return dict(zip(chosen, found, strict=True))
 
 
 def _search(
@@ -479,7 +474,7 @@ def _search(
     matrix: int,
     cache: Any,
     rows: slice | None,
-) -> MethodResult:
+) -> QuantState:
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt, global_scale = layer.config.format, layer.global_scales[matrix]
@@ -487,15 +482,15 @@ def _search(
     if layer.tensor_scale is not None:
         part["scale"] = layer.tensor_scale
 
-    def search() -> MethodResult:
-        return MethodResult.of(method.function(weight, stats, fmt, global_scale, options, **part))
+    def search() -> QuantState:
+        return method.function(weight, stats, fmt, global_scale, options, **part)
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
     decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
-    found = cache.get_or_search(layer.name, decides, search)
-    return dataclasses.replace(found, state=found.state.to(weight.device))
+    found: QuantState = cache.get_or_search(layer.name, decides, search)
+    return found.to(weight.device)
 
 
 def _squares(
@@ -533,12 +528,9 @@ def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the plain values and the tensors of results."""
     facts: list[Any] = []
     tensors: dict[str, Tensor | None] = {}
-    for i, (result, squares) in enumerate(parts):
-        state, proof = result.state, result.certificate
+    for i, (state, squares) in enumerate(parts):
         facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
         tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
-        tensors[f"{i}.loss"] = None if proof is None else proof.loss
-        tensors[f"{i}.bound"] = None if proof is None else proof.bound
     return facts, tensors
 
 
@@ -547,23 +539,18 @@ def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
     found: list[Found] = []
     for i, (squares, global_scale, key, shape, dtype) in enumerate(facts):
         packed = tensors[f"{i}.qdata"], tensors[f"{i}.scale"]
-        state = QuantState(*packed, global_scale, get_format(key), shape, dtype)
-        loss, bound = tensors[f"{i}.loss"], tensors[f"{i}.bound"]
-        found.append(
-            (MethodResult(state, None if loss is None else Certificate(loss, bound)), squares)
-        )
+        found.append((QuantState(*packed, global_scale, get_format(key), shape, dtype), squares))
     return found
 
 
-def joined_rows(results: Sequence[MethodResult]) -> MethodResult:
-    """Return the result of a matrix, given those of its rows."""
-    states = [result.state for result in results]
+def joined_rows(states: Sequence[QuantState]) -> QuantState:
+    """Return a matrix, given its rows."""
     qdata = torch.cat([state.qdata for state in states])
     # That of a whole matrix is in the results of all its rows.
     alone = states[0].format.rows == WHOLE
     scale = states[0].scale if alone else torch.cat([state.scale for state in states])
     shape = (len(qdata), states[0].shape[1])
-    return MethodResult(dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape))
+    return dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape)
 
 
 def shared_tensor_scales(

@@ -206,20 +206,20 @@ def share_inputs(
     share_nothing(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = set(layers)
-    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    groups: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if module in wanted and module is not model:
             path = parent(name)
             # Lists of modules are not called.
             while path and type(modules[path]).forward is nn.Module.forward:
                 path = parent(path)
-            groups.setdefault(path, []).append((name, module))
+            groups.setdefault(path, []).append(module)
     for path, members in groups.items():
         # Each layer of a Sequential reads what the one before it made.
         if type(modules[path]).forward is nn.Sequential.forward:
             continue
-        widths = Counter(_width(module) for _, module in members)
-        alike = [(name, module) for name, module in members if widths[_width(module)] > 1]
+        widths = Counter(map(_width, members))
+        alike = [module for module in members if widths[_width(module)] > 1]
         if alike:
             share_among(modules[path], alike)
 

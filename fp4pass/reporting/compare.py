@@ -155,7 +155,7 @@ def _quantized_again(layer: LayerPlan) -> list[QuantState]:
     fmt = layer.config.format
     with dense_weight(layer) as weight:
         return [
-            method.quantize(layer.config.stored(each), Stats(), fmt, scale, options, **given).state
+            method.quantize(layer.config.stored(each), Stats(), fmt, scale, options, **given)
             for each, scale in zip(weight, layer.global_scales, strict=True)
         ]
 

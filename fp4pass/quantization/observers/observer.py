@@ -179,7 +179,7 @@ class Observer(nn.Module):
             # A tensor that is read in two calls may have tokens that one of them hides.
             visible = visible_rows(x)
             add = functools.partial(self._add, x)
-            seen = compute_once(x, key, module, add, visible, tensors=_state_of)()
+            seen = compute_once(x, key, module, add, visible)()
             if seen is None:
                 # Whoever had it has gone on since.
                 self._add(x)
@@ -192,11 +192,6 @@ class Observer(nn.Module):
         """Add x; return a weak reference to the statistics, for the cache must not keep them."""
         self.forward(x)
         return weakref.ref(self._seen)
-
-
-def _state_of(seen: weakref.ref[_Seen]) -> State | None:
-    found = seen()
-    return None if found is None else found.state
 
 
 class ExpertObserver:
