@@ -421,8 +421,9 @@ def read_layers(
         # Others are not read, and `require_all_read` says so.
         if name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(layout, fmt):
             layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
-    for error in unread.values():
-        raise UnreadError(f"{error} {len(unread)} layers are so: {some([*unread])}.") from error
+    if unread:
+        first = next(iter(unread.values()))
+        raise UnreadError(f"{first} {len(unread)} layers are so: {some([*unread])}.") from first
     return layers
 
 
