@@ -20,7 +20,6 @@ from torch import nn
 from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..nn.experts import QuantizedExpertStack
-from ..quantization.observers.attention import CalledAttention
 from .layouts import FUSED, LAYOUTS, CompressedTensors, Layout, PackedLayer
 
 # The classes of models that serving engines have.
@@ -65,10 +64,6 @@ class Facts:
         """The error of transformers when it initializes the model with packed layers, or ""."""
         return loading_error(self.root, self.linears)
 
-    def calls_attention(self) -> bool:
-        """Return whether an nn.MultiheadAttention calls its projections in fp4pass alone."""
-        return any(isinstance(module, CalledAttention) for module in self.root.modules())
-
     def differ(self, layers: Iterable[PackedLayer], are_experts: bool) -> bool:
         """Return whether transformers would dequantize layers by the scheme of others.
 
@@ -90,8 +85,6 @@ class Facts:
 def stock_problem(facts: Facts) -> str:
     """Return why transformers (5.17 to 5.24) cannot load a folder, or ""."""
     experts = [facts.layers[name] for name in facts.merged]
-    if facts.calls_attention():
-        return "its nn.MultiheadAttention does not call its projections, which are packed"
     modules = dict(facts.root.named_modules())
     stacks = [each for each in modules.values() if isinstance(each, QuantizedExpertStack)]
     if any(stack.view.spare for stack in stacks):
@@ -140,8 +133,6 @@ def pretrained_problem(facts: Facts, ignore: Sequence[str], refused: str) -> str
     ignore: names and patterns of what stays dense. refused: why no layout of others holds it.
     """
     layers = facts.layers.values()
-    if facts.calls_attention():
-        return "transformers would not find the projections of its nn.MultiheadAttention."
     if any(name.startswith("re:") for name in ignore):
         return "transformers would write its dense experts one by one, and not read them again."
     if any(layer.fmt.element.native for layer in layers):
