@@ -42,10 +42,8 @@ from ..graph.match import is_linear
 from ..nn.experts import QUANTIZED, QuantizedExperts, add_stack, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.observers.attention import calling_projections
 from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
-from ..record.config import Rule
 from ..record.rows import Report, Row
 from ..record.state import forget_state, unwrap
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join, join_layers
@@ -124,12 +122,9 @@ def load(
     aliases = dict(folder.disk.said("aliases"))
     if reader.own is None:
         fit_tensors(skeleton, folder.reader, tensors, aliases)
-    names = {name.removesuffix(".weight") for name in (*folder.layers, *tensors)}
-    called: list[Rule] = [(name, {}) for name in names if name.rpartition(".")[2] == "q_proj"]
-    with calling_projections(skeleton, called):
-        check_skeleton(skeleton, folder.reader, tensors, aliases)
-        if isinstance(device_map, Mapping):
-            _require_map(skeleton, device_map)
+    check_skeleton(skeleton, folder.reader, tensors, aliases)
+    if isinstance(device_map, Mapping):
+        _require_map(skeleton, device_map)
     if given is not None:
         # It may be prepared.
         forget_state(given)

@@ -48,12 +48,10 @@ from ..nn.experts import (
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL, PACKED
 from ..quantization.adapters import parents
-from ..quantization.observers.attention import calling_projections
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
-from ..quantization.replace import quantizes_input, share_inputs, use_slow_paths
-from ..quantization.restore import enable_dequantize
-from ..record.config import LinearConfig, Rule
+from ..quantization.replace import enable_dequantize, quantizes_input, share_inputs, use_slow_paths
+from ..record.config import LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import ModelState, get_state, has_adapters, set_state
 from .finished import ConvertedState
@@ -418,7 +416,7 @@ def require_made_by_config(
 
     Modules that a user has added are no such edit, but for further layers in a list of layers.
     """
-    made = None if has_adapters(root) else _made(root, layers)
+    made = None if has_adapters(root) else _made(root)
     if made is None:
         return
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
@@ -457,18 +455,15 @@ def require_made_by_config(
         )
 
 
-def _made(root: nn.Module, layers: Mapping[str, PackedLayer]) -> nn.Module | None:
+def _made(root: nn.Module) -> nn.Module | None:
     """Return the float model that a config makes, without memory; None if that is not known."""
     if not is_transformers(root) or not hasattr(model_class(root), "_from_config"):
         return None
     try:
-        made: nn.Module = meta_model(model_class(root), root.config)
+        return meta_model(model_class(root), root.config)
     except config_faults():
         # A class that cannot be made so; loading it is tried with memory for its buffers.
         return None
-    called: list[Rule] = [(name, {}) for name in layers if name.rpartition(".")[2] == "q_proj"]
-    with calling_projections(made, called):
-        return made
 
 
 def _differ(*tensors: object) -> bool:

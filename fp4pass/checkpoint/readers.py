@@ -20,7 +20,6 @@ from torch import nn
 from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..nn.experts import QuantizedExpertStack
-from ..quantization.observers.attention import CalledAttention
 from .layouts import FUSED, LAYOUTS, CompressedTensors, Layout, PackedLayer, join
 
 # The classes of models that serving engines have.
@@ -71,10 +70,6 @@ class Facts:
         """The error of transformers when it initializes the model with packed layers, or ""."""
         return loading_error(self.root, self.linears)
 
-    def calls_attention(self) -> bool:
-        """Return whether an nn.MultiheadAttention calls its projections in fp4pass alone."""
-        return any(isinstance(module, CalledAttention) for module in self.root.modules())
-
     def differ(self, layers: Iterable[PackedLayer], are_experts: bool) -> bool:
         """Return whether transformers would dequantize layers by the scheme of others.
 
@@ -114,10 +109,6 @@ CACHE_IN_FLOAT = (
 
 # Of transformers (5.17 to 5.24) with compressed-tensors; the first that is so counts.
 STOCK = (
-    Because(
-        Facts.calls_attention,
-        "its nn.MultiheadAttention does not call its projections, which are packed",
-    ),
     Because(
         lambda facts: any(
             isinstance(each, QuantizedExpertStack) and each.view.spare
@@ -179,10 +170,6 @@ STOCK = (
 
 # Of `save_pretrained` of transformers, which writes the tensors of a model under their names.
 SAVE_PRETRAINED = (
-    Because(
-        Facts.calls_attention,
-        "transformers would not find the projections of its nn.MultiheadAttention.",
-    ),
     Because(
         lambda facts: any(name.startswith("re:") for name in facts.ignore),
         "transformers would write its dense experts one by one, and not read them again.",
