@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 
 from .._version import __version__
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.transcode import transcode_targets
+from ..checkpoint.saving import transcode_targets
 from ..core.progress import shown
 from ..errors import Fp4PassError, named_as, unknown_name
 from ..lab import SCHEMES
 from ..methods import METHODS
 from ..nn.kv_cache import CACHE_FORMATS
 from ..record.config import OPTIONS, LinearConfig
-from ..record.quality import QUALITIES
+from ..record.schemes import QUALITIES
 from .doctor import doctor
 from .evaluate import evaluate, report
 from .folders import inspect as inspect_folder

@@ -23,7 +23,7 @@ from ..distributed import Ranks, ranks
 from ..errors import OptionError, expected
 from ..quantization.observers.batches import IN_FLOAT32, is_slow
 from ..quantization.recipe import Recipe
-from ..record.quality import get_quality
+from ..record.schemes import get_quality
 from .screen import note
 
 

@@ -29,8 +29,8 @@ from ..lab import SCHEMES, Allocation, allocate
 from ..lab import merge as merge_adapters
 from ..quantization.recipe import Recipe
 from ..record.config import LinearConfig
-from ..record.quality import get_quality
 from ..record.rows import Report
+from ..record.schemes import get_quality
 from ..record.schemes import schemes as known_schemes
 from ..record.state import report
 from ..reporting.data import Contents, layer_facts, summarize
