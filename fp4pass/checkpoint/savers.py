@@ -43,7 +43,9 @@ def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iter
     if saving is not None and getattr(saving.config, "quantization_config", None) is None:
         raise part_error(name)
     yield
-    if saving is not None and any(is_sharded(destination[prefix + each]) for each in packed):
+    if saving is not None and (
+        layer.is_split or any(is_sharded(destination[prefix + each]) for each in packed)
+    ):
         raise StateError(
             f"{name}: save_pretrained cannot write a layer that is split over processes. Call "
             "fp4pass.save(model, directory) in every process."

@@ -34,6 +34,9 @@ class PackedLinear(nn.Module):
     A subclass computes `weight` from them when it is read, and `forward` from `checked_input`.
     """
 
+    # Whether this process has a part (`fp4pass.parallel`).
+    is_split: ClassVar[bool] = False
+
     in_features: int  # K
     out_features: int  # N
 

@@ -38,10 +38,10 @@ from ..ops import FLOATS
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import operator
+from ..quantization.functional import dequantize, quantize
 from ..quantization.plan import BuiltInRules, require_matches
 from ..quantization.replace import use_slow_paths
 from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers
-from ..quantization.tensor import dequantize, quantize
 from .codebooks import (
     CODEBOOKS,
     Codebook,

@@ -30,7 +30,7 @@ from ..kernels.common.rounding import in_chunks
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
-from ..quantization.tensor import not_finite, without_statistics
+from ..quantization.functional import not_finite, without_statistics
 
 # Powers of two, so that codes of a block are whole bytes and blocks are tiles of a kernel.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))

@@ -10,6 +10,9 @@ from ..evaluation.intervals import VERDICT_UNITS
 
 DASH = "\N{EN DASH}"
 
+# The errors of a layer, and their names.
+ERRORS = {"weight_error": "weight error", "output_error": "output error"}
+
 
 def finite(value: Any) -> Any:
     """Return values as they come back from JSON, in which a number that is not finite is null."""
@@ -116,14 +119,12 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def calibrated_on(calibration: Mapping[str, Any]) -> str:
-    """Return how many tokens a model was calibrated on, and which of them no digest has."""
+    """Return how many tokens a model was calibrated on."""
     said = f"{calibration['tokens']:,} tokens"
     if "batches" in calibration:
         said += f" in {_count(calibration['batches'], 'batch', 'es')}"
     if calibration.get("hidden"):
         said += f", beside {calibration['hidden']:,} that attention_mask hides"
-    if own := calibration.get("own_tokens"):
-        said += f", {own:,} of them by calls outside of fp4pass.calibrate"
     return said
 
 

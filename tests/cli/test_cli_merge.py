@@ -15,7 +15,7 @@ from small_models import TINY
 import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 peft = pytest.importorskip("peft")
 

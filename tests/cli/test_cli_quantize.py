@@ -21,9 +21,9 @@ import fp4pass
 from fp4pass.calibration import batches
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.methods import Naive
-from fp4pass.record.quality import QUALITIES, Quality
+from fp4pass.record.schemes import QUALITIES, Quality
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -210,7 +210,7 @@ def test_numbers_of_windows_hold_for_text_that_the_model_writes(
         (None, ("--method", "sse"), "--quality best decides --method. Leave out one of them."),
         ({"method": "gptq"}, (), "method: quality 'best' stands for"),
         ({"quality": "good"}, (), "quality: 'good', and --quality best is given"),
-        (None, ("--device", "auto"), "--quality best runs layers on one device"),
+        (None, ("--device", "auto"), "--quality best runs on one device"),
     ],
     ids=["option", "recipe", "two", "device"],
 )
@@ -364,7 +364,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no unit": (("--budget", "5.0"), "--budget: expected a number as in 5.0bits or 0.02kl, got 5"),
     "no number": (("--budget", "bits"), "expected a number as in 5.0bits"),
     "schemes alone": (("--schemes", "nvfp4a16,bf16"), "--schemes is for --budget"),
-    "a scheme": (("--budget", "5bits", "--scheme", "nvfp4"), "--budget decides --scheme"),
+    "a scheme": (("--budget", "5bits", "--scheme", "nvfp4"), "--budget does not go with --scheme"),
     "a quality": (
         ("--budget", "5bits", "--quality", "good"),
         "--budget does not go with a quality",

@@ -62,12 +62,12 @@ def test_codebooks_need_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path, first = tmp_path / "x.safetensors", r"Import fp4pass\.parity first for codebooks"
     state = in_codebook(normal(4, 64), "nf4")
     state.save(path)
-    assert isinstance(fp4pass.quantization.tensor.load_state(path), CodebookState)
+    assert isinstance(fp4pass.quantization.functional.load_state(path), CodebookState)
     monkeypatch.setattr("fp4pass.core.quant_state.OTHER_RECORDS", {})
     with pytest.raises(OptionError, match=first):
         fp4pass.quantize(normal(4, 64), "nf4")
     with pytest.raises(CheckpointError, match=first):
-        fp4pass.quantization.tensor.load_state(path)
+        fp4pass.quantization.functional.load_state(path)
 
 
 @pytest.mark.core
