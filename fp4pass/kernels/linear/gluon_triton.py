@@ -21,8 +21,8 @@ one_row_kernel: Any = None
 wide_kernel: Any = None
 TensorDescriptor: Any = None
 with optional("triton", "Products of one row, and of many rows on Hopper, take longer"):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[no-redef]
 
     from .one_row_triton import one_row_kernel
     from .wide_triton import wide_kernel
