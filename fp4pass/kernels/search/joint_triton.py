@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common import tiles
-from .gptq_reference import gptq_ref
-from .joint_reference import PASSES, Chooser, Metric, Solution, candidate_steps, joint_ref
+from .joint_reference import PASSES, Chooser, Metric, Solution, candidate_steps, gptq_ref, joint_ref
 from .triton import floor_byte
 
 # Blocks of one program: 4096 rows are 128 programs, as many as a large GPU has SMs.
