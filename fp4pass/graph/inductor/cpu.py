@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +11,10 @@ from ... import ops
 from ..._compat.inductor import CppCall, DenseProduct, lower_to_cpp
 from ...core.formats import Format, get_format
 from ...kernels.compute_fp8.naive import uses_fp8
-from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
-from ...kernels.cpu.operators import FEW_ROWS, TILE
+from ...kernels.cpu.operators import FEW_ROWS, HEADER, TILE, serves, tables, threads_for
 from ...kernels.linear.naive import ALONE, Around
 
-# The C++ types of a dtype in Inductor's code, and in few_rows.h.
+# The C++ types of a dtype in Inductor's code, and in weights.h.
 _TYPES = {torch.float32: ("float", "float"), torch.bfloat16: ("uint16_t", "fp4pass::BFloat16")}
 
 # The parameters of both begin with pointers to the tensors that there are.
@@ -84,7 +81,7 @@ def _call(
         given = _given({"x": x, **stored, "bias": bias})
         parameters = {name: _pointer(each) for name, each in given.items()}
         parameters["y"] = f"{type_}*"
-        source = _source(HEADERS[:1], parameters, _FEW_ROWS).format(
+        source = _source(parameters, _FEW_ROWS).format(
             **_constants(record, "global_scale" in given),
             **{"n": n, "k": k, "rows": rows, "number": number},
             bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
@@ -96,7 +93,7 @@ def _call(
         return None
     parameters = {name: _pointer(each) for name, each in stored.items()}
     parameters |= {"y": f"{type_}*", "n": "int64_t", "k": "int64_t", "threads": "int64_t"}
-    source = _source(HEADERS, parameters, _DEQUANTIZE).format(
+    source = _source(parameters, _DEQUANTIZE).format(
         **_constants(record, "global_scale" in stored), n="n", k="k", number=number
     )
     kinds, inputs = tuple(parameters.values()), tuple(stored.values())
@@ -112,11 +109,9 @@ def _pointer(tensor: Any) -> str:
     return f"const {'uint8_t' if tensor.dtype == torch.uint8 else _TYPES[tensor.dtype][0]}*"
 
 
-def _source(headers: Sequence[Path], parameters: dict[str, str], body: str) -> str:
-    """Return what is to be formatted: headers, then a function with a weight and this body."""
-    names = {path.name for path in headers}
-    lines = (line for path in headers for line in path.read_text().splitlines())
-    header = "\n".join(line for line in lines if line.removeprefix("#include ")[1:-1] not in names)
+def _source(parameters: dict[str, str], body: str) -> str:
+    """Return what is to be formatted: the header, then a function with a weight and this body."""
+    header = HEADER.read_text()
     listed = ", ".join(f"{kind} {name}" for name, kind in parameters.items())
     header = header.replace("{", "{{").replace("}", "}}")
     return f'{header}\nextern "C" void NAME({listed})\n{_WEIGHT}{body}'
