@@ -18,7 +18,7 @@ from ... import ops
 from ..._compat.torch import meta_of, statically_equal
 from ...kernels.reduce.naive import LARGEST
 from .fusions import addends_of, has_few_rows, is_like, is_norm, on_gpu, rms_norm
-from .gates import AROUND, around_of, format_of, put_group
+from .products import AROUND, around_of, format_of, put_group
 from .pattern import FLOAT_DTYPES, dtype_of, match, node_pass, replace
 
 aten = torch.ops.aten

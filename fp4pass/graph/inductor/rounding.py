@@ -21,7 +21,7 @@ from ... import ops
 from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.norm.naive import WIDEST
 from .fusions import addends_of, is_activation, is_norm, rms_norm
-from .gates import AROUND, GATES, has_kernels, put_group
+from .products import AROUND, GATES, has_kernels, put_group
 from .pattern import CAST, dtype_of, insert, match
 
 aten = torch.ops.aten
