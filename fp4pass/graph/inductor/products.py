@@ -35,9 +35,8 @@ from .fusions import (
     has_few_rows,
     is_activation,
     is_like,
-    is_norm,
+    norm_of,
     on_gpu,
-    rms_norm,
 )
 from .pattern import (
     CAST,
@@ -260,8 +259,6 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
     return None
 
 
-aten = torch.ops.aten
-
 # A norm is worth a launch of its own where one of these reads it.
 PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
 
@@ -312,19 +309,17 @@ def _place(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
             return None
         if around_of(user).residual is not None:
             return None
-    bounds = match(rms_norm(), norm) if norm.users else ()
-    for bound in (each for each in bounds if is_norm(norm, each)):
-        total: Any = bound["x"]
-        if total.target is not aten.add.Tensor or total.kwargs:
-            continue
-        shape = total.meta["val"].shape
-        if not all(is_like(each, total, shape) for each in total.args):
-            continue
-        for product, residual in (total.args, total.args[::-1]):
-            is_sum = product.target is ops.all_reduce and not product.args[2]
-            adds = (is_sum or product.target is ops.linear) and not product.kwargs
-            if adds and len(product.users) == 1 and product is not residual:
-                return product, residual, total, bound["weight"], bound["eps"]
+    bound = norm_of(norm) if norm.users else None
+    total: Any = None if bound is None else bound["x"]
+    if bound is None or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    if not all(is_like(each, total, total.meta["val"].shape) for each in total.args):
+        return None
+    for product, residual in (total.args, total.args[::-1]):
+        is_sum = product.target is ops.all_reduce and not product.args[2]
+        adds = (is_sum or product.target is ops.linear) and not product.kwargs
+        if adds and len(product.users) == 1 and product is not residual:
+            return product, residual, total, bound["weight"], bound["eps"]
     return None
 
 
@@ -334,12 +329,8 @@ def _replace(
     """Put the operators in the place of a product and a sum, and of those that read the norm."""
     graph, (target, arguments) = node.graph, _added(product, residual)
     with graph.inserting_before(total):
-        added = graph.call_function(target, arguments)
-        items = [graph.call_function(operator.getitem, (added, i)) for i in range(2)]
-    value = total.meta["val"]
-    sums = target(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1]
-    added.meta = meta_of(total, val=(value, sums))
-    items[0].meta, items[1].meta = dict(total.meta), meta_of(total, val=sums)
+        added = insert(graph, total, target, *arguments)
+        items = [insert(graph, total, operator.getitem, added, i) for i in range(2)]
     total.replace_all_uses_with(items[0])
     norm = AROUND(squares=items[1], norm_weight=weight, eps=eps)
     for user in list(node.users):
@@ -370,7 +361,7 @@ def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> b
         return False
     if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
         return False
-    bound = next((each for each in match(rms_norm(), node) if is_norm(node, each)), None)
+    bound = norm_of(node)
     if bound is None or not eligible(node):
         return False
     graph, x, weight = node.graph, bound["x"], bound["weight"]
@@ -380,18 +371,15 @@ def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> b
         return True
     # In the place of the sum, too.
     with graph.inserting_after(max(x, weight)):
-        fused = graph.call_function(ops.add_rms_norm, (*terms, weight, bound["eps"]))
-    fused.meta = meta_of(node, val=(x.meta["val"], node.meta["val"]))
-    place = fused
-    for i, each in enumerate((x, node)):
-        with graph.inserting_after(place):
-            place = graph.call_function(operator.getitem, (fused, i))
-        place.meta = dict(each.meta)
-        each.replace_all_uses_with(place)
+        fused = insert(graph, node, ops.add_rms_norm, *terms, weight, bound["eps"])
+    with graph.inserting_after(fused):
+        items = [
+            insert(graph, each, operator.getitem, fused, i) for i, each in enumerate((x, node))
+        ]
+    for each, item in zip((x, node), items, strict=True):
+        each.replace_all_uses_with(item)
     return True
 
-
-aten = torch.ops.aten
 
 # Where `linear` has the packed codes, and `compute` behind the weight and its format.
 _PACKED, _COMPUTE = 1, 6
@@ -447,7 +435,7 @@ def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Compute x, if it is an RMSNorm, and the sum before, and round it in one call, as `_round`."""
-    bound = next((each for each in match(rms_norm(), x) if is_norm(x, each)), None)
+    bound = norm_of(x)
     if bound is None or x.meta["val"].shape[-1] > WIDEST:
         return None
     before, weight, eps = bound["x"], bound["weight"], bound["eps"]
