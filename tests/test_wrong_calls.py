@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.transcode import transcode
+from fp4pass.checkpoint import transcode
 from fp4pass.errors import Fp4PassError
 from fp4pass.evaluation import output_errors
 from fp4pass.parity import Linear4bit, swap

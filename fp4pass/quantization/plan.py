@@ -71,22 +71,17 @@ UNREACHED = "calibration never reached it"
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of.
+    """The codes and scales that the weight of a linear layer is made of.
 
     Attributes:
-        fmt: the key of their format, as the source has it.
-        stored: the key of the format that holds them in a layer.
-        read: returns them, for each matrix.
-        input_scales: returns the scales of inputs that lie beside: one, one for each expert, or
-            none.
-        problem: why a layer cannot hold them, or "".
+        fmt: the key of their format.
+        read: returns them.
+        input_scales: returns the scale of inputs that lies beside, if there is one.
     """
 
     fmt: str
-    stored: str
     read: Callable[[], Sequence[QuantState]]
     input_scales: Callable[[], tuple[float, ...]]
-    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,11 +208,8 @@ def _plan_layer(
     if reason:
         return skip(layer, reason)
     if (kept := kept_weight(layer.module, config)) is not None:
-        if kept.problem:
-            note = f"quantized again, not kept as in the source: {kept.problem}"
-            return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
-        config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
+        config = dataclasses.replace(config, method="naive", fmt=kept.fmt, block=None)
         return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 

@@ -10,6 +10,9 @@ from ..evaluation.intervals import VERDICT_UNITS
 
 DASH = "\N{EN DASH}"
 
+# The errors of a layer, and their names.
+ERRORS = {"weight_error": "weight error", "output_error": "output error"}
+
 
 def finite(value: Any) -> Any:
     """Return values as they come back from JSON, in which a number that is not finite is null."""
