@@ -254,7 +254,7 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     Example:
         >>> state = fp4pass.quantize(torch.randn(4, 64), "mxfp4")
         >>> state.save("weight.safetensors")
-        >>> loaded = fp4pass.quantization.tensor.load_state("weight.safetensors")
+        >>> loaded = fp4pass.quantization.functional.load_state("weight.safetensors")
         >>> torch.equal(loaded.qdata, state.qdata)
         True
     """

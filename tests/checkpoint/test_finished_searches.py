@@ -190,5 +190,5 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     model = fp4pass.prepare(mlp())
     model(x)
     fp4pass.convert(model, "nvfp4")
-    assert get_state(model).recipe["calibration"] == {"tokens": 32, "own_tokens": 32}
+    assert get_state(model).recipe["calibration"] == {"tokens": 32}
     assert "calibration" not in get_state(convert(None, "sse")).recipe

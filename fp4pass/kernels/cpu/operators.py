@@ -41,7 +41,7 @@ from ..rotate.naive import rotate_quantize_ref
 _log = logging.getLogger(__name__)
 
 # What Inductor pastes, and what eager PyTorch compiles, which includes that.
-HEADER, SOURCE = (Path(__file__).with_name(name) for name in ("weights.h", "kernels.cpp"))
+HEADER, SOURCE = (Path(__file__).with_name(name) for name in ("few_rows.h", "kernels.cpp"))
 
 # The dtypes that the functions are compiled for, by the end of their names.
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -51,7 +51,7 @@ _SHARE = 1 << 15
 
 
 class Weight(ctypes.Structure):
-    """A packed weight, as weights.h has it."""
+    """A packed weight, as few_rows.h has it."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scale", "global_scale", "values", "steps")),
