@@ -15,7 +15,7 @@ from .._compat import LIBRARIES, is_newer, is_older
 from .._version import __version__
 from ..core.formats import FORMATS, NVFP4
 from ..core.machine import has_fp4_tensor_cores
-from ..kernels.cpu.library import load, serves
+from ..kernels.cpu.operators import load, serves
 from ..ops.registration import unserved
 from . import screen
 
