@@ -122,10 +122,8 @@ def all_linear(
     for name, module in model.named_modules():
         if module in inside:
             continue
-        inner = module
-        if isinstance(module, BaseTunerLayer):
-            inner = module.get_base_layer()
-            inside |= set(module.modules())
+        inside |= set(module.modules()) if isinstance(module, BaseTunerLayer) else set()
+        inner = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if isinstance(inner, nn.Linear | tuners_utils.Conv1D) or is_packed(inner):
             found[name] = inner
     return {name for name, each in found.items() if each is not head}
