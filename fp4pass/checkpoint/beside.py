@@ -1,4 +1,4 @@
-"""Bring what lies beside weights: files and tensors of the source, a card; upload a folder.
+"""Bring what lies beside weights: files and tensors of the source, and a card.
 
 Files and tensors come from the folder that the model was read from: a tokenizer, licenses, code,
 tensors that the class has no place for.
@@ -11,14 +11,12 @@ import fnmatch
 import glob
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,10 @@ from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
 from .._version import __version__
 from ..core.files import parse_json, path_of
-from ..errors import CheckpointError, OptionError, as_option, expected, some
+from ..errors import OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
-from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
+from ..record.source_folder import named_folder, source_folder, tensor_files, tensor_shapes
 from ..record.state import ModelState, known_tokenizer
 from .model_layers import COPIED, NOT_COPIED, is_left_over, is_transformers
 from .readers import Readers
@@ -78,7 +76,9 @@ TOKENIZER_FILES = (
 )
 
 # Names of weights that `save` may write. Other libraries would read a copy.
-_WRITTEN = re.compile(r"(model|fp4pass)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WRITTEN = re.compile(
+    r"(model|fp4pass)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|pytorch_model\.bin\.index\.json"
+)
 
 
 def files_to_copy(
@@ -111,24 +111,14 @@ def files_to_copy(
         found = glob.glob(within, root_dir=source, recursive=True)
         asked = {path for path in map(source.joinpath, found) if is_inside(path)}
         if not asked:
-            raise OptionError(
-                f"{expected('copy_files', f'a glob of files in {source}', repr(pattern))} It "
-                "matches none; it is relative to the folder, and links out of it are not followed."
-            )
+            wanted = expected("copy_files", f"a glob of files in {source}", repr(pattern))
+            raise OptionError(f"{wanted} Links out of it are not followed.")
         chosen |= asked
-    own = {*written, *(f"{weights}.index.json" for weights in WEIGHTS)}
-    chosen = {
-        path
-        for path in chosen
-        if path.parent != source or not (path.name in own or _WRITTEN.fullmatch(path.name))
-    }
-    own |= {path.name for path in tensor_files(source).values()}
-    kept, left = {path.relative_to(source).parts[0] for path in chosen}, []
-    for name in (path.relative_to(source) for path in every if path not in chosen):
-        top = name.parts[0]
-        if top not in own:
-            left.append(name.as_posix() if top in {name.name, *kept} else f"{top}/")
-    return sorted(chosen), list(dict.fromkeys(left))
+    own = {source / name for name in written}
+    own |= {path for path in every if path.parent == source and _WRITTEN.fullmatch(path.name)}
+    known = {*chosen, *own, *tensor_files(source).values()}
+    left = [path.relative_to(source).as_posix() for path in every if path not in known]
+    return sorted(chosen - own), left
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -159,13 +149,10 @@ def part_folders(source: Path) -> dict[str, tuple[str, ...]]:
     parts: dict[Any, tuple[str, ...]] = {}
     if isinstance(index, dict):
         parts |= {name: _OF_PARTS for name, part in index.items() if isinstance(part, list)}
-    for each in modules if isinstance(modules, list) else ():
-        parts[each.get("path") if isinstance(each, dict) else None] = _OF_MODULES
-    return {
-        os.path.normpath(folder): patterns
-        for folder, patterns in parts.items()
-        if isinstance(folder, str) and os.path.normpath(folder) != "."
-    }
+    if isinstance(modules, list):
+        parts |= {each.get("path"): _OF_MODULES for each in modules if isinstance(each, dict)}
+    paths = {n: os.path.normpath(n) for n in parts if isinstance(n, str)}
+    return {path: parts[name] for name, path in paths.items() if path != "."}
 
 
 def _code(source: Path, files: Collection[Path]) -> set[Path]:
@@ -225,9 +212,8 @@ def copy_beside(
         new.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, new)
     if left:
-        _log.info(
-            "%s: not copied: %s (%s takes globs)", source, some(left, 5), as_option("copy_files")
-        )
+        option = as_option("copy_files")
+        _log.info("%s: not copied: %s (%s takes globs)", source, some(left, 5), option)
 
 
 @dataclass(frozen=True)
@@ -257,9 +243,9 @@ class Beside:
             if folder is None:
                 wanted = "a folder, or a hub id in the cache"
                 raise OptionError(expected("source", wanted, str(source)))
-        if copy_files and folder is None:
-            raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
-        if copy_files and folder is not None:
+        if copy_files:
+            if folder is None:
+                raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
             files_to_copy(folder, copy_files)
         return Beside(tokenizer, folder, copy_files)
 
@@ -351,7 +337,7 @@ def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> lis
     return [name for name, target in found.items() if target not in known]
 
 
-# The model card, and the hub.
+# The model card.
 
 _NAME = "README.md"
 
@@ -387,9 +373,8 @@ def write_card(
     readers: Readers,
     evaluations: Mapping[str, Any],
     source: Path | None,
-    name: str,
 ) -> None:
-    """Write the card of a folder, complete but for it. name: of its repository, or ""."""
+    """Write the card of a folder, complete but for it."""
     from huggingface_hub import ModelCard, ModelCardData
 
     report, kind = state.report, model_class(root).__name__
@@ -412,37 +397,24 @@ def write_card(
     whole = base or (kind if source is None else source.name)
     made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
     # Not the name of the folder, which may be given another one.
-    title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
-    kinds: dict[object, list[Row]] = {}
-    for row in report.converted:
-        kinds.setdefault(row.config and (row.config.label, row.config.method_name), []).append(row)
+    title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+    kinds = Counter(
+        (row.config.label, row.config.method_name) for row in report.converted if row.config
+    )
     counts = f"{len(report.converted)} of {len(report.rows)} weights"
     recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
     lines = [
         f"# {title}\n",
         f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",
-        f"```json\n{json.dumps(recipe, indent=1)}\n```\n",
-        *_table(
-            ("scheme", "method", "weights", "bits each", "weight error", "output error"),
-            map(_group, kinds.values()),
-        ),
-        "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration.\n",
-        *_table(
-            ("text", "tokens", "perplexity", "KL to the original", "same top token"),
-            [_evaluation(text, found) for text, found in evaluations.items()],
-        ),
-        "",
-        *_table(
-            ("not packed", "reason"),
-            ((str(n), why) for why, n in Counter(r.skip_reason for r in report.skipped).items()),
-        ),
+        *(f"- {n} in {label}, by {method}" for (label, method), n in kinds.items()),
+        *(f"- {n} not: {why}" for why, n in Counter(r.skip_reason for r in report.skipped).items()),
+        f"\n```json\n{json.dumps(recipe, indent=1)}\n```\n",
+        *(f"- {text}: {_evaluation(found)}" for text, found in evaluations.items()),
         f"\nThe layout is {layout}, {readers}.\n",
     ]
-    where = name or "path/to/this/folder"
-    call = f'snapshot_download("{name}")' if name else f'"{where}"'
+    where = "path/to/this/folder"
     model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
-    hub = "from huggingface_hub import snapshot_download\n" if name else ""
-    lines.append(f"```python\nimport fp4pass\n{hub}\nmodel = fp4pass.load({call}{model}\n```")
+    lines.append(f'```python\nimport fp4pass\n\nmodel = fp4pass.load("{where}"{model}\n```')
     commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
     lines += ["\n```sh", *commands, "```"] if commands else []
     if (folder / _NAME).is_file():
@@ -478,80 +450,7 @@ def _header_of(source: Path | None) -> dict[str, Any]:
         return {}
 
 
-def _evaluation(text: str, found: Any) -> tuple[str, ...]:
-    kl = "-" if found.kl is None else f"{found.kl:.4f} nats a token"
-    top = "-" if found.top1 is None else f"{100 * found.top1:.1f} %"
-    return text, f"{found.tokens:,}", f"{found.perplexity:.2f}", kl, top
-
-
-def _group(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return weights with equal options as a row of a table."""
-    config, sizes = rows[0].config, [math.prod(row.shape) for row in rows]
-    bits = sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes)
-    errors = ([row.weight_error for row in rows], [row.output_error for row in rows])
-    shown = ("", "") if config is None else (config.label, config.method_name)
-    return (*shown, str(len(rows)), f"{bits:.2f}", *map(_percent, errors))
-
-
-def _percent(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{100 * sum(known) / len(known):.2f} %" if len(known) == len(values) else "-"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, none for a table without rows."""
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = [header, ["---"] * len(header), *cells] if cells else []
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def require_repository(name: str, token: str | None = None) -> None:
-    """Raise OptionError or CheckpointError unless the hub knows who asks for a repository."""
-    require("huggingface_hub")
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        wanted = 'the name of a repository, as "user/name"'
-        raise OptionError(expected("push_to_hub", wanted, name)) from error
-    if token is None and get_token() is None:
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: no token of Hugging Face was found. Run `hf "
-            "auth login`, or set HF_TOKEN. Nothing was written."
-        )
-    with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
-        HfApi(token=token).whoami()
-
-
-def upload(folder: Path, name: str, private: bool | None, token: str | None) -> None:
-    """Upload a folder; a repository that does not exist is made. Raises CheckpointError."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token, library_name="fp4pass", library_version=__version__)
-    with _asking(name, f"The folder is whole: upload it with `hf upload {name} {folder}`."):
-        made = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=made.repo_id,
-            folder_path=os.fspath(folder),
-            commit_message=f"Upload a model that fp4pass {__version__} quantized",
-        )
-
-
-@contextmanager
-def _asking(name: str, remedy: str) -> Iterator[None]:
-    """Make what the hub and its library raise a CheckpointError that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # httpx in version 1, httpx2 in version 2; both raise more below it than HfHubHTTPError.
-    errors: list[Any] = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
-    try:
-        yield
-    except (*errors, OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "
-            f"{lines[0].rstrip('.'):.300}. {remedy}"
-        ) from error
+def _evaluation(found: Any) -> str:
+    kl = "" if found.kl is None else f", KL to the original {found.kl:.4f} nats a token"
+    top = "" if found.top1 is None else f", same top token {100 * found.top1:.1f} %"
+    return f"perplexity {found.perplexity:.2f} of {found.tokens:,} tokens{kl}{top}"

@@ -18,7 +18,6 @@ from ..api.from_disk import finished_layers, quantize_checkpoint
 from ..api.one_call import OwnText
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
-from ..checkpoint.beside import require_repository
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import LAYOUTS, get_layout
@@ -103,10 +102,6 @@ To = Annotated[
     str, Option(help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.", metavar="LAYOUT")
 ]
 Dtype = Annotated[str, Option(help="Dtype of dense weights: auto, bfloat16, float16 or float32.")]
-Push = Annotated[
-    str | None,
-    Option(help="Upload the folder to a repository on the Hugging Face hub.", metavar="USER/NAME"),
-]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -135,7 +130,6 @@ def quantize(
     max_shard_size: given.ShardSize = "5GB",
     overwrite: given.Overwrite = False,
     card: given.Card = True,
-    push_to_hub: Push = None,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -182,8 +176,6 @@ def quantize(
     windows = 128 if samples is None else samples
     _require_work_for_each(group.size, chosen, windows)
     require_free(output, overwrite, marks=(MANIFEST,))
-    if push_to_hub is not None:
-        require_repository(push_to_hub)
     given.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = load_config(model, trust_remote_code)
@@ -210,7 +202,7 @@ def quantize(
     # With it the model writes its own text.
     reader = processor if read is text else None
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite, "copy_files": copy_files or ()}
-    written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
+    written |= {"max_shard_size": max_shard_size, "card": card}
     try:
         if stream:
             screen.note(f"{model}: {class_of(config).__name__}, layer by layer")
