@@ -49,7 +49,6 @@ def quantize_checkpoint(
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    card: bool | Mapping[str, Any] = False,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Unpack[LinearOptions],
@@ -78,7 +77,6 @@ def quantize_checkpoint(
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
-        card: as for `save`.
         trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
@@ -121,8 +119,8 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"card": card, "copy_files": copy_files}
-        save(model, target, source=files, max_shard_size=max_shard_size, **written)
+        written |= {"copy_files": copy_files, "max_shard_size": max_shard_size}
+        save(model, target, source=files, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)
     return report(model)

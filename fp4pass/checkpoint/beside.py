@@ -1,4 +1,4 @@
-"""Bring what lies beside weights: files and tensors of the source, and a card.
+"""Bring what lies beside weights: files and tensors of the source.
 
 Files and tensors come from the folder that the model was read from: a tokenizer, licenses, code,
 tensors that the class has no place for.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import ast
 import fnmatch
 import glob
-import json
 import logging
 import os
 import re
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import require
 from .._compat.torch import model_class
 from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
-from .._version import __version__
 from ..core.files import parse_json, path_of
 from ..errors import OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
 from ..record.source_folder import named_folder, source_folder, tensor_files, tensor_shapes
-from ..record.state import ModelState, known_tokenizer
-from .model_layers import COPIED, NOT_COPIED, is_left_over, is_transformers
-from .readers import Readers
-from .source_files import MANIFEST, read_tensors, without_scales
+from ..record.state import known_tokenizer
+from .model_layers import COPIED, NOT_COPIED, is_left_over
+from .source_files import read_tensors, without_scales
 
 _log = logging.getLogger(__name__)
 
@@ -335,122 +330,3 @@ def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> lis
     """Return the tensors of a folder that are none of a model's, nor made into one."""
     found = names_in_model(model, names, merged=True, known=known)
     return [name for name, target in found.items() if target not in known]
-
-
-# The model card.
-
-_NAME = "README.md"
-
-# Keys of the float model's card that hold for the packed one, too.
-_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-
-# The commands by which each program that may read the folder serves it.
-_COMMANDS = {
-    "vLLM": "vllm serve {name}",
-    "SGLang": "python -m sglang.launch_server --model-path {name}",
-}
-
-
-def check_card(given: Any) -> Mapping[str, Any] | None:
-    """Return the evaluations of the card that is asked for, None for none. Raises OptionError."""
-    if given is False:
-        return None
-    require("huggingface_hub")
-    evaluations = {} if given is True else given
-    if isinstance(evaluations, Mapping) and all(
-        hasattr(each, "perplexity") for each in evaluations.values()
-    ):
-        return evaluations
-    wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
-    raise OptionError(expected("card", wanted, f"{given!r:.60}"))
-
-
-def write_card(
-    folder: Path,
-    root: nn.Module,
-    state: ModelState,
-    layout: str,
-    readers: Readers,
-    evaluations: Mapping[str, Any],
-    source: Path | None,
-) -> None:
-    """Write the card of a folder, complete but for it."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    report, kind = state.report, model_class(root).__name__
-    there, base = _header_of(source), _hub_id(root)
-    if source is not None and (source / MANIFEST).is_file():
-        # Packed already, of a model that its own card names.
-        base = there.get("base_model") or ""
-    inherited = {key: there[key] for key in _INHERITED if there.get(key)}
-    if kind.endswith("ForCausalLM"):
-        inherited.setdefault("pipeline_tag", "text-generation")
-    formats = sorted({row.config.fmt for row in report.converted if row.config})
-    header = ModelCardData(
-        **inherited,
-        base_model=base or None,
-        base_model_relation="quantized" if base else None,
-        library_name="transformers" if is_transformers(root) else "fp4pass",
-        tags=["fp4pass", *formats, layout],
-        quantized_by="fp4pass",
-    )
-    whole = base or (kind if source is None else source.name)
-    made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
-    # Not the name of the folder, which may be given another one.
-    title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
-    kinds = Counter(
-        (row.config.label, row.config.method_name) for row in report.converted if row.config
-    )
-    counts = f"{len(report.converted)} of {len(report.rows)} weights"
-    recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
-    lines = [
-        f"# {title}\n",
-        f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",
-        *(f"- {n} in {label}, by {method}" for (label, method), n in kinds.items()),
-        *(f"- {n} not: {why}" for why, n in Counter(r.skip_reason for r in report.skipped).items()),
-        f"\n```json\n{json.dumps(recipe, indent=1)}\n```\n",
-        *(f"- {text}: {_evaluation(found)}" for text, found in evaluations.items()),
-        f"\nThe layout is {layout}, {readers}.\n",
-    ]
-    where = "path/to/this/folder"
-    model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
-    lines.append(f'```python\nimport fp4pass\n\nmodel = fp4pass.load("{where}"{model}\n```')
-    commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
-    lines += ["\n```sh", *commands, "```"] if commands else []
-    if (folder / _NAME).is_file():
-        _log.info("%s: the model card replaces that of %s", _NAME, base or source)
-    text = "\n".join(lines)
-    card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}\n")
-    (folder / _NAME).write_text(str(card), encoding="utf-8")
-
-
-def _hub_id(root: nn.Module) -> str:
-    """Return the id of the repository that a model was read from, "" for a folder."""
-    path = Path(str(getattr(root, "name_or_path", "") or ""))
-    if "snapshots" in path.parts:
-        # A folder of the cache: models--user--name/snapshots/commit.
-        stored = path.parts[path.parts.index("snapshots") - 1]
-        return stored.removeprefix("models--").replace("--", "/")
-    return "" if path.exists() or len(path.parts) != 2 else path.as_posix()
-
-
-def _header_of(source: Path | None) -> dict[str, Any]:
-    """Return what the card of the float model declares, {} if it has none that can be read."""
-    if source is None or not (source / _NAME).is_file():
-        return {}
-    import yaml
-    from huggingface_hub import ModelCard
-
-    try:
-        text = (source / _NAME).read_text(encoding="utf-8")
-        card = ModelCard(text, ignore_metadata_errors=True)
-        return dict(card.data.to_dict()) if text.startswith("---") else {}
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        _log.warning("%s: its header cannot be read: %s", source / _NAME, error)
-        return {}
-
-
-def _evaluation(found: Any) -> str:
-    kl = "" if found.kl is None else f", KL to the original {found.kl:.4f} nats a token"
-    top = "" if found.top1 is None else f", same top token {100 * found.top1:.1f} %"
-    return f"perplexity {found.perplexity:.2f} of {found.tokens:,} tokens{kl}{top}"

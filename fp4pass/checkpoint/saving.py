@@ -41,7 +41,7 @@ from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
-from .beside import Beside, check_card, copy_beside, read_carried, write_card
+from .beside import Beside, copy_beside, read_carried
 from .finished import ConvertedState
 from .layouts import (
     BUFFERS,
@@ -122,7 +122,6 @@ def save(
     copy_files: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    card: bool | Mapping[str, Any] = False,
     progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
@@ -147,8 +146,6 @@ def save(
         copy_files: globs of further files of `source` to copy, such as "assets/*.png".
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, with all that has been put beside.
-        card: write README.md, a model card with the report, in place of that of `source`.
-            `{"WikiText-2": evaluation}` adds what `fp4pass.evaluate` returned for a text.
         progress: as for `convert`.
 
     Raises:
@@ -167,7 +164,6 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside.of(root, tokenizer, source, copy_files)
-    evaluations = check_card(card)
     group = ranks()
     group.arrive()
     with asked_for():
@@ -182,9 +178,6 @@ def save(
             warnings.warn(warning, stacklevel=2)
         with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
             _write(plan, root, state, folder, limit, beside)
-            if evaluations is not None:
-                about = (plan.layout.name, plan.readers, evaluations, beside.source)
-                write_card(folder, root, state, *about)
         _log.info("%s: %s", target, plan.readers)
 
 

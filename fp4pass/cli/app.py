@@ -33,7 +33,7 @@ _HEADINGS = {
     },
     "Data": {"data", "held_out", "samples", "seq_len", "seed", "stride", "batch_size"},
     "Device": {"device", "dtype", "sequential", "stream", "trust_remote_code"},
-    "Output": {"output", "to", "max_shard_size", "copy_files", "overwrite", "card"},
+    "Output": {"output", "to", "max_shard_size", "copy_files", "overwrite"},
 }
 
 

@@ -70,7 +70,6 @@ def merge(
     copy_files: given.CopyFiles = None,
     max_shard_size: given.ShardSize = "5GB",
     overwrite: given.Overwrite = False,
-    card: given.Card = True,
     as_json: screen.Json = False,
 ) -> None:
     """Merge a LoRA adapter into the packed weights of a checkpoint, and measure the cost.
@@ -101,7 +100,7 @@ def merge(
             options: Any = (str(base), processor, model.config, batch_size)
             batches[name] = given.read_batches(spec, *options, **numbers)
     found = merge_adapters(tuned, method, tokenizer=processor, **batches)
-    written: dict[str, Any] = {"layout": layout, "copy_files": copy_files or (), "card": card}
+    written: dict[str, Any] = {"layout": layout, "copy_files": copy_files or ()}
     written |= {"max_shard_size": max_shard_size, "overwrite": overwrite}
     save(found.model, output, source=beside, **written)
     if as_json:

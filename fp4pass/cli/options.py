@@ -80,10 +80,6 @@ CopyFiles = Annotated[
 ShardSize = Annotated[str, Option(help="Largest size of a file of weights.")]
 Output = Annotated[Path, Option("--output", "-o", help="The folder to write.")]
 Overwrite = Annotated[bool, Option(help="Replace the checkpoint in the folder.")]
-Card = Annotated[
-    bool,
-    Option("--card/--no-card", help="Replace the model's README.md with a model card."),
-]
 
 # Fields whose option has another name: its values are names of schemes.
 _FLAGS = {"fmt": "scheme"}

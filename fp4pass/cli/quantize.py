@@ -129,7 +129,6 @@ def quantize(
     copy_files: given.CopyFiles = None,
     max_shard_size: given.ShardSize = "5GB",
     overwrite: given.Overwrite = False,
-    card: given.Card = True,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -202,7 +201,7 @@ def quantize(
     # With it the model writes its own text.
     reader = processor if read is text else None
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite, "copy_files": copy_files or ()}
-    written |= {"max_shard_size": max_shard_size, "card": card}
+    written["max_shard_size"] = max_shard_size
     try:
         if stream:
             screen.note(f"{model}: {class_of(config).__name__}, layer by layer")
