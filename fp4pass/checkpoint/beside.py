@@ -128,7 +128,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern matches a path, folder by folder."""
     return any(
         name.count("/") == each.count("/") and fnmatch.fnmatchcase(name.lower(), each.lower())
         for each in patterns
@@ -190,7 +189,6 @@ def _imports(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Any:
-    """Return what a JSON file holds, None for one that is missing or broken."""
     try:
         return parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -277,7 +275,10 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
     """
     folder = source_folder(model)
     files = {} if folder is None else tensor_files(folder)
-    known = dict.fromkeys(_float_names(model))
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {n: weight_name(n, each) for n, each in modules if isinstance(each, QUANTIZED)}
+    known = dict.fromkeys([*packed.values(), *(f"{name}.bias" for name in packed)])
+    known |= dict.fromkeys(n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
     spare = [name for name in files if name not in known]
     left = _unplaced(model, spare, known) if spare else []
     if folder is None or not left or getattr(model.config, "quantization_config", None) is not None:
@@ -313,17 +314,6 @@ def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     for path in sorted({path for path in files.values() if path.suffix == ".bin"}):
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         yield from ((name, held[name]) for name, where in files.items() if where == path)
-
-
-def _float_names(model: nn.Module) -> Iterator[str]:
-    """Yield the names that the state dict of the float model has."""
-    modules = model.named_modules(remove_duplicate=False)
-    packed = {
-        name: weight_name(name, each) for name, each in modules if isinstance(each, QUANTIZED)
-    }
-    yield from packed.values()
-    yield from (n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
-    yield from (f"{name}.bias" for name in packed)
 
 
 def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> list[str]:

@@ -262,7 +262,6 @@ class FinishedLayers(FinishedWork):
 
 
 def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the packed modules of a layer, by their names in the model."""
     return {
         f"{name}.{path}" if path else name: module
         for path, module in layer.named_modules()
@@ -294,5 +293,4 @@ def _is_whole(path: Path, identity: str) -> bool:
 
 
 def _facts_of(path: Path) -> Path:
-    """Return the path of the facts of a file of tensors."""
     return path.with_suffix(".json")

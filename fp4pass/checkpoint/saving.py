@@ -287,11 +287,19 @@ def _declare(
 def _write(
     plan: SavePlan, root: nn.Module, state: ConvertedState, folder: Path, limit: int, beside: Beside
 ) -> None:
-    """Write what is decided to a new folder."""
     writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
     beside.copy(folder, {MANIFEST, "config.json", *side_files()})
     if is_transformers(root):
-        _write_configs(root, plan, writer)
+        model: Any = root
+        model.config.save_pretrained(folder)
+        data = json.loads((folder / "config.json").read_text())
+        data["architectures"] = [model_class(root).__name__]
+        if layout_dtype := plan.layout.dtype:
+            # Stock transformers dequantizes to it, and cannot multiply by two dtypes.
+            data["dtype"] = layout_dtype
+        writer.declare(data, plan.ignored, plan.declared)
+        if getattr(root, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
     beside.write_tokenizer(root, folder)
     current().expect(plan.size, "bytes")
     for name, read in plan.tensors.items():
@@ -309,7 +317,6 @@ def _write(
 
 
 def _require_converted(root: nn.Module) -> ConvertedState:
-    """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
@@ -325,19 +332,6 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     if inside is not None:
         raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
-
-
-def _write_configs(root: Any, plan: SavePlan, writer: CheckpointWriter) -> None:
-    """Write config.json, generation_config.json, and what the layout has beside them."""
-    root.config.save_pretrained(writer.folder)
-    data = json.loads((writer.folder / "config.json").read_text())
-    data["architectures"] = [model_class(root).__name__]
-    if plan.layout.dtype:
-        # Stock transformers dequantizes to it whatever the rest has, and cannot multiply by both.
-        data["dtype"] = plan.layout.dtype
-    writer.declare(data, plan.ignored, plan.declared)
-    if getattr(root, "generation_config", None) is not None:
-        root.generation_config.save_pretrained(writer.folder)
 
 
 def _tensors(
@@ -461,7 +455,6 @@ class CheckpointWriter:
             self.total += each.nbytes
 
     def _flush(self) -> None:
-        """Write what is held to a file, under a temporary name."""
         path = self.folder / f"part-{len(self.parts)}"
         # safetensors makes files that only their owner can read.
         path.touch()
@@ -583,7 +576,6 @@ def transcode(
 
 
 def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit: int) -> None:
-    """Write the layers of a folder in another layout."""
     config = dict(reader.config)
     if config and reader.own is not None and layout.dtype:
         config["dtype"] = layout.dtype

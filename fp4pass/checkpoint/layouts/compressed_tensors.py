@@ -321,5 +321,4 @@ def _online(
 
 
 def _applies(apply: Mapping[str, Any], name: str) -> bool:
-    """Return whether a transform is applied to a layer."""
     return matches(name, apply.get("targets", ())) and not matches(name, apply.get("ignore", ()))
