@@ -21,7 +21,7 @@ ROOT = Path(fp4pass.__file__).parent
 BY_NAME = {"integrations", "reporting", "cli", "__main__"}
 BY_NAME |= {"_compat/lm_eval", "_compat/peft"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
-OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe"}
+OPTIONAL |= {"yaml", "jinja2"}
 
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -194,10 +194,10 @@ class Mlp(nn.Module):
 
 
 STYLES = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-# Tokens are split between the layers.
-SEQUENCE = {
-    "a": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
-    "b": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+# The tensor between the layers is whole.
+WHOLE = {
+    "a": ColwiseParallel(output_layouts=Replicate()),
+    "b": RowwiseParallel(input_layouts=Replicate()),
 }
 
 
@@ -218,9 +218,9 @@ def styles(folder: Path) -> dict[str, Any]:
             (each.weight.cpu(), other.weight.full_tensor().cpu())
             for each, other in ((whole.a, part.a), (whole.b, part.b))
         ]
-    tokens = parallelize_module(copy.deepcopy(whole), mesh(), SEQUENCE)
+    between = parallelize_module(copy.deepcopy(whole), mesh(), WHOLE)
     with torch.no_grad():
-        found["tokens"] = whole(x).chunk(2)[RANK].cpu(), tokens(x.chunk(2)[RANK]).cpu()
+        found["between"] = whole(x).cpu(), between(x).cpu()
     # The largest number is among the columns of one process.
     wide = torch.randn(5, 128, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     wide[:, 64:] *= 4096
@@ -324,6 +324,9 @@ def errors(folder: Path) -> dict[str, Any]:
     found["a parameter"] = split({}, plan={"model.norm.weight": "colwise"})
     model = converted("Qwen3", {}, W4A16)
     found["mesh"] = failure(lambda: fp4pass.parallelize(model, mesh(1, 2)))
+    tokens = ColwiseParallel(input_layouts=Shard(0))
+    layer = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
+    found["tokens"] = failure(lambda: parallelize_module(layer, mesh(), tokens))
     found["rows"] = failure(
         lambda: parallelize_module(
             fp4pass.convert(nn.Linear(64, 63), "nvfp4", method="sse"), mesh(), STYLES["a"]

@@ -142,9 +142,9 @@ def test_styles_compute_what_the_whole_layer_does(two: list[dict[str, Any]], nam
             assert torch.equal(whole, gathered)
 
 
-def test_layers_that_split_tokens(two: list[dict[str, Any]]) -> None:
+def test_layers_with_a_whole_tensor_between_them(two: list[dict[str, Any]]) -> None:
     for found in two:
-        whole, split = found["styles"]["tokens"]
+        whole, split = found["styles"]["between"]
         assert_near(split, whole)
 
 
@@ -220,6 +220,7 @@ ERRORS = {
     "mesh": "OptionError: mesh: expected a DeviceMesh of one dimension, got",
     "rows": "ShapeError: QuantizedLinear: out_features=63 is not a multiple of 2 ranks",
     "other weights": "StateError: The model to split is not the same in all processes: rank 1",
+    "tokens": "OptionError: QuantizedLinear: expected layouts (Replicate(), Shard(dim=-1)) or",
     "twice": "StateError: The model is split already",
     "dense": "StateError: The model is not converted",
     "input": "StateError: The input of QuantizedLinear: expected a tensor, got a DTensor. Split",

@@ -201,7 +201,7 @@ def test_wrong_calls_change_nothing() -> None:
         (OptionError, r"share: expected a number in \[0, 1\], got 2", {"share": 2}),
         (OptionError, "others: expected a number that is not negative", {"others": math.nan}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
-        (CalibrationError, "batches: expected at least 2 windows", {"batches": windows(1)}),
+        (CalibrationError, "give at least 2 windows or batches", {"batches": windows(1)}),
         (CalibrationError, "at least one window in each", {"held_out": []}),
         (CalibrationError, "expected tokens from 0 to 47, .*, got 48", {"batches": beyond}),
         (ShapeError, "those of the converted model", {"original": Predictor(64).eval()}),

@@ -16,10 +16,8 @@ from ..._compat import torch as compat
 from .argmax import split_argmax
 from .attention import fuse_attention, fuse_rotary
 from .fusions import fuse_quantizers
-from .gates import fuse_experts, fuse_gates
 from .merge import group_linears, join_counters, share_calls, share_observers
-from .residuals import fuse_norms, fuse_residuals
-from .rounding import round_rows
+from .products import fuse_experts, fuse_gates, fuse_norms, fuse_residuals, round_rows
 
 # The passes on every graph with operators of fp4pass, in their order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
