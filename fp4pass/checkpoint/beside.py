@@ -15,7 +15,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -209,38 +208,36 @@ def copy_beside(
         _log.info("%s: not copied: %s (%s takes globs)", source, some(left, 5), option)
 
 
-@dataclass(frozen=True)
 class Beside:
-    """The tokenizer and the source that come along with a model."""
+    """The tokenizer and the source that come along with a model.
 
-    tokenizer: Any  # None where the source has it
-    source: Path | None  # the folder that the model was made of
-    copy_files: Sequence[str]  # globs of its files that come along, with those that always do
+    What is not given is found, as far as it is there. Raises OptionError.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         root: nn.Module,
         tokenizer: Any,
         source: str | os.PathLike[str] | None,
         copy_files: Sequence[str],
-    ) -> Beside:
-        """Find what comes along, as far as it is not given. Raises OptionError."""
+    ) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
             what = "a tokenizer or processor of transformers, which has save_pretrained"
             raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
-        if source is None:
-            tokenizer = known_tokenizer(root) if tokenizer is None else tokenizer
-            folder = source_folder(root)
-        else:
+        folder = source_folder(root)
+        if source is not None:
             folder = named_folder(os.fspath(path_of(source, "source")))
             if folder is None:
                 wanted = "a folder, or a hub id in the cache"
                 raise OptionError(expected("source", wanted, str(source)))
+        elif tokenizer is None:
+            tokenizer = known_tokenizer(root)
         if copy_files:
             if folder is None:
                 raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
             files_to_copy(folder, copy_files)
-        return Beside(tokenizer, folder, copy_files)
+        # No tokenizer where the source has it; globs of further files of the source.
+        self.tokenizer, self.source, self.copy_files = tokenizer, folder, copy_files
 
     def copy(self, target: Path, written: Collection[str]) -> None:
         """Copy files of the source, but for those that are `written`."""

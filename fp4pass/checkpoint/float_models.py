@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import Later, Pending, made_later, names_in_model, other_tensors
-from ..core.quant_state import QuantState
+from .._compat.transformers_loading import Later, Pending, made_later, other_tensors
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
-from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.plan import KeptWeight, keep_weight
+from ..nn.linear import PACKED
 from .beside import LISTED, files_to_copy, part_folders
 from .layouts import CACHE_SCALES, LAYOUTS, join
 from .reader import CheckpointReader, is_packed, open_checkpoint
@@ -153,14 +151,6 @@ def load_float(
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
-    weights = {} if held is None else held.weights()
-    modules = dict(model.named_modules())
-    for disk, name in names_in_model(model, weights).items() if weights else ():
-        # Linear layers know the FP8 codes that their weights are made of.
-        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
-        if type(module) is nn.Linear:
-            kept = KeptWeight(weight.record.fmt.key, weight.states, weight.input_scales)
-            keep_weight(module, "weight", kept)
     by_module: dict[str, dict[str, Later]] = {}
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
@@ -221,21 +211,6 @@ class Fp8Weight:
         name = self.reader.names(self.layer)[PACKED]
         with opened(self.reader.files[name]) as file:
             return [file.get_tensor(self.reader.on_disk.get(name, name))]
-
-    def states(self) -> list[QuantState]:
-        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
-        record, parts = self.record, self.reader.parts(self.layer, (PACKED, SCALE))
-        codes, scales = parts[PACKED], parts[SCALE]
-        assert codes is not None and scales is not None, "open_checkpoint requires both"
-        bits, dtype = scales.view(record.fmt.scale.dtype), getattr(torch, record.weight_dtype)
-        return [QuantState(codes, bits, 1.0, record.fmt, record.shape, dtype)]
-
-    def input_scales(self) -> tuple[float, ...]:
-        """Return the one scale of inputs, () where each token has its own."""
-        if not self.record.static_inputs:
-            return ()
-        scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
-        return () if scale is None else (scale.item(),)
 
     def get_shape(self) -> list[int]:
         """Return the shape of the dense weight."""

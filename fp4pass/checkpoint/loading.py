@@ -62,9 +62,6 @@ from .reader import (
 )
 from .source_files import require_config, tensor_facts
 
-# Device maps that accelerate works out.
-_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 def load(
     directory: str | os.PathLike[str],
@@ -98,7 +95,7 @@ def load(
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))
         True
     """
-    is_map = device_map is None or device_map in _BALANCED or isinstance(device_map, Mapping)
+    is_map = device_map in (None, "auto") or isinstance(device_map, Mapping)
     place = None if is_map else _device(device_map)
     reader = open_checkpoint(directory)
     given = None if model is None else unwrap(model)
@@ -488,8 +485,7 @@ def _device(name: Any) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
-        what = f"a device such as 'cuda:0', one of {maps}"
+        what = "a device such as 'cuda:0', 'auto', or a dict from names of modules to devices"
         raise OptionError(expected("device_map", what, name)) from error
     require_device(str(device), "device_map=")
     return device
@@ -511,11 +507,9 @@ def _dispatch(model: nn.Module, device_map: Any) -> None:
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    if device_map in _BALANCED:
+    if device_map == "auto":
         whole: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
-        memory = None
-        if device_map != "sequential":
-            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **whole)
+        memory = get_balanced_memory(model, **whole)
         # Packed weights are buffers.
         device_map = infer_auto_device_map(model, max_memory=memory, offload_buffers=True, **whole)
     devices = set(device_map.values())

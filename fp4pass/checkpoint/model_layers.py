@@ -51,7 +51,6 @@ from ..quantization.adapters import parents
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
 from ..quantization.replace import enable_dequantize, quantizes_input, share_inputs, use_slow_paths
-from ..record.config import LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import ModelState, get_state, has_adapters, set_state
 from .finished import ConvertedState
@@ -100,15 +99,13 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             transposed=bool(getattr(module, "transposed", False)),
             shape=row.shape,
             stored_shape=stored_shape(getattr(module, "view", None), row.shape),
-            static_inputs=has_static_inputs(module, row.config),
+            static_inputs=(
+                # Inputs in FP8 have the one scale that is stored.
+                module._buffers.get(INPUT_GLOBAL) is not None
+                and not (row.config.weight_only or row.config.format.has_global_scale)
+            ),
         )
     return layers
-
-
-def has_static_inputs(module: nn.Module, config: LinearConfig) -> bool:
-    """Return whether inputs of a layer in FP8 have the one scale that it stores."""
-    is_stored = module._buffers.get(INPUT_GLOBAL) is not None
-    return is_stored and not config.weight_only and not config.format.has_global_scale
 
 
 def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, ...]:

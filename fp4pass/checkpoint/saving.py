@@ -163,7 +163,7 @@ def save(
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
-    beside = Beside.of(root, tokenizer, source, copy_files)
+    beside = Beside(root, tokenizer, source, copy_files)
     group = ranks()
     group.arrive()
     with asked_for():
