@@ -24,7 +24,6 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 # Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
 LAUNCH = {"enable_fp_fusion": False}
 
-
 # Up to this multiple of the largest element the search near naive scales clips no quotient: so far
 # below `halving_reach`, 7 / 6 of it for E2M1, that rounding to bfloat16 does not reach that.
 UNCLIPPED = tl.constexpr(1.15)
@@ -54,6 +53,18 @@ def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
     if device.type == "cpu" or torch.cuda.get_device_properties(device).major < 9:
         return {"OVERLAP": False, "RELEASES": False}
     return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
+
+
+@lru_cache(maxsize=64)
+def launch(device: torch.device, releases: bool = False) -> dict[str, bool]:
+    """Return `LAUNCH` and `overlapping`."""
+    return LAUNCH | overlapping(device, releases)
+
+
+@triton.jit
+def asm(CODE: tl.constexpr, CONSTRAINTS: tl.constexpr, given, DTYPE: tl.constexpr = tl.int32):
+    """Return what PTX without side effects makes of each element of some tensors."""
+    return tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, DTYPE.value, True, 1)
 
 
 @triton.jit
@@ -149,9 +160,7 @@ def bits_of(x):
 @triton.jit
 def sign_bit(x):
     """Return 1 for negative float32 x, else 0; opaque to the compiler."""
-    return tl.inline_asm_elementwise(
-        "shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return asm("shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)])
 
 
 @triton.jit
@@ -238,9 +247,7 @@ def code_value(code, ELEMENT: tl.constexpr):
 def reciprocal(x):
     """Return 1 / x of normal float32 x, to 2^-23."""
     if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        inverse = asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32)
     else:
         inverse = 1.0 / x
     return inverse
@@ -294,14 +301,7 @@ def pack_half(a, b, DTYPE: tl.constexpr):
         low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
         pair = low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
     elif PTX:
-        pair = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,f,f",
-            [a, b],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        pair = asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b])
     else:
         # The interpreter's own conversion truncates.
         low, high = bits_of(a), bits_of(b)

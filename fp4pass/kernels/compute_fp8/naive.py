@@ -97,7 +97,13 @@ def is_exact(packed: Tensor, scale: Tensor, fmt: Format) -> bool:
 
 def multiply_ref(x: tuple[Tensor, Tensor], weight: PackedWeight, fmt: Format) -> Tensor:
     """Return the float32 product [M, N] of E4M3 rows with their factors and a packed weight."""
-    values, factor = expand_ref(weight, fmt)
-    sums = x[0].float() @ values.float().t()
-    out = sums.mul_(x[1][:, None]).mul_(factor)
-    return out if weight.bias is None else out.add_(weight.bias.float())
+    return multiply_rows_ref(x, expand_ref(weight, fmt), weight.bias)
+
+
+def multiply_rows_ref(
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias: Tensor | None
+) -> Tensor:
+    """Return the float32 product [M, N] of two operands: E4M3 rows with their factors."""
+    sums = x[0].float() @ weight[0].float().t()
+    out = sums.mul_(x[1][:, None]).mul_(weight[1])
+    return out if bias is None else out.add_(bias.float())

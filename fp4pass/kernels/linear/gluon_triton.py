@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._compat.triton import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
-from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
+from ..common import tiles as kit
 from .naive import ALONE, Around
 from .tiling import Tiles, shared_memory_of
 
@@ -41,7 +41,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def step_of_warps(x: Tensor, dtype: torch.dtype | None, m: int, k: int, fmt: Format) -> int:
     """Return the columns that a warp of `one_row_kernel` takes at a time, or 0 for other rows m."""
-    if one_row_kernel is None or not PTX or m != 1 or dtype != torch.bfloat16:
+    if one_row_kernel is None or not kit.PTX or m != 1 or dtype != torch.bfloat16:
         return 0
     step = 8 * fmt.block
     # The row is in shared memory. Scales are decoded as float8, which sm_80 lacks.
@@ -65,13 +65,13 @@ def multiply_row(
     one_row_kernel[(programs,)](
         x, around.norm, weights, around.residual, outs, squares, sizes, starts,
         K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.gate,
-        num_warps=tiles.warps, **LAUNCH, **overlapping(x.device, tiles.releases),
+        num_warps=tiles.warps, **kit.launch(x.device, tiles.releases),
     )  # fmt: skip
 
 
 def runs_wide(k: int, device: torch.device) -> bool:
     """Return whether `wide_kernel` can multiply over K columns on this device: on Hopper."""
-    known = wide_kernel is not None and bool(PTX) and k % 256 == 0
+    known = wide_kernel is not None and bool(kit.PTX) and k % 256 == 0
     return known and _capability(device)[0] == 9
 
 
@@ -80,7 +80,7 @@ def in_words(weight: PackedWeight) -> PackedWeight:
 
     Make them before the kernel that sorts x: `wide_kernel` reads them while that one runs.
     """
-    words, scale = wider(weight.packed, torch.int64), wider(weight.scale, torch.int32)
+    words, scale = kit.wider(weight.packed, torch.int64), kit.wider(weight.scale, torch.int32)
     return weight._replace(packed=words, scale=scale.view(torch.uint8))
 
 
@@ -88,7 +88,9 @@ def counters(m: int, n: int, tiles: Tiles, device: torch.device) -> Tensor | Non
     """Return room for what `multiply_wide` counts in, which begins at 0, or None for nothing."""
     if tiles.parts == 1:
         return None
-    return torch.empty(2 * cdiv(m, tiles.m) * cdiv(n, tiles.n), dtype=torch.int32, device=device)
+    return torch.empty(
+        2 * kit.cdiv(m, tiles.m) * kit.cdiv(n, tiles.n), dtype=torch.int32, device=device
+    )
 
 
 def multiply_wide(
@@ -110,9 +112,9 @@ def multiply_wide(
         sums = torch.empty(size, dtype=torch.float32, device=out.device)
     block = [tiles.m, 8 * tiles.words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if fp8 else gl.bfloat16)
-    wide_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
+    wide_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
         TensorDescriptor.from_tensor(x, block, layout), x_factors, weight, sums, finished,
-        out, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps, **LAUNCH,
-        **overlapping(x.device, tiles.releases),
+        out, m, n, K=k, FMT=fmt, FP8=fp8, TILES=tiles, num_warps=tiles.warps,
+        **kit.launch(x.device, tiles.releases),
     )  # fmt: skip
     return out

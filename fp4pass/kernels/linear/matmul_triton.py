@@ -8,16 +8,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedWeight
-from ..common.tiles import (
-    LAUNCH,
-    cdiv,
-    chosen,
-    global_multiplier,
-    overlapping,
-    power,
-    rounded,
-    wait,
-)
+from ..common import tiles as kit
 from ..quantize.triton import activate, narrow
 from .decode_triton import OPERAND, decode, joined, offset, step_of
 
@@ -28,11 +19,11 @@ _BLOCK = 512
 @triton.jit
 def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
     """Return the float32 result for sums y [BN, BM] of the weights n, times 2^SHIFT."""
-    y *= power(-SHIFT)
+    y *= kit.power(-SHIFT)
     if x_global_scale is not None:
-        y *= global_multiplier(x_global_scale, FMT)
+        y *= kit.global_multiplier(x_global_scale, FMT)
     if global_scale is not None:
-        y *= global_multiplier(global_scale, FMT)
+        y *= kit.global_multiplier(global_scale, FMT)
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return y
@@ -116,14 +107,14 @@ def few_rows_kernel(
     # weights: columns of a PackedWeight. The warps share K. ROWS: TILES.m, of which M are there, or
     # 1, which tensor cores get that often. ACTIVATION: of a gate, whose weight is the first one and
     # its factor's the second, with one result; or None.
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
-    N = chosen(sizes, starts, program)
-    out = chosen(outs, starts, program)
+    N = kit.chosen(sizes, starts, program)
+    out = kit.chosen(outs, starts, program)
     if ACTIVATION is None:
-        words = chosen(weights.packed, starts, program)
-        scales = chosen(weights.scale, starts, program)
-        n = (program - chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
+        words = kit.chosen(weights.packed, starts, program)
+        scales = kit.chosen(weights.scale, starts, program)
+        n = (program - kit.chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
         row = n
     else:
         # Of sixteen weights eight are of the gate and eight of its factor, both of one thread.
@@ -152,13 +143,13 @@ def few_rows_kernel(
             half = finish(sums[i], x_global_scale, stored, bias, n, N, FMT, offset(FMT))
             factors = factors + (half,)
         y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
-        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+        tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
     elif TILES.parts == 1:
         stored = weights.global_scale
-        global_scale = None if stored is None else chosen(stored, starts, program)
-        bias = None if weights.bias is None else chosen(weights.bias, starts, program)
+        global_scale = None if stored is None else kit.chosen(stored, starts, program)
+        bias = None if weights.bias is None else kit.chosen(weights.bias, starts, program)
         y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
-        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+        tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
 
@@ -255,7 +246,7 @@ def rows_kernel(
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of sorted x (decode_triton.py) and weights, or make a part of their sums."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     BM: tl.constexpr = TILES.m
     BN: tl.constexpr = TILES.n
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -275,7 +266,7 @@ def rows_kernel(
     if TILES.parts == 1:
         global_scale, bias = weight.global_scale, weight.bias
         y = finish(acc, x_global_scale, global_scale, bias, start_n + n, N, FMT, offset(FMT))
-        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+        tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
 
@@ -287,7 +278,7 @@ def add_parts_kernel(
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Add and finish the sums of PARTS, of BLOCK weights and one row."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + n
     acc = tl.load(sums + at, mask=n < N, other=0.0)
@@ -295,7 +286,7 @@ def add_parts_kernel(
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
     y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
     y = tl.reshape(y, (BLOCK,))
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)
+    tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=n < N)
 
 
 def add_parts(
@@ -304,9 +295,9 @@ def add_parts(
 ) -> None:  # fmt: skip
     """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
     parts, m, n = sums.shape
-    add_parts_kernel[(cdiv(n, _BLOCK), m)](
+    add_parts_kernel[(kit.cdiv(n, _BLOCK), m)](
         sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
-        PARTS=parts, BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
+        PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
 
 
@@ -323,11 +314,11 @@ def gate_kernel(
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Multiply the activation of a part of a row and its factors."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     DTYPE: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(gate + row * gate_stride + n, mask=n < N, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + n, mask=n < N, other=0.0).to(tl.float32)
     y = gate_times_up(x, factor, ACTIVATION, DTYPE)
-    tl.store(out + row * N + n, rounded(y, DTYPE), mask=n < N)
+    tl.store(out + row * N + n, kit.rounded(y, DTYPE), mask=n < N)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, cdiv, overlapping, supports_any
+from ..common import tiles as kit
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
-from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
+from ..compute_fp8.triton import multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..norm.naive import square_sums_ref, sums_of_squares
 from ..norm.triton import rms_norm_triton
@@ -42,7 +42,7 @@ from .tiling import (
 )
 
 # The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
-supports = supports_any
+supports = kit.supports_any
 
 # Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768
@@ -157,11 +157,9 @@ def _multiply_rounded(
 ) -> list[Tensor]:
     """Return the products of E4M3 rows and packed weights."""
     assert around.factors is not None
-    if not all(has_dense_product(len(each.packed), x.device) for each in weights):
-        return linear_group_ref(x, weights, fmt, around=around)
     factors = around.factors.reshape(-1).contiguous()
     rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
-    found = (multiply_dense(rows, expand(each, fmt), each.bias) for each in weights)
+    found = (multiply_dense(rows, expand(each, fmt), each.bias, torch.bfloat16) for each in weights)
     return [each.view(*x.shape[:-1], -1) for each in found]
 
 
@@ -202,9 +200,9 @@ def _gated(
     gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
     out, n = gate.new_empty(gate.shape), gate.shape[-1]
     if rows := gate.numel() // max(n, 1):
-        gate_kernel[(rows, cdiv(n, _BLOCK))](
+        gate_kernel[(rows, kit.cdiv(n, _BLOCK))](
             gate, up, out, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
-            ACTIVATION=around.gate, BLOCK=_BLOCK, **LAUNCH, **overlapping(gate.device, False),
+            ACTIVATION=around.gate, BLOCK=_BLOCK, **kit.launch(gate.device),
         )  # fmt: skip
     return out
 
@@ -282,11 +280,11 @@ def multiply(
     whole = tiles.parts == 1
     x_sorted = arranged(x, m, k, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
-    rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
+    rows_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
         x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+        num_warps=tiles.warps, num_stages=tiles.stages, **kit.LAUNCH,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
-        **overlapping(out.device, tiles.releases and not whole),
+        **kit.overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
         add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
@@ -316,7 +314,7 @@ def multiply_few(
         rows = arranged(x, m, k, 1, fmt, releases=m == 1)
     rows = rows.view(torch.bfloat16)
     columns = tiles.n // 2 if gated else tiles.n
-    *starts, programs = itertools.accumulate((cdiv(n, columns) for n in sizes), initial=0)
+    *starts, programs = itertools.accumulate((kit.cdiv(n, columns) for n in sizes), initial=0)
     stored = PackedWeight(
         tuple(map(packed_words, packed)),
         tuple(each.contiguous() for each in scale),
@@ -333,8 +331,7 @@ def multiply_few(
     few_rows_kernel[(programs, tiles.parts)](
         rows, x.global_scale, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
         ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.gate,
-        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
-        **overlapping(out[0].device, tiles.releases),
+        num_warps=tiles.warps, num_stages=tiles.stages, **kit.launch(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
         shift = offset(fmt)
