@@ -11,10 +11,10 @@ from .errors import Fp4PassError
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization import functional
+from .quantization.functional import QuantState, quantize
 from .quantization.quantize import set_compute
 from .quantization.recipe import Recipe
-from .quantization.restore import dequantize
-from .quantization.tensor import QuantState, quantize
+from .quantization.replace import dequantize
 from .record.config import LinearConfig
 from .record.rows import Report
 from .record.state import report

@@ -46,8 +46,8 @@ from eval.record import Results, Row, facts
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.gptq_reference import (
     ROWS,
+    cost_alone,
     damp,
-    each_alone,
     make_problem,
     rows_together,
     solve,
@@ -162,12 +162,12 @@ def stages(weight: Tensor, hessian: Tensor, fmt: Format, global_scale: float) ->
 
     def alone() -> None:
         for rows in weight.split(ROWS):
-            each_alone(rows, global_scale, made[0], fmt, chooser)
+            cost_alone(rows, global_scale, made[0], fmt, chooser)
 
     def visits(sweeps: int) -> None:
         for rows in weight.split(rows_together(weight.shape[1])):
             x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
-            solve(x.t(), unit.t(), made[1], fmt, options.codes, None, sweeps, chooser)
+            solve(x.t(), unit.t(), made[1], fmt, sweeps, chooser)
 
     found = {"factorization": seconds(factorization), "alone": seconds(alone)}
     found["visit"] = seconds(lambda: visits(0))

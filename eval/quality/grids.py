@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fp4pass.methods import method_from_dict
-from fp4pass.record.quality import QUALITIES
+from fp4pass.record.schemes import QUALITIES
 
 SEEDS = (0, 1, 2)
 

@@ -280,7 +280,7 @@ def fp4pass(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], W
     """
     import fp4pass as library
     from fp4pass.nn.linear import QuantizedLinear
-    from fp4pass.record.quality import QUALITIES
+    from fp4pass.record.schemes import QUALITIES
 
     fmt, name, *own = run.split()
     if name in QUALITIES:

@@ -85,6 +85,11 @@ def _is_free(ask: Callable[..., bool], *args: Any) -> bool:
     return bool(_sees_interception.attempt(ask, *args)) and _sees_interception.works()
 
 
+def differentiates_forward() -> bool:
+    """Return whether operators are asked for forward derivatives."""
+    return forward_ad._current_level >= 0
+
+
 def _is_intercepted() -> bool:
     has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
     return has_transforms or torch._C._len_torch_dispatch_stack() > 0
@@ -139,82 +144,6 @@ def build_library(source: Path, library: Path) -> None:
         # The other lines are the compiler's output.
         reason = str(error).strip().partition("\n")[0]
         raise BuildError(f"its kernels could not be compiled ({reason}).") from error
-
-
-def _autograd_internals() -> tuple[Any, ...]:
-    from torch._functorch.utils import enable_single_level_autograd_function
-    from torch._library.utils import fill_defaults
-
-    return (
-        torch._C._AutoDispatchBelowAutograd,
-        torch._C._after_autograd_keyset,
-        torch._C._are_functorch_transforms_active,
-        torch._C._any_requires_grad,
-        forward_ad._set_fwd_grad_enabled,
-        torch.autograd.function._SingleLevelFunction,
-        enable_single_level_autograd_function,
-        fill_defaults,
-    )
-
-
-_differentiates = part(
-    "torch",
-    "derivatives of packed layers under torch.func",
-    "They have the gradients of backward() alone: vjp and grad raise, and jvp gives zeros.",
-)(_autograd_internals)
-
-
-def autograd_kernel(
-    operator: Any,
-    setup: Callable[..., None],
-    gradients: Callable[..., Any],
-    tangent: Callable[..., Any],
-) -> Callable[..., Any] | None:
-    """Return the kernel that differentiates an operator, under the transforms of torch.func too.
-
-    That of torch.library.register_autograd raises under grad and vjp, and has no tangents: under
-    jvp they are zeros. The functions are those of torch.autograd.Function. None where torch has
-    nothing to make it of.
-    """
-    internals = _differentiates.attempt(_autograd_internals)
-    if internals is None:
-        return None
-    below_autograd, after_autograd, is_transformed, any_requires_grad, *rest = internals
-    set_tangents, single_level_class, single_level, fill_defaults = rest
-
-    def below(keyset: Any, *args: Any) -> Any:
-        with below_autograd():
-            return operator.redispatch(keyset & after_autograd, *args)
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        *inputs, keyset = args
-        # A function turns both off, which the transforms around this one may need.
-        is_inner = is_transformed()
-        with torch.set_grad_enabled(is_inner), set_tangents(is_inner):
-            result = below(keyset, *inputs)
-        setup(ctx, tuple(inputs), result)
-        return result
-
-    members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(lambda ctx, *grads: (*gradients(ctx, *grads), None)),
-        "jvp": staticmethod(lambda ctx, *tangents: tangent(ctx, *tangents[:-1])),
-    }
-    # A transform runs the kernel once for each of its levels, so it is a function of a single one.
-    function: Any = type(operator.name(), (single_level_class,), members)
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        needs_gradient = torch.is_grad_enabled() and any_requires_grad(*args)
-        if not needs_gradient and forward_ad._current_level < 0:
-            return below(keyset, *args)
-        # The dispatcher leaves out arguments that are the defaults.
-        args, _ = fill_defaults(operator._schema, args, {})
-        if not is_transformed():
-            return function.apply(*args, keyset)
-        with single_level():
-            return function.apply(*args, keyset)
-
-    return kernel
 
 
 @part(

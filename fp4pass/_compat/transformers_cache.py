@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,11 +155,6 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 def cache_given(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword argument by which a decoder, or what is around it, takes a cache."""
     return {cache_argument(model.forward) or generated_name(): cache}
-
-
-def given_cache(values: Iterable[Any]) -> Any:
-    """Return the cache among the arguments of a call, by whatever name, None without one."""
-    return next((each for each in values if hasattr(each, "get_seq_length")), None)
 
 
 @functools.cache

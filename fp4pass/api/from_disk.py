@@ -24,9 +24,8 @@ from ..errors import CalibrationError, OptionError, as_option, expected
 from ..methods.base import MethodChoice
 from ..quantization.recipe import Recipe
 from ..record.config import LinearOptions, Rules, check_rules
-from ..record.quality import QualityName
 from ..record.rows import Report
-from ..record.schemes import Scheme
+from ..record.schemes import QualityName, Scheme
 from ..record.state import config_of, report
 from .steps import convert
 

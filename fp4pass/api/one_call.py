@@ -18,16 +18,15 @@ from ..calibration.processor import SEQ_LEN, Processor, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
-from ..engine.layer_stack import stacks_of
+from ..engine.recording import stacks_of
 from ..errors import OptionError, StateError, TraceError, as_option
-from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import size_of
 from ..quantization.observers.observer import OBSERVERS
-from ..quantization.plan import matching_rule, plan_layers
+from ..quantization.plan import matching_rule, plan_layers, require_float, require_layers
 from ..quantization.recipe import require_undecided, with_quality
 from ..quantization.scan import caller_of
 from ..record.config import LinearConfig, Rule, check_rules
-from ..record.quality import INPUT_TOKENS, QUALITY, Quality, get_quality
+from ..record.schemes import INPUT_TOKENS, QUALITY, Quality, get_quality
 from ..record.state import config_of, get_state, set_state, smoothing_of, unwrap
 
 _log = logging.getLogger(__name__)

@@ -15,22 +15,18 @@ from .. import calibration
 from ..core.progress import shown
 from ..distributed import ranks
 from ..engine.engine import Conversion
-from ..engine.layer_stack import find_stacks, outside
-from ..engine.recording import Recording
+from ..engine.recording import Recording, find_stacks, outside
 from ..errors import StateError
 from ..methods.base import MethodChoice
 from ..nn.kv_cache import KV_CACHE, CacheName
-from ..quantization import checks
-from ..quantization.observers.attention import convert_mha_projections
+from ..quantization import plan as checks
 from ..quantization.observers.batches import fast_dtype, run_batches
 from ..quantization.observers.kv_cache import observe_cache
 from ..quantization.plan import plan_layers, planned_row
-from ..quantization.replace import attach_observers
-from ..quantization.restore import unprepared
+from ..quantization.replace import attach_observers, unprepared
 from ..record.config import LinearOptions, Rules, SchemeOptions, check_rules
-from ..record.quality import QualityName
 from ..record.rows import Report
-from ..record.schemes import Scheme
+from ..record.schemes import QualityName, Scheme
 from ..record.state import (
     PreparedState,
     config_of,
@@ -45,7 +41,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@convert_mha_projections
 def prepare(
     model: nn.Module,
     method: MethodChoice | None = None,
@@ -82,14 +77,14 @@ def prepare(
     """
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
-    root, rules = unwrap(model), check_rules(rules)
+    root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
     before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
     checks.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
-        checks.require_observers(before, config, needs, rules, sequential)
+        checks.require_observers(before, needs, rules, sequential)
         known = before.recipe.get(KV_CACHE)
         if kv_cache is not None and checks.cache_of(before, kv_cache) != known:
             raise StateError(
@@ -119,7 +114,7 @@ def calibrate(
     """Run `data` through a prepared model without gradients, and return it.
 
     Tokens that `attention_mask` and `decoder_attention_mask` hide enter no statistic. Layers whose
-    inputs are not of the tokens of the mask count whole, and a warning names them.
+    inputs are not of the tokens of the mask count whole, and a warning says so.
 
     Args:
         model: prepared; in eval mode.
@@ -158,7 +153,6 @@ def calibrate(
     return model
 
 
-@convert_mha_projections
 def convert(
     model: nn.Module,
     fmt: Scheme | None = None,
@@ -222,14 +216,14 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    rules = check_rules(rules)
+    root, rules = unwrap(model, fmt, method), check_rules(rules, options.get("weight_only"))
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
         by_layers = not (device is None and stream is None)
         call = OneCall(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
-    conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
+    conversion = Conversion(root, given, rules, kv_cache, **places)
     with shown("convert", progress):
         conversion.run()
     return model

@@ -18,7 +18,7 @@ from ..core.machine import memory_limits
 from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, expected, require_number
 from ..quantization.observers.batches import device_of, require_loaded
-from ..quantization.observers.reached import unobserved
+from ..quantization.observers.observer import unobserved
 from ..record.state import unwrap
 from .processor import Target
 
@@ -216,7 +216,7 @@ def _as_before(root: Any) -> Iterator[None]:
         if is_compiled(root):
             # Code that is compiled has the observers inside.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(unobserved(root))
+        stack.enter_context(unobserved())
         try:
             root.eval()
             # generate takes its defaults from them.

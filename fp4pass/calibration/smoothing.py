@@ -18,12 +18,10 @@ from ..distributed import ranks
 from ..errors import StateError, require_number
 from ..graph.export import trace
 from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
-from ..quantization.checks import require_float, require_layers
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
 from ..quantization.observers.observer import collect
-from ..quantization.plan import plan_layers
-from ..quantization.replace import attach_observers
-from ..quantization.restore import unprepared
+from ..quantization.plan import plan_layers, require_float, require_layers
+from ..quantization.replace import attach_observers, unprepared
 from ..record.rows import Report
 from ..record.state import (
     PreparedState,

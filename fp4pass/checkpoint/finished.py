@@ -27,7 +27,6 @@ from ..core.fingerprint import Unknown, digest_of, fingerprint, identity_of
 from ..core.quant_state import QuantState, read_state, save_state
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, as_option, expected
-from ..methods import Certificate, MethodResult
 from ..nn.experts import QUANTIZED
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
@@ -35,9 +34,6 @@ from ..record.rows import Row
 from ..record.state import ModelState
 
 _log = logging.getLogger(__name__)
-
-# The tensors of a Certificate.
-_PROOF = ("loss", "bound")
 
 
 class FinishedWork:
@@ -102,28 +98,25 @@ class FinishedSearches(FinishedWork):
     found = 0
 
     def get_or_search(
-        self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
-    ) -> MethodResult:
+        self, name: str, decides: Sequence[Any], search: Callable[[], QuantState]
+    ) -> QuantState:
         """Return the search that is finished for what decides it, or search and keep that."""
         path = self.folder / f"{self.identity(name, decides)}.safetensors"
         with self.usable():
             if path.exists():
                 try:
-                    state, tensors = read_state(path)
-                    proof = {name: tensors[name] for name in _PROOF if name in tensors}
+                    state = read_state(path)
                     if isinstance(state, QuantState):
                         self.found += 1
-                        return MethodResult(state, Certificate(**proof) if proof else None)
+                        return state
                 except (CheckpointError, SafetensorError, OSError):
                     # A disk that was full, a copy that was cut off, a bit that fell over.
                     path.unlink(missing_ok=True)
-        result = search()
-        certificate = result.certificate
-        beside = {} if certificate is None else {n: getattr(certificate, n) for n in _PROOF}
+        state = search()
         with self.usable():
             mark = secrets.token_hex(4)
-            _write_whole(path, lambda part: save_state(part, result.state, beside), mark, sync=True)
-        return result
+            _write_whole(path, lambda part: save_state(part, state), mark, sync=True)
+        return state
 
 
 def _write_whole(

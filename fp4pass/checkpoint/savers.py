@@ -14,8 +14,7 @@ from .._compat.diffusers import is_diffusers, loading_lora
 from .._compat.transformers import is_pretrained, saves_adapters, saving_model, saving_owner
 from ..distributed import is_sharded
 from ..errors import ShapeError, StateError, as_option
-from ..nn.packed_linear import PackedLinear
-from ..nn.packed_state import AROUND_STATE, PackedState
+from ..nn.packed_linear import AROUND_STATE, PackedLinear
 
 # Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
 _ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
@@ -32,7 +31,7 @@ def asked_for() -> Iterator[None]:
 
 
 @contextmanager
-def _look(layer: PackedState, destination: dict[str, Any], prefix: str) -> Iterator[None]:
+def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iterator[None]:
     """Refuse savers that would not say what is packed; show pipelines with a LoRA a weight."""
     packed, name = layer.packed(), prefix.removesuffix(".")
     saving = None
@@ -44,12 +43,14 @@ def _look(layer: PackedState, destination: dict[str, Any], prefix: str) -> Itera
     if saving is not None and getattr(saving.config, "quantization_config", None) is None:
         raise part_error(name)
     yield
-    if saving is not None and any(is_sharded(destination[prefix + each]) for each in packed):
+    if saving is not None and (
+        layer.is_split or any(is_sharded(destination[prefix + each]) for each in packed)
+    ):
         raise StateError(
             f"{name}: save_pretrained cannot write a layer that is split over processes. Call "
             "fp4pass.save(model, directory) in every process."
         )
-    if isinstance(layer, PackedLinear) and (lora := loading_lora()) is not None:
+    if (lora := loading_lora()) is not None:
         base = prefix.replace(".base_layer.", ".").removesuffix(".")
         down = lora.get(f"transformer.{base}.lora_A.weight")
         if down is not None and down.shape[1] > layer.in_features:

@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option
 from ..checkpoint import MANIFEST, CheckpointReader, is_packed, load, open_checkpoint
 from ..checkpoint import transcode as write
 from ..checkpoint.float_models import load_float
-from ..checkpoint.transcode import transcode_targets
+from ..checkpoint.saving import transcode_targets
 from ..doctor import FolderCheck, check_folder
 from ..doctor.check import check_basics
 from ..errors import CheckpointError, OptionError, UnreadError, VersionError, some

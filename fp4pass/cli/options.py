@@ -30,7 +30,7 @@ from ..errors import OptionError, expected
 from ..quantization.observers.batches import IN_FLOAT32, is_slow
 from ..quantization.recipe import Recipe
 from ..record.config import OPTIONS, LinearConfig
-from ..record.quality import QUALITIES, get_quality
+from ..record.schemes import QUALITIES, get_quality
 from .screen import note
 
 Device = Annotated[

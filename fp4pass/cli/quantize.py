@@ -29,8 +29,8 @@ from ..errors import OptionError, expected
 from ..lab import SCHEMES, Allocation, allocate
 from ..nn.kv_cache import CACHE_FORMATS
 from ..quantization.recipe import Recipe
-from ..record.quality import get_quality
 from ..record.rows import Report
+from ..record.schemes import get_quality
 from ..record.schemes import schemes as known_schemes
 from ..record.state import report
 from ..reporting.charts import ERRORS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,16 +31,11 @@ def has_fp4_tensor_cores(index: int | None = None) -> bool:
 def require_device(name: torch.device | str, what: str) -> None:
     """Raise OptionError for a device that is not there; `what` says where it was named."""
     try:
-        torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        # It lists every type of device that torch was ever built for.
-        raise OptionError(
-            f"{what}{name} cannot be used: there is none. Try cuda or cpu."
-        ) from error
-    try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         problem = str(error).splitlines()[0]
+        # It lists every type of device that torch was ever built for.
+        problem = "there is none" if problem.startswith("Expected one of") else problem
         raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
 
 
@@ -66,26 +59,12 @@ def memory_limits() -> list[Memory]:
     """Return all limits on what this process may take: each of them holds.
 
     They are the machine's and those of the control group that it is in, as in a container, and of
-    all groups around it. A system with neither /proc/meminfo nor os.sysconf (Windows) has none.
+    all groups around it. Systems other than Linux have none.
     """
-    return [*_of_machine(), *_of_groups()]
-
-
-def _of_machine() -> Iterator[Memory]:
-    names = getattr(os, "sysconf_names", {})
+    found = []
     if _MEMINFO.is_file():
         kilobytes = _numbers(_MEMINFO)
-        yield Memory(1024 * kilobytes["MemTotal:"], 1024 * kilobytes["MemAvailable:"])
-    elif "SC_PHYS_PAGES" in names:
-        pages = os.sysconf("SC_PHYS_PAGES")
-        # macOS does not say what is free.
-        free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names else pages
-        page = os.sysconf("SC_PAGE_SIZE")
-        yield Memory(page * pages, page * free)
-
-
-def _of_groups() -> Iterator[Memory]:
-    """Yield the limits of the group of this process, and of those around it."""
+        found.append(Memory(1024 * kilobytes["MemTotal:"], 1024 * kilobytes["MemAvailable:"]))
     lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.is_file() else []
     for line in (each for each in lines if each.startswith("0::")):
         own = _GROUPS / line.removeprefix("0::").strip("/")
@@ -100,7 +79,8 @@ def _of_groups() -> Iterator[Memory]:
                 continue
             # Copies of files make room by themselves.
             files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
-            yield Memory(total, total - used + files)
+            found.append(Memory(total, total - used + files))
+    return found
 
 
 def _numbers(path: Path) -> dict[str, int]:

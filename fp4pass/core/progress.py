@@ -41,12 +41,12 @@ class Progress:
     """A stage of a call, as "convert"."""
 
     def __init__(self, what: str, show: bool, parent: Progress | None = None) -> None:
-        self.what, self.place, self.parent = what, "", parent
+        self.what, self.parent = what, parent
         self.shows: bool = show and (parent is None or parent.shows)
         self.bar: Any = None
         self._done: float = 0
 
-    def expect(self, total: float | None, unit: str, done: int = 0) -> None:
+    def expect(self, total: float | None, unit: str) -> None:
         """Begin to count; total: how many units there are, None for an unknown number."""
         self.close()
         outer = self.parent
@@ -54,27 +54,25 @@ class Progress:
             outer = outer.parent
         if outer is not None or not self.shows or sys.stderr is None or not _is_first():
             return
-        options: dict[str, Any] = {"total": total, "initial": done, "desc": self._text()}
-        options |= {"unit": f" {unit}", "smoothing": 0, "miniters": 0, "leave": False}
+        options: dict[str, Any] = {"total": total, "desc": self.what, "unit": f" {unit}"}
+        options |= {"smoothing": 0, "miniters": 0, "leave": False}
         if unit == "bytes":
             options |= {"unit": "B", "unit_scale": True}
-        self._done = done
+        self._done = 0
         if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
-            # tqdm shows nothing on a terminal that does not know its size.
-            size = {"dynamic_ncols": True} if _knows_size() else {"ncols": 79, "nrows": 20}
-            self.bar = _Bar(delay=_DELAY, **size, **options)
+            self.bar = _Bar(delay=_DELAY, dynamic_ncols=True, **options)
         else:
-            line = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} passed, {remaining} left"
-            if total is None:
-                line = "{desc}: {n_fmt}{unit}, {elapsed} passed"
+            line = "{desc}: {n_fmt}{unit}, {elapsed} passed"
+            if total is not None:
+                line = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} passed, {remaining} left"
             times = {"delay": _INTERVAL, "mininterval": _INTERVAL}
             self.bar = _Lines(file=io.StringIO(), bar_format=line, **times, **options)
 
     def begin(self, place: str) -> None:
         """Say where the work is, as "layer 3/32"."""
-        self.place = place
         if self.bar is not None:
-            self.bar.set_description_str(self._text(), refresh=False)
+            text = ", ".join(filter(None, (self.what, place)))
+            self.bar.set_description_str(text, refresh=False)
             self.bar.update(0)
 
     def step(self, units: float = 1) -> None:
@@ -96,9 +94,6 @@ class Progress:
             self.bar.close()
         self.bar = None
 
-    def _text(self) -> str:
-        return ", ".join(filter(None, (self.what, self.place)))
-
 
 _CURRENT: ContextVar[Progress | None] = ContextVar("_CURRENT", default=None)
 
@@ -110,12 +105,7 @@ def current() -> Progress:
 
 @contextmanager
 def shown(what: str, show: bool = True) -> Iterator[Progress]:
-    """Run a stage of a call, or the whole one, and show what it counts.
-
-    Args:
-        what: in a word, as "convert"; "" for a call that only has stages.
-        show: whether it is shown; inside of a call that is not shown it never is.
-    """
+    """Run a stage of a call, or the whole one ("" if it only has stages), and show its counts."""
     stage = Progress(what, show, _CURRENT.get())
     token = _CURRENT.set(stage)
     try:
@@ -152,10 +142,3 @@ def _is_first() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") in ("", "0")
-
-
-def _knows_size() -> bool:
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):
-        return False

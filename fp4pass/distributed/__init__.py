@@ -11,5 +11,4 @@ from .ranks import (
     require_initialized,
     reshard,
     sharded_parameter,
-    share_of_threads,
 )

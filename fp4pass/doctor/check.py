@@ -213,11 +213,8 @@ def _check_dense(found: Folder) -> dict[str, Tensor]:
 def _unread_error(found: Folder) -> UnreadError:
     """Return the error for a folder of which some layers were not judged and nothing is wrong."""
     listed = [f"{layer} ({', '.join(sorted(names))})" for layer, names in found.unread.items()]
-    declared, count = found.declared or {}, len(listed)
-    groups = {found.layout.group(layer, declared) if declared else "" for layer in found.unread}
-    said = ", ".join(sorted(filter(None, groups)))
+    count = len(listed)
     return UnreadError(
         f"{found.path}: fp4pass does not read {count} of its quantized layers: "
-        f"{said and f'{said}: '}{some(listed)}. {count} layers are so: they were not judged. Check "
-        "them with the library that wrote the folder."
+        f"{some(listed)}. They were not judged. Check them with the library that wrote the folder."
     )

@@ -28,10 +28,9 @@ from ..distributed import ranks
 from ..graph.inductor import install_passes
 from ..methods import resolve_method
 from ..nn.kv_cache import KV_CACHE
-from ..quantization import checks
+from ..quantization import plan as checks
 from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
-from ..quantization.observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
 from ..quantization.plan import (
     LayerPlan,
     Plan,
@@ -47,7 +46,7 @@ from ..record.rows import Row, say_once, tensor_core_note
 from ..record.state import config_of, forget_state, smoothing_of
 from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states
-from .layer_stack import Stack, find_stacks, outside
+from .recording import Stack, find_stacks, outside
 
 # A folder, as a caller names it.
 Folder = str | os.PathLike[str] | None
@@ -93,21 +92,17 @@ class Conversion:
         plan = plan_layers(root, self.config, self.rules)
         checks.require_layers(plan)
         checks.require_one_plan(plan, before)
-        checks.require_batch(root, plan, before)
         if recording is not None:
             recording.require_calls()
-            recording.warn_of_unfollowed(stacklevel=4)
+            recording.log_given()
         self.stacks = [] if recording is None else recording.stacks
         first = with_statistics(outside(plan, self.stacks))
         if before is not None and any(layer.stats.tokens for layer in first.layers):
-            first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
+            first = with_unreached(first)
         checks.require_unpaired(first.layers)
-        checks.require_statistics(first, before)
+        checks.require_statistics(first, plan, before)
         if recording is not None:
-            checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
-        # Those that other calls than those of `calibrate` ran.
-        own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
-        self.own_tokens = sum(ranks().gather(own_tokens))
+            checks.require_statistics(with_unreached(recording.passed_by(plan)), plan, before)
         self.searches = None if resume is None else FinishedSearches(resume)
         self.plan = plan = plan.update(first)
         checks.require_layers(plan)
@@ -141,8 +136,6 @@ class Conversion:
         self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
         works = _schedule(self.plan, self.stacks)
         ahead = [work.layer for work in works if self.store is not None]
-        # Observers go before the first weight.
-        unmapped = unmapped_layers(self.root)
         stored = nullcontext() if self.store is None else self.store
         replayed = nullcontext() if self.recording is None else self.recording.replayed()
         # Inference tensors could neither be saved for a gradient nor be written to later.
@@ -155,8 +148,6 @@ class Conversion:
                 with self.device.placed(work.layer, work.name) as place:
                     self.device.look_ahead(ahead[i + 1 :])
                     self._run_layer(work, place)
-        unmapped |= {} if self.recording is None else self.recording.unmapped
-        warn_of_unmapped(unmapped, stacklevel=4)
         self._finish()
 
     def _finish(self) -> None:
@@ -165,7 +156,7 @@ class Conversion:
         if self.kv_cache is not None:
             settle_cache(self.root, self.kv_cache)
         tokens = max(row.tokens for row in self.rows.values())
-        recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
+        recipe = recipe_of(self.config, self.rules, tokens, self.before)
         recipe |= smoothing_of(self.root)
         recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
         carried, beyond = beyond_model(self.root)
@@ -203,7 +194,7 @@ class Conversion:
 
     def _ready(self, part: Plan) -> Plan:
         """Return a part with its global scales, once it has the statistics that it needs."""
-        checks.require_statistics(part, late=self.plan)
+        checks.require_statistics(part, self.plan, self.before, is_late=True)
         return with_shared_scales(part, ranks())
 
     def _quantize(self, part: Plan) -> None:

@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .._compat.torch import is_compiled
 from ..distributed import ranks
 from ..errors import CalibrationError, as_rules
 from ..kernels.statistics.naive import weight_amax
 from ..methods import Stats
 from ..nn.experts import ExpertStack
 from ..nn.linear import StoredWeight, quantize_input
-from ..quantization.observers.observer import OBSERVERS, feed, new_observer, shared_observer
-from ..quantization.observers.reached import track_weight_reads
+from ..quantization.observers.observer import (
+    OBSERVERS,
+    feed,
+    new_observer,
+    shared_observer,
+)
 from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached
 from ..record.config import LinearConfig
-from .layer_stack import Call, Stack, hidden_state, offload_hidden_state
-from .recording import Recorded
+from .recording import Call, Recorded, Stack, hidden_state, offload_hidden_state
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
@@ -99,15 +101,7 @@ class Runner:
                 layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
             )
 
-        # Layers that were not reached are skipped, or get another method.
-        read: set[str] = set()
-        unseen = [layer for layer in plan.layers if not layer.stats.tokens]
-        calls = enumerate(self.stack.calls)
-        first = next((i for i, call in calls if call.of(self.index) is not None), None)
-        if unseen and first is not None and not is_compiled(self.layer):
-            with track_weight_reads({layer.name: layer.module for layer in unseen}, read):
-                self._inputs(first, unseen)
-        plan = with_unreached(plan, read.union(*ranks().gather(read)))
+        plan = with_unreached(plan)
         return plan.map(called) if kept else plan
 
     def advance(self, paired: bool) -> None:
@@ -159,12 +153,6 @@ class Runner:
         finally:
             for handle in handles:
                 handle.remove()
-            for each in layers:
-                observers = each.module.__dict__.get(OBSERVERS, ())
-                masks = [watch.unmapped.get(each.module), *(o.unmapped for o in observers)]
-                for mask in masks:
-                    if mask is not None:
-                        self.stack.unmapped[each.name] = mask
 
 
 def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:
@@ -185,19 +173,15 @@ class _Watch:
         self._left = calls
         # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        # Masks that hide tokens, but do not fit the input of a module.
-        self.unmapped: dict[nn.Module, Tensor] = {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep an input, as a forward pre-hook with keyword arguments."""
         x = args[0] if args else next(iter(kwargs.values()))
         key = (id(x), x._version)
         rows = visible_rows(x)
-        if rows.unmapped is not None:
-            self.unmapped[module] = rows.unmapped
         if key not in self._seen:
             # A layer may change it in place.
-            kept = x.clone() if rows.visible is None else x.flatten(0, -2)[rows.visible]
+            kept = x.clone() if rows is None else x.flatten(0, -2)[rows]
             self._seen[key] = (x, kept)
         self.inputs.setdefault(module, []).append(self._seen[key][1])
         self._left -= 1

@@ -122,7 +122,7 @@ def _call_stacks(
 ) -> None:
     """Call a function with each stack of float experts, its inputs and their experts."""
     hidden, ids, _ = require_adapter(owner).routed(owner, args, kwargs)
-    visible = rows_of_experts(owner, hidden).visible
+    visible = rows_of_experts(owner, hidden)
     if visible is not None:
         hidden, ids = hidden[visible], ids[visible]
     stacks = stacks_of(owner)
@@ -158,7 +158,7 @@ def _measure(
     output: Tensor,
 ) -> None:
     """Count one call of a linear layer."""
-    visible = visible_rows(args[0]).visible
+    visible = visible_rows(args[0])
     x = args[0].flatten(0, -2)  # [T, K]
     x = x if visible is None else x[visible]
     # [N, K]

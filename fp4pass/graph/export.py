@@ -15,7 +15,6 @@ from .._compat.torch import call_with_copies
 from .._compat.transformers import HEADS, head_names
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
 from ..errors import OptionError, ShapeError, StateError, TraceError, expected
-from .plain import write_plain
 
 # Tokens in the cache of a decoder whose config allows more.
 _LENGTH = 2048
@@ -23,10 +22,11 @@ _LENGTH = 2048
 # Errors of torch.export for models that it cannot trace, and of models while it does.
 _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
+# What the graph of a decoder takes.
+_OF_DECODER = ("input_ids", "attention_mask")
 
-def trace(
-    model: nn.Module, example: Any, *, cache_length: int | None = None, plain: bool = False
-) -> fx.GraphModule:
+
+def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:
     """Return the graph of a whole model, made by torch.export with dynamic batch and length.
 
     `prepare`, `calibrate`, `smooth`, `convert` and `save` take it in place of the model, whose
@@ -43,14 +43,12 @@ def trace(
             no tensor is fixed.
         cache_length: The tokens that the cache holds, prompt included; 0 for no cache.
             By default what the model's config allows, up to 2048.
-        plain: Write packed layers of a converted model as ATen operators alone, which decode the
-            weights at each call. For ONNX, TensorRT and ExecuTorch, which lack fp4pass's operators.
 
     Returns:
         A graph module of ATen operators, in evaluation mode if the model is.
 
     Raises:
-        TraceError: torch.export cannot trace the model, or `plain` an operator of a layer.
+        TraceError: torch.export cannot trace the model.
         ShapeError: The example has a batch of one.
         OptionError: cache_length is negative, or the model has no such cache.
         StateError: A decoder is in training mode.
@@ -62,13 +60,6 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
-    graph = _trace(model, example, cache_length)
-    if plain:
-        write_plain(graph)
-    return graph
-
-
-def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.GraphModule:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example, Mapping):
@@ -79,7 +70,7 @@ def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.Graph
         wanted = "a mapping, a tuple, a list or a tensor"
         raise OptionError(expected("example", wanted, type(example).__name__))
     if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
-        raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")
+        raise OptionError(expected("cache_length", "a number of tokens or 0", cache_length))
     if cache_length != 0 and is_decoder(model):
         return _trace_decoder(model, _decoder_call(args, kwargs)[0], cache_length)
     if cache_length:
@@ -94,16 +85,15 @@ def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.Graph
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if "use_cache" in names:
         kwargs.setdefault("use_cache", False)
-    shapes = ShapesCollection()
     for tensor in _tensors((args, kwargs)):
         if tensor.ndim and tensor.shape[0] == 1:
             raise ShapeError(
                 f"example: expected at least 2 rows, got a tensor of {tuple(tensor.shape)}, whose "
                 "batch torch.export would fix. Repeat its row."
             )
-        shapes[tensor] = dict.fromkeys(range(min(2, tensor.ndim)), Dim.AUTO)
-    graph = _export(model, args[len(names) :], kwargs, shapes, type(model).__name__)
+    graph = _export(model, args[len(names) :], kwargs, Dim.AUTO, type(model).__name__)
     fixed = {name: value for name, value in kwargs.items() if not list(_tensors(value))}
+
     return _called_through(functools.partial(_by_name, names, frozenset(kwargs), fixed), graph)
 
 
@@ -124,11 +114,8 @@ def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModul
     # torch.export fixes sizes that are 0, 1, equal or of the cache: one place stays empty.
     inputs = (ids.new_ones(2, 3), ids.new_ones(2, 7))
     decoder = Decoder(model, max(3, len(ids)), max(8, length, ids.shape[1]) + 1)
-    shapes = ShapesCollection()
-    for tensor in inputs:
-        shapes[tensor] = dict.fromkeys((0, 1), Dim.DYNAMIC)
     with torch.no_grad():
-        graph = _export(decoder, inputs, {}, shapes, name)
+        graph = _export(decoder, inputs, {}, Dim.DYNAMIC, name)
     _called_through(_fill_mask, graph)
     for rows, new, total in ((2, 3, 3), (1, 1, 5)):
         try:
@@ -139,12 +126,12 @@ def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModul
 
 
 def _export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: ShapesCollection,
-    name: str,
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any, name: str
 ) -> fx.GraphModule:
+    """Return the graph of a call, with a dimension of a kind for rows and columns of tensors."""
+    shapes = ShapesCollection()
+    for tensor in _tensors((args, kwargs)):
+        shapes[tensor] = dict.fromkeys(range(min(2, tensor.ndim)), kind)
     try:
         dynamic = shapes.dynamic_shapes(model, args, kwargs)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
@@ -172,11 +159,11 @@ def _register(before: Callable[..., Any], module: nn.Module) -> None:
 
 
 def _error(name: str, error: Exception) -> TraceError:
-    lines = str(error).strip().splitlines()
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
     return TraceError(
-        f"{name}: torch.export cannot trace it for every batch and length: "
-        f"{lines[0] if lines else type(error).__name__}\nPass the model itself to fp4pass.prepare "
-        "and fp4pass.convert, which need no graph, or the module of a torch.export of your own."
+        f"{name}: torch.export cannot trace it for every batch and length: {first}\nPass the model "
+        "itself to fp4pass.prepare and fp4pass.convert, which need no graph, or the module of a "
+        "torch.export of your own."
     )
 
 
@@ -195,20 +182,19 @@ def _by_name(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Any:
     """Name the arguments before a graph is called, and add those that are no tensors."""
     named = {**fixed, **dict(zip(names, args, strict=False)), **kwargs}
-    if set(named) != traced:
+    if named.keys() != traced:
+        takes, got = (", ".join(sorted(each)) or "no names" for each in (traced, named))
         raise OptionError(
-            f"The graph takes what its example had, {', '.join(sorted(traced)) or 'no names'}, got "
-            f"{', '.join(sorted(named)) or 'no names'}. Trace the model with such an example."
+            f"The graph takes what its example had, {takes}, got {got}. Trace the model with such "
+            "an example."
         )
     return args[len(names) :], named
 
 
-def _fill_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _fill_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a mask before the graph of a decoder where there is none, and check the sizes."""
     ids, mask = _decoder_call(args, kwargs)
     mask = torch.ones_like(ids) if mask is None else mask
@@ -224,11 +210,10 @@ def _fill_mask(
 
 def _decoder_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Return the ids and the mask of a call."""
-    names = ("input_ids", "attention_mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if len(args) > 2 or not {"input_ids"} <= set(given) <= set(names):
+    given = {**dict(zip(_OF_DECODER, args, strict=False)), **kwargs}
+    if len(args) > 2 or not {"input_ids"} <= given.keys() <= set(_OF_DECODER):
         raise OptionError(
-            "The graph of a decoder takes input_ids and attention_mask, got "
-            f"{', '.join(given)}. With cache_length=0 it takes what the model does."
+            f"The graph of a decoder takes input_ids and attention_mask, got {', '.join(given)}. "
+            "With cache_length=0 it takes what the model does."
         )
     return given["input_ids"], given.get("attention_mask")

@@ -15,8 +15,14 @@ from ..checkpoint.beside import beyond_model
 from ..checkpoint.model_layers import finish
 from ..errors import NonFiniteError
 from ..nn.experts import current_weight, set_weight, weight_name
-from ..quantization.checks import require_layers
-from ..quantization.plan import LayerPlan, Plan, plan_layers, planned_row, scale_groups
+from ..quantization.plan import (
+    LayerPlan,
+    Plan,
+    plan_layers,
+    planned_row,
+    require_layers,
+    scale_groups,
+)
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..record.config import plain

@@ -18,8 +18,7 @@ from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, Fp4PassError, OptionError, some
 from ..nn.experts import current_weight
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.replace import store_packed
-from ..quantization.restore import dequantize_model
+from ..quantization.replace import dequantize_model, store_packed
 from ..record.config import LinearConfig
 from ..record.rows import Row
 from . import METHOD

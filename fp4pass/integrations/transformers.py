@@ -28,7 +28,7 @@ from ..methods.base import MethodChoice
 from ..nn.experts import current_weight
 from ..quantization.plan import NEW, LayerPlan, Plan, matching_rule
 from ..quantization.recipe import Recipe
-from ..quantization.restore import dequantize_model
+from ..quantization.replace import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
 from ..record.config import LinearOptions, Rule, check_rules
 from ..record.schemes import Scheme

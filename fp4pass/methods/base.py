@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from ..core.formats import Format
@@ -16,67 +15,7 @@ from ..errors import OptionError, expected, unknown_name
 from ..ops.checks import require_weight
 from .statistics import Stats
 
-
-@dataclass(frozen=True, eq=False)
-class Certificate:
-    """Bounds on the optimum of each block.
-
-    Attributes:
-        loss: float64 [N, K / block], r^T H r.
-        bound: float64 [N, K / block]; no scale of the format with any codes is below it, to a part
-            in 1e9. Eigenvalues of H below 1e-7 of its largest count as that.
-
-    Example:
-        >>> loss = torch.tensor([[2.0, 2.0]])
-        >>> certificate = fp4pass.methods.Certificate(loss, torch.tensor([[2.0, 1.0]]))
-        >>> certificate.proved, certificate.gap
-        (0.5, 0.25)
-    """
-
-    loss: Tensor
-    bound: Tensor
-
-    @property
-    def proved(self) -> float:
-        """The share of the blocks that are proved optimal."""
-        return float((self.bound == self.loss).double().mean())
-
-    @staticmethod
-    def joined(parts: Sequence[Certificate | None]) -> Certificate | None:
-        """Return the bounds of several matrices as those of one, None if there are none."""
-        known = [each for each in parts if each is not None]
-        if not known:
-            return None
-        loss = torch.cat([each.loss for each in known])
-        return Certificate(loss, torch.cat([each.bound for each in known]))
-
-    @property
-    def gap(self) -> float:
-        """The part of the loss that lies above the bounds, the most that could be won."""
-        total = float(self.loss.sum())
-        return 1.0 - float(self.bound.sum()) / total if total else 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class MethodResult:
-    """A quantized weight with the proof of the method, None if it proves nothing.
-
-    Example:
-        >>> state = fp4pass.quantize(torch.randn(4, 32), "nvfp4")
-        >>> fp4pass.methods.MethodResult.of(state).certificate is None
-        True
-    """
-
-    state: QuantState
-    certificate: Certificate | None = None
-
-    @staticmethod
-    def of(found: QuantState | MethodResult) -> MethodResult:
-        """Return the result of the function of a method, which may return the weight alone."""
-        return found if isinstance(found, MethodResult) else MethodResult(found)
-
-
-MethodFunction = Callable[..., QuantState | MethodResult]
+MethodFunction = Callable[..., QuantState]
 StackFunction = Callable[[Tensor, Format, Sequence[float], Any], list[QuantState]]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
@@ -122,7 +61,7 @@ class Method:
         global_scale: float,
         options: Any,
         **part: Any,
-    ) -> MethodResult:
+    ) -> QuantState:
         """Quantize a weight that nobody has looked at.
 
         part: `rows` and `scale`, as far as the method takes them.
@@ -133,7 +72,7 @@ class Method:
             NonFiniteError: it holds NaN or infinity.
         """
         require_weight(weight, fmt)
-        return MethodResult.of(self.function(weight, stats, fmt, global_scale, options, **part))
+        return self.function(weight, stats, fmt, global_scale, options, **part)
 
 
 METHODS: dict[str, Method] = {}

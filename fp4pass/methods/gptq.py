@@ -11,14 +11,14 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
-from ..kernels.search.gptq_reference import ROWS, damp, gptq_float_scales
-from ..kernels.search.joint_reference import CODES, upper_factor
+from ..kernels.search.float_scales import in_blocks
+from ..kernels.search.gptq_reference import ROWS, damp
+from ..kernels.search.joint_reference import upper_factor
 from ..kernels.statistics.naive import ieee_products
 from .base import method
+from .search import search_weight
 from .statistics import Stats
 
-SCALES = ("inside", "static")
-ORDERS = ("loss", "natural")
 TARGETS = ("plain", "cross")
 
 # Rows at a time in float64.
@@ -29,17 +29,12 @@ _ROWS = 1 << 12
 class Gptq:
     """Options of the method "gptq"; docs/quality.md says how much each improves.
 
-    Float32 scales are chosen before, as by "hessian", and codes one after the other: `codes`,
-    `scales` and `sweeps` are for formats with 8-bit block scales.
+    Float32 scales are chosen as by "hessian", and codes rounded to nearest.
 
     Attributes:
         damping: added to the diagonal of the Hessian, relative to its mean.
         shrinkage: the part of the Hessian between blocks that is left out, in [0, 1]. At 0 weights
             fit the calibration text and lose on others; at 1 blocks compensate for nothing.
-        codes: of a block: "rtn", one after the other ("babai"), or then coordinate descent
-            ("joint").
-        scales: chosen with the codes when a block is reached ("inside") or before ("static").
-        order: of the blocks: by "loss", or as they are stored ("natural").
         sweeps: how often all blocks are visited again.
         target: approximate the weight ("plain"), or its product with the inputs of the float model
             ("cross"), which needs prepare(sequential=True).
@@ -55,18 +50,13 @@ class Gptq:
 
     damping: float = 0.1
     shrinkage: float = 0.25
-    codes: str = "joint"
-    scales: str = "inside"
-    order: str = "loss"
     sweeps: int = 1
     target: str = "plain"
     target_damping: float = 0.5
 
     def __post_init__(self) -> None:
-        known = {"codes": CODES, "scales": SCALES, "order": ORDERS, "target": TARGETS}
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
+        if self.target not in TARGETS:
+            raise unknown_name("Gptq: target", self.target, TARGETS)
         for name in ("damping", "target_damping"):
             value = getattr(self, name)
             require_number(f"Gptq: {name}", "a number above 0", value, float, ABOVE_0)
@@ -115,26 +105,12 @@ def gptq(
     if stats.hessian is None:
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
     start, stop, _ = rows.indices(len(weight))
-    shape = (stop - start, weight.shape[1])
-    if scale is not None:
-        of_tensor = weight.new_full((1, 1), scale, dtype=torch.float32)
-        given = (options.damping, options.shrinkage, options.order, start, stop, of_tensor)
-        with ieee_products():
-            found = gptq_float_scales(weight.detach(), stats.hessian, fmt, *given)
-        return QuantState(*found, global_scale, fmt, shape, weight.dtype)
+    if fmt.has_float_scale:
+        blocks = in_blocks(stats.hessian)
+        return search_weight(weight, fmt, global_scale, "hessian", blocks, scale).rows(start, stop)
+    stored = (weight.detach(), stats.hessian, global_scale, fmt.key)
+    given = (float(options.damping), float(options.shrinkage), options.sweeps, start, stop)
     with ieee_products():
-        packed, bits = ops.gptq(
-            weight.detach(),
-            stats.hessian,
-            global_scale,
-            fmt.key,
-            float(options.damping),
-            float(options.shrinkage),
-            options.codes,
-            options.scales,
-            options.order,
-            options.sweeps,
-            start,
-            stop,
-        )
+        packed, bits = ops.gptq(*stored, *given)
+    shape = (stop - start, weight.shape[1])
     return QuantState(packed, bits, global_scale, fmt, shape, weight.dtype)

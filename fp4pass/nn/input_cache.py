@@ -5,12 +5,10 @@ Each module that calls several such layers has a slot for the input that they re
 thread, and only while its forward runs. The key is the tensor itself, by a weak reference, its
 version, as autograd counts it, and where its memory is. A layer that asks a second time starts
 over. So a write that torch cannot see, as through numpy, may come between two forwards.
-`FP4PASS_INPUT_CACHE=check` finds one that comes between two layers of a forward.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -20,15 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import add_forward_hooks, intercepts_operators, remove_forward_hooks
-from ..errors import OptionError, StateError, expected
 
 _T = TypeVar("_T")
 
-# The environment variable and its values: on, off, and on with every result compared.
-SWITCH = "FP4PASS_INPUT_CACHE"
-_ON, _OFF, _CHECK = "1", "0", "check"
-
-# On a module: the layers that it calls. On such a layer: the same, and its name.
+# On a module: the layers that it calls. On such a layer: the same.
 _CALLS, _CALLED_BY = "_fp4pass_calls", "_fp4pass_called_by"
 
 # The name of the hooks.
@@ -42,18 +35,17 @@ class Siblings:
 class _Slot:
     """The input that siblings read last in a forward, and the results for it."""
 
-    def __init__(self, is_checked: bool) -> None:
-        self.is_checked = is_checked
+    def __init__(self) -> None:
         self.input: Callable[[], Tensor | None] = lambda: None
         self.state: Hashable = None
         self.results: dict[Hashable, Any] = {}
-        # By their ids, the names of the layers that have asked.
-        self.readers: dict[int, str] = {}
+        # The ids of the layers that have asked.
+        self.readers = set[int]()
 
     def take(self, x: Tensor, state: Hashable) -> None:
         """Start over with another input."""
         results: dict[Hashable, Any] = {}
-        self.state, self.results, self.readers = state, results, {}
+        self.state, self.results, self.readers = state, results, set()
         # Not `self.results`: a reference back would keep the slot until a garbage collection.
         self.input = weakref.ref(x, lambda _: results.clear())
 
@@ -62,20 +54,17 @@ class _Slots(threading.local):
     """The slots of a thread, by siblings whose caller's forward runs."""
 
     def __init__(self) -> None:
-        self.open: dict[Siblings, _Slot] = {}
+        self.open: dict[Siblings | None, _Slot] = {}
 
 
 _SLOTS = _Slots()
 
 
-def share_among(caller: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let layers that a module calls, given with their names, share their results for an input.
-
-    Shared results last as long as a forward of the module.
-    """
+def share_among(caller: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Let layers that a module calls share results for an input, as long as its forward runs."""
     siblings = caller.__dict__[_CALLS] = Siblings()
-    for name, layer in layers:
-        layer.__dict__[_CALLED_BY] = siblings, name
+    for layer in layers:
+        layer.__dict__[_CALLED_BY] = siblings
     add_forward_hooks(caller, _HOOKS, _open, _close)
 
 
@@ -88,23 +77,13 @@ def share_nothing(model: nn.Module) -> None:
 
 
 def _open(caller: nn.Module, *args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    mode = os.environ.get(SWITCH) or _ON
-    if mode not in (_ON, _OFF, _CHECK):
-        wanted = f"{_ON} (on), {_OFF} (off) or {_CHECK} (compare each result)"
-        raise OptionError(expected(SWITCH, wanted, repr(mode)))
-    if mode != _OFF:
-        _SLOTS.open[caller.__dict__[_CALLS]] = _Slot(mode == _CHECK)
+    if not torch.compiler.is_compiling():
+        _SLOTS.open[caller.__dict__[_CALLS]] = _Slot()
 
 
 def _close(caller: nn.Module, *args: Any) -> None:
     if not torch.compiler.is_compiling():
         _SLOTS.open.pop(caller.__dict__[_CALLS], None)
-
-
-def _tensors(result: Any) -> Sequence[Tensor | None]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def compute_once(
@@ -113,20 +92,16 @@ def compute_once(
     layer: nn.Module,
     compute: Callable[[], _T],
     also: Tensor | None = None,
-    tensors: Callable[[_T], Sequence[Tensor | None] | None] = _tensors,
 ) -> _T:
     """Return `compute()`, or its result for a sibling of the layer that read the same input `x`.
 
     `key`, `x` and `also`, as a static scale, decide the result, which requires no gradient. Nothing
     is kept while operators are traced or captured, in inference mode, which counts no versions, for
     subclasses of Tensor, once `x` is gone, and once the forward of the caller ends.
-
-    `tensors` returns those of a result, or None once it has changed, for the check.
     """
     if torch.compiler.is_compiling():
         return compute()
-    siblings, name = layer.__dict__.get(_CALLED_BY, (None, ""))
-    slot = _SLOTS.open.get(siblings)
+    slot = _SLOTS.open.get(layer.__dict__.get(_CALLED_BY))
     if slot is None or not _is_tracked(x) or (also is not None and not _is_tracked(also)):
         return compute()
     if _is_recorded(x):
@@ -138,43 +113,12 @@ def compute_once(
         key = (key, id(also), _state(also))
     if slot.input() is not x or slot.state != state or id(layer) in slot.readers:
         slot.take(x, state)
-    slot.readers[id(layer)] = name
-    results = slot.results
-    if key not in results:
+    slot.readers.add(id(layer))
+    if key not in slot.results:
         # With `also`, so that no other tensor gets its id.
-        results[key] = (compute(), also)
-    elif slot.is_checked:
-        return _checked(results[key][0], compute(), list(slot.readers.values()), tensors)
-    return results[key][0]
-
-
-def _checked(
-    result: _T,
-    again: _T,
-    readers: Sequence[str],
-    tensors: Callable[[_T], Sequence[Tensor | None] | None],
-) -> _T:
-    """Return a result that was kept. Raise StateError if the last reader computes another one."""
-    kept, computed = tensors(result), tensors(again)
-    if kept is None or computed is None:
-        return again
-    if not all(map(_has_bits, kept, computed)):
-        *others, last = readers
-        raise StateError(
-            f"{last}: expected the input that {', '.join(others)} read in the same forward, got "
-            "the same tensor with other values. Something wrote to it in a way that PyTorch does "
-            "not count: through .data, numpy, dlpack, its storage, or the replay of a CUDA graph. "
-            f"Write with an operation of torch, read a copy (x.clone()), or set {SWITCH}={_OFF}."
-        )
+        slot.results[key] = (compute(), also)
+    result: _T = slot.results[key][0]
     return result
-
-
-def _has_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors, or None, are the same to the bit."""
-    if a is None or b is None:
-        return a is b
-    bits = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (a, b))
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)
 
 
 def _is_tracked(x: Tensor) -> bool:

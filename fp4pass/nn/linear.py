@@ -131,8 +131,6 @@ class PackedBlocks(PackedLinear, ABC):
     shared_buffers = (INPUT_GLOBAL,)
     # The choices of `LinearConfig.compute` that its products have.
     computes: ClassVar[tuple[str, ...]] = COMPUTES
-    # Whether this process has a part (`fp4pass.parallel`).
-    is_split: ClassVar[bool] = False
 
     config: LinearConfig
     weight_dtype: torch.dtype  # of the dense weight

@@ -32,11 +32,10 @@ def _setup_rounding(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Te
     outputs = output if isinstance(output, tuple) else (output,)
     ctx.mark_non_differentiable(*outputs)
     ctx.gradients = (None,) * len(inputs)
-    ctx.tangent = None if isinstance(output, Tensor) else (None,) * len(outputs)
 
 
 # Codes and scales have no gradient; that of x flows through the linear operator instead.
-ROUNDING = Backward(lambda ctx, *_: ctx.gradients, _setup_rounding, lambda ctx, *_: ctx.tangent)
+ROUNDING = Backward(lambda ctx, *_: ctx.gradients, _setup_rounding)
 
 
 def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -50,11 +49,6 @@ def _norm_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
     return of_sum, of_sum, *ctx.others
 
 
-def _norm_tangents(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    moved = [each for each in tangents[:2] if each is not None and ctx.adds]
-    return sum(moved[1:], moved[0]) if moved else None, None, None
-
-
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rotation = inputs[1]
 
@@ -62,10 +56,6 @@ def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     # The matrix is its own transpose.
     return rotate(grad, ctx.rotation), None
-
-
-def _rotate_tangent(ctx: Any, x: Tensor, rotation: None) -> Tensor:
-    return rotate(x, ctx.rotation)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +86,7 @@ norm_quantize = operator(
         *empty_blocks(x, fmt),
     ),
     checks=(require_quantizable,),
-    backward=Backward(_norm_gradients, _setup_norm, _norm_tangents),
+    backward=Backward(_norm_gradients, _setup_norm),
 )
 activate_quantize = operator(
     activate_quantize_ref,
@@ -122,7 +112,7 @@ rotate = operator(
     triton="kernels.rotate.triton:rotate_triton",
     shapes=lambda x: x.new_empty(x.shape),
     checks=(require_float, require_rotation),
-    backward=Backward(_rotate_gradients, _setup_rotate, _rotate_tangent),
+    backward=Backward(_rotate_gradients, _setup_rotate),
 )
 rotate_quantize = operator(
     rotate_quantize_ref,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from inspect import Parameter, Signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,21 +54,10 @@ def require_quantizable(x: Tensor, fmt: Format, scale_method: str) -> None:
         )
 
 
-def _check(names: str, require: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """Return a check of the arguments that `names` lists, behind what is given."""
-    check: Any = partial(require, *given)
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    check.__signature__ = Signature([Parameter(name, kind) for name in names.split()])
-    return check
-
-
-def _one_of(what: str, known: Iterable[str], value: str) -> None:
-    if value not in known:
-        raise unknown_name(what, value, known)
-
-
-require_compute = _check("compute", _one_of, "compute", COMPUTES)
-require_objective = _check("objective", _one_of, "Objective", OBJECTIVES)
+def require_compute(compute: str) -> None:
+    """Raise OptionError for an unknown `compute`."""
+    if compute not in COMPUTES:
+        raise unknown_name("compute", compute, COMPUTES)
 
 
 def require_rotation(x: Tensor, rotation: int) -> None:
@@ -122,124 +107,78 @@ def require_weight(weight: Tensor, fmt: Format) -> None:
         raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
 
 
-def _hessian(blocks: bool, owner: str, finite: bool, of: Tensor, hessian: Tensor | None) -> None:
-    """Raise unless a Hessian, whole or of blocks, is that of a weight or an input."""
-    if hessian is None:
-        return
-    columns = of.shape[-1]
-    expected: tuple[int, ...] = (columns, columns)
-    if blocks:
-        expected = (math.ceil(columns / HESSIAN_BLOCK), HESSIAN_BLOCK, HESSIAN_BLOCK)
-    name = "block Hessian" if blocks else "Hessian"
-    if hessian.shape != expected:
-        raise ShapeError(
-            f"The {name}: expected shape {expected} for {owner} of {columns} columns, got "
-            f"{tuple(hessian.shape)}."
-        )
-    if finite and not hessian.isfinite().all():
-        raise NonFiniteError(
-            f"The {name}: expected finite numbers, got NaN or infinity. Calibrate on finite inputs."
-        )
-
-
-require_block_hessian = _check("weight hessian", _hessian, True, "a weight", True)
-require_hessian = _check("weight hessian", _hessian, False, "a weight", True)
-require_observed_columns = _check("x hessian", _hessian, False, "inputs", False)
-
-
-def require_hessian_of_objective(objective: str, hessian: Tensor | None) -> None:
-    """Raise ShapeError if an objective reads a Hessian that is not there."""
+def require_objective(objective: str, hessian: Tensor | None) -> None:
+    """Raise unless an objective is known, and has the Hessian that it reads."""
+    if objective not in OBJECTIVES:
+        raise unknown_name("Objective", objective, OBJECTIVES)
     if objective == "hessian" and hessian is None:
         raise ShapeError("The block Hessian: expected a tensor for objective 'hessian', got None.")
 
 
-def require_searched_stack(weight: Tensor, global_scales: Sequence[float], objective: str) -> None:
-    """Raise unless these are the weights of experts and their global scales, and no Hessian is."""
-    if objective == "hessian":
-        raise OptionError("objective: 'hessian' is not for stacks. Call `search` for each weight.")
-    if weight.ndim != 3 or len(weight) != len(global_scales):
-        raise ShapeError(
-            f"weight: expected [{len(global_scales)}, N, K], one for each global scale, got "
-            f"{_of(weight)}."
-        )
+def require_hessian(weight: Tensor, hessian: Tensor | None) -> None:
+    """Raise unless a Hessian is that of the columns of a weight, and finite."""
+    _require_finite("The Hessian", hessian, (weight.shape[-1],) * 2)
 
 
-def require_observed_blocks(x: Tensor, hessian: Tensor) -> None:
-    """Raise ShapeError unless block Hessians [J, 32, 32], if any are kept, are those of x."""
-    groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK)
-    if len(hessian) not in (0, groups):
-        raise ShapeError(
-            f"The block Hessian: expected {groups} blocks of {HESSIAN_BLOCK} for inputs of "
-            f"{x.shape[-1]} columns, got {len(hessian)}."
-        )
+def require_block_hessian(weight: Tensor, hessian: Tensor | None) -> None:
+    """Raise unless block Hessians are those of the columns of a weight, and finite."""
+    _require_finite("The block Hessian", hessian, _blocks_of(weight))
 
 
-def require_visible(x: Tensor, visible: Tensor | None) -> None:
-    """Raise ShapeError unless `visible`, if it is given, is a boolean for each token of x."""
-    if visible is not None and (
-        visible.dtype != torch.bool or visible.shape != (x.shape[:-1].numel(),)
-    ):
-        raise ShapeError(
-            f"visible: expected a boolean for each of {x.shape[:-1].numel()} tokens, got "
-            f"{_of(visible)}."
-        )
+def _blocks_of(x: Tensor) -> tuple[int, int, int]:
+    return math.ceil(x.shape[-1] / HESSIAN_BLOCK), HESSIAN_BLOCK, HESSIAN_BLOCK
 
 
-def _pairs(name: str, x: Tensor | PackedInput, ids: Tensor) -> None:
+def _require_finite(name: str, hessian: Tensor | None, shape: tuple[int, ...]) -> None:
+    if hessian is None:
+        return
+    if hessian.shape != shape:
+        raise ShapeError(expected(name, f"shape {shape}, by the columns", tuple(hessian.shape)))
+    if not hessian.isfinite().all():
+        problem = expected(name, "finite numbers", "NaN or infinity")
+        raise NonFiniteError(f"{problem} Calibrate on finite inputs.")
+
+
+def require_observed(x: Tensor, hessian: Tensor, visible: Tensor | None) -> None:
+    """Raise unless a Hessian is that of the columns of x, and `visible` a boolean for each row."""
+    shape = (x.shape[-1],) * 2 if hessian.ndim == 2 else _blocks_of(x)
+    # Without block Hessians, only an amax is kept.
+    if len(hessian) and hessian.shape != shape:
+        got = tuple(hessian.shape)
+        raise ShapeError(expected("The Hessian", f"{shape} for {x.shape[-1]} columns", got))
+    tokens = x.shape[:-1].numel()
+    if visible is not None and (visible.dtype, visible.shape) != (torch.bool, (tokens,)):
+        raise ShapeError(expected("visible", f"a boolean for each of {tokens} tokens", visible))
+
+
+def require_pairs(x: Tensor, ids: Tensor) -> None:
     """Raise unless there is a row for each token or pair of `ids` [T, k]."""
-    x = x.packed if isinstance(x, PackedInput) else x
     if ids.dtype != torch.int64:
-        raise DtypeError(f"ids: expected int64, the experts of each token, got {ids.dtype}.")
-    if ids.ndim != 2:
-        raise ShapeError(f"ids: expected [T, k], k experts for each token, got {_of(ids)}.")
-    if x.ndim not in (2, 3) or x.shape[:-1] != ids.shape[: x.ndim - 1]:
-        tokens, k = ids.shape
-        raise ShapeError(
-            f"{name}: expected [{tokens}, K] or [{tokens}, {k}, K] for ids [{tokens}, {k}], got "
-            f"{_of(x)}."
-        )
+        raise DtypeError(expected("ids", "int64, the experts of each token", ids.dtype))
+    if ids.ndim != 2 or x.ndim not in (2, 3) or x.shape[:-1] != ids.shape[: x.ndim - 1]:
+        got = f"{list(x.shape)} and {list(ids.shape)}"
+        raise ShapeError(expected("x and ids", "[T, K] or [T, k, K], and [T, k]", got))
 
 
-require_pairs = _check("x ids", _pairs, "x")
-require_pairs_of_codes = _check("x_rows ids", _pairs, "x_packed")
-
-
-def require_expert_scales(global_scale: Tensor, fmt: Format) -> None:
-    """Raise ShapeError unless these are the global scales of experts, [E]."""
-    if global_scale.ndim != 1 or not fmt.has_global_scale:
-        raise ShapeError(
-            f"global_scale: expected [E], one for each expert, in a format that has them, got "
-            f"{_of(global_scale)} for {fmt.key}."
-        )
-
-
-def require_scales_of_pairs(x_rows: PackedInput, weight: PackedWeight) -> None:
-    """Raise ShapeError unless inputs have a global scale for all experts, or for each."""
-    given, experts = x_rows.global_scale, weight.packed.shape[:1]
-    if given is not None and given.shape not in ((1,), experts):
-        raise ShapeError(
-            f"x_global_scale: expected [1] or [{experts[0]}], of all experts or of each, got "
-            f"{_of(given)}."
-        )
+def require_pairs_of_codes(x_rows: PackedInput, ids: Tensor, weight: PackedWeight) -> None:
+    """Raise unless there are codes for each token or pair, and a scale for all experts or each."""
+    require_pairs(x_rows.packed, ids)
+    given, experts = x_rows.global_scale, weight.packed.shape[0]
+    if given is not None and given.shape not in ((1,), (experts,)):
+        raise ShapeError(expected("x_global_scale", f"[1] or [{experts}]", list(given.shape)))
 
 
 def require_stack(x: Tensor, weight: PackedWeight, fmt: Format) -> None:
     """Raise ShapeError unless these are the weights of experts, [E, N, K], for x [..., K]."""
-    packed = weight.packed
-    if packed.ndim != 3:
-        raise ShapeError(f"packed: expected [E, N, P], the codes of E experts, got {_of(packed)}.")
-    experts, rows, bytes_ = packed.shape
-    columns = fmt.columns(bytes_)
+    if weight.packed.ndim != 3:
+        got = list(weight.packed.shape)
+        raise ShapeError(expected("packed", "[E, N, P], the codes of E experts", got))
+    experts, rows, packed = weight.packed.shape
+    columns = fmt.columns(packed)
     shapes = ((experts, *fmt.scale_shape(rows, columns)), (experts,), (experts, rows))
     for name, given, wanted in zip(weight._fields[1:], weight[1:], shapes, strict=True):
         if given is not None and given.shape != wanted:
-            raise ShapeError(
-                f"{name}: expected {list(wanted)} for packed {_of(packed)} in {fmt.key}, got "
-                f"{_of(given)}."
-            )
+            raise ShapeError(expected(name, str(list(wanted)), list(given.shape)))
     if x.shape[-1] != columns:
-        raise ShapeError(f"x: expected {columns} columns, those of the weights, got {_of(x)}.")
-
-
-def _of(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+        got = list(x.shape)
+        raise ShapeError(expected("x", f"{columns} columns, those of the weights", got))

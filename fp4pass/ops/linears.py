@@ -32,12 +32,10 @@ from ..kernels.norm.naive import sums_of_squares
 from .activations import ROUNDING, rotate
 from .checks import (
     require_compute,
-    require_expert_scales,
     require_float,
     require_pairs,
     require_pairs_of_codes,
     require_quantizable,
-    require_scales_of_pairs,
     require_stack,
 )
 from .registration import Backward, operator, save_product
@@ -64,7 +62,7 @@ def gradients_of(
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         save_product(ctx, inputs, save(ctx, inputs), bias)
-        ctx.rotation, ctx.shape = 0 if rotation is None else inputs[rotation], output.shape
+        ctx.rotation = 0 if rotation is None else inputs[rotation]
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * ctx.arguments
@@ -75,15 +73,7 @@ def gradients_of(
             grads[bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
         return tuple(grads)
 
-    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
-        x, of_bias = tangents[0], tangents[bias]
-        if x is None:
-            return None if of_bias is None else of_bias.expand(ctx.shape)
-        x = rotate(x, ctx.rotation) if ctx.rotation else x
-        moved = x @ dense(ctx, ctx.saved_tensors, x.dtype).t()
-        return moved if of_bias is None else moved + of_bias.to(moved.dtype)
-
-    return Backward(gradients, setup, tangent)
+    return Backward(gradients, setup)
 
 
 def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
@@ -154,19 +144,7 @@ def _expert_gradients(ids: int) -> Backward:
             grads[bias] = _of_bias(ctx, grad, chosen, stack[0])
         return tuple(grads)
 
-    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
-        x, of_bias = tangents[0], tangents[bias]
-        chosen, *stack = ctx.saved_tensors
-        moved = None
-        if of_bias is not None:
-            moved = _one_hot(chosen, stack[0], of_bias.dtype).t() @ of_bias
-            moved = moved.view(*chosen.shape, -1)
-        if x is None:
-            return moved
-        of_x = experts_linear(x, chosen, *stack, None, ctx.fmt)
-        return of_x if moved is None else of_x + moved.to(of_x.dtype)
-
-    return Backward(gradients, setup, tangent)
+    return Backward(gradients, setup)
 
 
 def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,15 +182,6 @@ def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(grads)
 
 
-def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
-    x, ids, weight = ctx.saved_tensors
-    of_x, _, of_weight, of_bias = tangents
-    # Of what has a tangent; zeros of the right shape stand for the rest.
-    of_x = torch.zeros_like(x) if of_x is None else of_x
-    moved = experts_dense(of_x, ids, weight, of_bias)
-    return moved if of_weight is None else moved + experts_dense(x, ids, of_weight, None)
-
-
 experts_linear = operator(
     experts_linear_ref,
     triton="kernels.experts.triton:experts_linear_triton",
@@ -224,7 +193,7 @@ experts_linear_quantized = operator(
     experts_linear_quantized_ref,
     triton="kernels.experts.triton:experts_linear_quantized_triton",
     shapes=_expert_products,
-    checks=(require_float, require_pairs_of_codes, require_scales_of_pairs, require_stack),
+    checks=(require_float, require_pairs_of_codes, require_stack),
     backward=_expert_gradients(ids=4),
 )
 # The inputs of experts that have a global scale each, as some libraries calibrate them.
@@ -233,7 +202,7 @@ experts_quantize = operator(
     triton="kernels.experts.triton:experts_quantize_triton",
     cpu="kernels.cpu.operators:experts_quantize_cpu",
     shapes=lambda x, ids, fmt: empty_rows(x, ids.shape, fmt),
-    checks=(require_quantizable, require_pairs, require_expert_scales),
+    checks=(require_quantizable, require_pairs),
     backward=ROUNDING,
 )
 # All that the experts of a mixture compute, where no gradient is asked for. Only the pass over
@@ -251,7 +220,7 @@ experts_dense = operator(
     experts_dense_ref,
     shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
     checks=(require_float, require_pairs),
-    backward=Backward(_dense_gradients, _dense_setup, _dense_tangent),
+    backward=Backward(_dense_gradients, _dense_setup),
 )
 experts_outer = operator(
     experts_outer_ref,

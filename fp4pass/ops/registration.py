@@ -14,15 +14,9 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import (
-    Library,
-    infer_schema,
-    register_autograd,
-    register_fake,
-    register_vmap,
-)
+from torch.library import Library, infer_schema, register_autograd, register_fake
 
-from .._compat.torch import autograd_kernel, only_calls_kernel
+from .._compat.torch import differentiates_forward, only_calls_kernel
 from ..core.formats import Format, get_format
 
 _log = logging.getLogger(__name__)
@@ -48,13 +42,11 @@ class Backward:
 
     gradients: Callable[..., tuple[Tensor | None, ...]]  # (ctx, *grads), one for each argument
     setup: Callable[..., None]  # (ctx, inputs, output)
-    tangent: Callable[..., Any]  # (ctx, *tangents), None for arguments without: that of the output
 
 
 def save_product(ctx: Any, inputs: Sequence[Any], tensors: Sequence[Any], bias: int) -> None:
     """Save what the derivatives of a product need: tensors, and the dtype of its bias."""
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
     ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
     ctx.arguments = len(inputs)
 
@@ -116,6 +108,10 @@ class Operator:
 
     def run(self, *given: Any) -> Any:
         """Check the arguments and run the implementation for the device of the first one."""
+        if differentiates_forward():
+            raise NotImplementedError(
+                "Packed layers have no forward derivatives (jvp, jacfwd). Use those of backward()."
+            )
         args = self._arguments(given)
         for check in self._checks:
             check(args)
@@ -219,16 +215,7 @@ def operator(
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
     found = getattr(torch.ops.fp4pass, name).default
     if backward is not None:
-        kernel = autograd_kernel(found, backward.setup, backward.gradients, backward.tangent)
-        if kernel is None:
-
-            def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-                backward.setup(ctx, inputs, output)
-
-            register_autograd(found, backward.gradients, setup_context=setup, lib=_LIBRARY)
-        else:
-            _LIBRARY.impl(name, opaque(kernel), "Autograd", with_keyset=True)
-        register_vmap(found, _one_by_one(found), lib=_LIBRARY)
+        register_autograd(found, backward.gradients, setup_context=backward.setup, lib=_LIBRARY)
     OPERATORS[name] = _DECLARED[found] = declared
     return found
 
@@ -246,26 +233,6 @@ def _one_at_a_time(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args)
 
     return locked
-
-
-def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return how vmap calls an operator: once for each example, as a global scale may be its."""
-
-    def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        found = [
-            operator(
-                *(
-                    each if dim is None else each.select(dim, i)
-                    for each, dim in zip(args, in_dims, strict=True)
-                )
-            )
-            for i in range(info.batch_size)
-        ]
-        if isinstance(found[0], Tensor):
-            return torch.stack(found), 0
-        return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
-
-    return batched
 
 
 def _parameters(reference: Callable[..., Any]) -> list[inspect.Parameter]:

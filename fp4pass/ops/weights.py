@@ -16,18 +16,10 @@ from .checks import (
     require_block_hessian,
     require_block_scales,
     require_hessian,
-    require_hessian_of_objective,
     require_objective,
-    require_observed_blocks,
-    require_observed_columns,
-    require_searched_stack,
-    require_visible,
+    require_observed,
 )
 from .registration import operator
-
-
-def _packed_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return empty_weight(weight, fmt)
 
 
 def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -37,39 +29,38 @@ def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 search = operator(
     search_ref,
     triton="kernels.search.triton:search_triton",
-    shapes=_packed_weight,
-    checks=(require_objective, require_hessian_of_objective, require_block_hessian),
+    shapes=empty_weight,
+    checks=(require_objective, require_block_hessian),
 )
 search_stack = operator(
     search_stack_ref,
     triton="kernels.search.triton:search_stack_triton",
-    shapes=_packed_weight,
-    checks=(require_objective, require_searched_stack),
+    shapes=empty_weight,
 )
 joint = operator(
     joint_ref,
     triton="kernels.search.joint_triton:joint_triton",
-    shapes=_packed_weight,
+    shapes=empty_weight,
     checks=(require_block_scales, require_block_hessian),
 )
 gptq = operator(
     gptq_ref,
     triton="kernels.search.joint_triton:gptq_triton",
     shapes=lambda weight, fmt, start, stop: empty_weight(weight[start:stop], fmt),
-    checks=(require_hessian,),
+    checks=(require_block_scales, require_hessian),
 )
 observe = operator(
     observe_ref,
     triton="kernels.statistics.triton:observe_triton",
     shapes=lambda: None,
-    checks=(require_observed_blocks, require_visible),
+    checks=(require_observed,),
     mutates=("hessian", "count", "amax"),
 )
 # One dense product, which needs no kernel.
 observe_full = operator(
     observe_full_ref,
     shapes=lambda: None,
-    checks=(require_observed_columns, require_visible),
+    checks=(require_observed,),
     mutates=("hessian", "count", "amax"),
 )
 dequantize = operator(

@@ -23,8 +23,7 @@ from ..nn.experts import QuantizedExperts, require_adapter
 from ..nn.linear import PACKED, SCALE, PackedBlocks
 from ..record.state import get_state, unwrap
 from .peers import reach_peers
-from .split import SplitModule
-from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
+from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel, SplitModule
 
 _log = logging.getLogger(__name__)
 
@@ -39,16 +38,13 @@ _STYLES: dict[str, ParallelStyle] = {
     "moe_tp_experts": ExpertParallel(),
 }
 
-# That of a projection whose outputs are, in part, keys of all heads.
-_ROPE = "mla_kv_a_proj"
-
-# Those of modules that every rank has whole; some are for gradients, which parameters do not get.
+# Those of modules that every rank has whole; some are for gradients, which there are none of.
 _WHOLE = (
     "embedding_rowwise",
     "embedding_colwise",
     "replicate",
     "replicated_with_grad_allreduce",
-    _ROPE,
+    "mla_kv_a_proj",
     "moe_identity_expert",
 )
 
@@ -113,11 +109,6 @@ def parallelize(
     for name, style in chosen.items():
         parallelize_module(root.get_submodule(name), mesh, style, src_data_rank=None)
     root.requires_grad_(False)
-    rule = _rule(given)
-    for name, module in root.named_modules():
-        key = rule(name)
-        if key is not None and given[key] == _ROPE:
-            module.register_forward_hook(_refuse_gradients)
     kind = mesh.device_type
     root.to(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind)
     reach_peers(mesh)
@@ -234,15 +225,6 @@ def _rule(plan: Mapping[str, Any]) -> Callable[[str], str | None]:
         return next((key for regex, key in patterns.items() if regex.fullmatch(name)), None)
 
     return rule
-
-
-def _refuse_gradients(module: nn.Module, args: Any, output: Any) -> None:
-    """Raise StateError where a gradient of inputs would be that of one process."""
-    if output.requires_grad and torch.is_grad_enabled():
-        raise StateError(
-            f"The split model computes no gradient of inputs: {type(module).__name__} gives heads "
-            "of all processes a part of their keys. Run it under torch.no_grad()."
-        )
 
 
 def _require_whole_heads(root: nn.Module, name: str, style: Any, size: int) -> None:

@@ -1,64 +1,148 @@
-"""Split packed linear layers and experts over processes, by styles as those of torch."""
+"""Split packed linear layers and experts over processes, by styles as those of torch.
+
+A split module computes with parts of tensors, as plain ones, and gives no gradients.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
+from .. import ops
 from ..core.formats import WHOLE
 from ..errors import OptionError, ShapeError, StateError
-from ..nn.experts import (
-    QuantizedExperts,
-    QuantizedExpertStack,
-    holder_of,
-    packed_stacks,
-    require_adapter,
-)
-from ..nn.linear import (
-    GLOBAL,
-    INPUT_GLOBAL,
-    PACKED,
-    SCALE,
-    QuantizedLinear,
-    StoredWeight,
-    output_of,
-    read_buffers,
-)
+from ..kernels.common.rounding import row_amax, scale_of
+from ..kernels.reduce.naive import LARGEST
+from ..nn import experts, linear
+from ..nn.experts import QuantizedExperts, QuantizedExpertStack
+from ..nn.linear import QuantizedLinear, StoredWeight
 from ..nn.packed_linear import PackedLinear, swap_class
-from .split import (
-    SplitModule,
-    as_dtensor,
-    local_shard,
-    moved,
-    split_module,
-    summed,
-    with_shared_scale,
-    with_summed_gradient,
-)
+from ..record.config import LinearConfig
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """Placements of the input and the output of a layer, as the styles of torch say it."""
+class SplitModule(nn.Module):
+    """A module of which this process has a part.
 
-    input: Placement
-    output: Placement
-    local: bool  # give a plain tensor, not a DTensor
+    A state dict has its parts as DTensors, which torch.distributed.checkpoint writes whole.
+    """
+
+    is_split: ClassVar[bool] = True
+    mesh: DeviceMesh
+    split: Mapping[str, int]  # the dimension of a parameter or buffer of which this is a part
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, dim in self.split.items():
+            if prefix + name in destination:
+                part = destination[prefix + name].detach()
+                destination[prefix + name] = as_dtensor(part, self.mesh, Shard(dim))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Load the parts of DTensors; whole tensors do not fit."""
+        given = {prefix + name: state_dict.get(prefix + name) for name in self.split}
+        parts: dict[str, Tensor] = {
+            name: each.to_local() for name, each in given.items() if isinstance(each, DTensor)
+        }
+        super()._load_from_state_dict(ChainMap(parts, state_dict), prefix, *args)  # type: ignore[arg-type]
+
+
+def split_module(
+    module: Any, kind: type[Any], split: Mapping[str, int], mesh: DeviceMesh, **attributes: Any
+) -> None:
+    """Swap the class of a packed module, and keep of its tensors the part of this process."""
+    tensors = {name: getattr(module, name) for name in module.packed_buffers}
+    for name, dim in split.items():
+        if name in tensors:
+            tensors[name] = local_shard(tensors[name], dim, mesh)
+        else:
+            parameter = module.get_parameter(name)
+            parameter.data = local_shard(parameter.data, dim, mesh)
+    attributes |= {name: getattr(module, name) for name in module.packed_attributes}
+    attributes |= {"mesh": mesh, "split": split}
+    swap_class(module, kind, buffers=tensors, attributes=attributes)
+
+
+def as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return what this process has of a tensor, which is placed so, as a DTensor."""
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def moved(x: Any, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
+    """Return a tensor, placed as `now` unless it is a DTensor, as `wanted`: a local part."""
+    whole = x if isinstance(x, DTensor) else as_dtensor(x, mesh, now)
+    return whole.redistribute(placements=[wanted]).to_local()
+
+
+def require_no_gradient(x: Tensor) -> None:
+    """Raise StateError where the gradient of an input would be that of one process."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise StateError(
+            "A layer that is split over processes computes no gradients. Run it under "
+            "torch.no_grad(), or train with fp4pass.parallel.fully_shard."
+        )
+
+
+def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the local outputs of all processes, perhaps in place."""
+    if y.numel() * y.element_size() <= LARGEST:
+        return ops.all_reduce(y, mesh.get_group().group_name, False)
+    # As a DTensor does it, without its layers of Python.
+    y = y.contiguous()
+    dist.all_reduce(y, group=mesh.get_group())
+    return y
+
+
+def with_shared_scale(
+    weight: StoredWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
+) -> StoredWeight:
+    """Return buffers with one scale for the inputs of all processes, where it is dynamic.
+
+    It is a global scale, or that of each token where tokens have one float32 scale.
+    """
+    fmt = config.format
+    of_tokens = fmt.has_float_scale and fmt.block == WHOLE and not config.weight_only
+    is_of_tokens = of_tokens and weight.input_global_scale is None
+    if not is_of_tokens and not linear.needs_dynamic_scale(weight, config):
+        return weight
+    x = ops.rotate(x, config.input_rotation) if config.input_rotation else x
+    finite = x.detach().nan_to_num(0.0, 0.0, 0.0)
+    if is_of_tokens:
+        amax = row_amax(finite.float(), fmt)
+    else:
+        amax = finite.abs().amax().view(1) if x.numel() else x.new_zeros(1)
+        # A whole word of memory, which GPUs exchange.
+        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+    amax = ops.all_reduce(amax.contiguous(), mesh.get_group().group_name, True)
+    scale = scale_of(amax, fmt) if is_of_tokens else ops.dynamic_global_scale(amax, fmt.key)
+    return weight._replace(input_global_scale=scale)
+
+
+def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """Return the part of a tensor that this process has, in memory of its own."""
+    part = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class SplitLinear(SplitModule, QuantizedLinear):
-    """A quantized linear layer of which this process has whole blocks."""
+    """A quantized linear layer of which this process has whole blocks.
+
+    What a forward does beside its product is in bools: torch.compile checks at every call all that
+    it reads, and placements take many times longer.
+    """
 
     packed_attributes = (
         *QuantizedLinear.packed_attributes,
-        *("mesh", "split", "layouts", "moves_input", "sums", "moves_output", "is_local"),
+        *("mesh", "split", "input_layout", "output_layout"),
+        *("moves_input", "sums", "moves_output", "is_local"),
     )
     # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
     dim: ClassVar[int]
@@ -66,25 +150,13 @@ class SplitLinear(SplitModule, QuantizedLinear):
     wanted: ClassVar[Placement]
     product: ClassVar[Placement]
 
-    layouts: Layouts
-    # As `moves` gives them: torch.compile checks at every call all that a forward reads, and bools
-    # take a fraction of the time of placements.
+    # As the styles of torch have them.
+    input_layout: Placement
+    output_layout: Placement
+    is_local: bool  # give a plain tensor, not a DTensor
     moves_input: bool
     sums: bool
     moves_output: bool
-    is_local: bool
-
-    @classmethod
-    def moves(cls, layouts: Layouts) -> dict[str, bool]:
-        """Return what a forward does beside its product, between neighbours with such layouts."""
-        is_other = layouts.output != cls.product
-        sums = is_other and cls.product == Partial() and layouts.output == Replicate()
-        return {
-            "moves_input": layouts.input != cls.wanted,
-            "sums": sums,
-            "moves_output": is_other and not sums,
-            "is_local": layouts.local,
-        }
 
     @property
     def weight(self) -> Tensor:
@@ -107,9 +179,9 @@ class ColumnLinear(SplitLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs of this process, placed as the style says."""
         input = _local_input(self, input)
-        # All processes read it.
-        x = with_summed_gradient(PackedLinear.checked_input(self, input), self.mesh)
-        return _placed(self, output_of(self, input, x, read_buffers(self), self.bias), None)
+        x = PackedLinear.checked_input(self, input)
+        y = linear.output_of(self, input, x, linear.read_buffers(self), self.bias)
+        return _placed(self, y, None)
 
 
 class RowLinear(SplitLinear):
@@ -124,14 +196,15 @@ class RowLinear(SplitLinear):
         input = _local_input(self, input)
         x = PackedLinear.checked_input(self, input)
         # One scale for the columns of all processes.
-        weight = with_shared_scale(read_buffers(self), self.config, x, self.mesh)
-        return _placed(self, output_of(self, input, x, weight, None), self.bias)
+        weight = with_shared_scale(linear.read_buffers(self), self.config, x, self.mesh)
+        return _placed(self, linear.output_of(self, input, x, weight, None), self.bias)
 
 
 def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
+    require_no_gradient(input)
     if not layer.moves_input and not isinstance(input, DTensor):
         return input
-    return moved(input, layer.mesh, layer.layouts.input, layer.wanted)
+    return moved(input, layer.mesh, layer.input_layout, layer.wanted)
 
 
 def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,10 +212,10 @@ def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
     if layer.sums:
         y = summed(y, layer.mesh)
     elif layer.moves_output:
-        y = moved(y, layer.mesh, layer.product, layer.layouts.output)
+        y = moved(y, layer.mesh, layer.product, layer.output_layout)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y if layer.is_local else DTensor.from_local(y, layer.mesh, [layer.layouts.output])
+    return y if layer.is_local else as_dtensor(y, layer.mesh, layer.output_layout)
 
 
 def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], size: int) -> None:
@@ -198,13 +271,9 @@ class SplitExperts(SplitModule, QuantizedExperts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the whole mixture."""
-        args = tuple(self._read(each) for each in args)
-        kwargs = {name: self._read(each) for name, each in kwargs.items()}
+        require_no_gradient(next(iter((*args, *kwargs.values()))))
         # By name, not super(), as of layers.
         return summed(QuantizedExperts.forward(self, *args, **kwargs), self.mesh)
-
-    def _read(self, value: Any) -> Any:
-        return with_summed_gradient(value, self.mesh) if isinstance(value, Tensor) else value
 
     def held(self, ids: Tensor) -> Tensor:
         """Return where the experts ids [T, k] lie in the stacks; `count` for those elsewhere."""
@@ -220,13 +289,13 @@ def split_experts(owner: Any, mesh: DeviceMesh) -> None:
     """Keep only the experts that this process computes with, in place."""
     count = 0
     biases: dict[str, int] = {}
-    for path, stack in packed_stacks(owner).items():
-        holder, last = holder_of(owner, path)
-        split = {PACKED: 0, SCALE: 0}
+    for path, stack in experts.packed_stacks(owner).items():
+        holder, last = experts.holder_of(owner, path)
+        split = {linear.PACKED: 0, linear.SCALE: 0}
         if stack.weight_global_scale is not None:
-            split[GLOBAL] = 0
+            split[linear.GLOBAL] = 0
         if stack.input_global_scale is not None and len(stack.input_global_scale) > 1:
-            split[INPUT_GLOBAL] = 0
+            split[linear.INPUT_GLOBAL] = 0
         split_module(stack, SplitExpertStack, split, mesh)
         bias = holder._parameters.get(f"{last}_bias")
         if bias is not None:
@@ -263,15 +332,19 @@ class _LinearStyle:
         self.check(type(module).__name__, module, device_mesh.size())
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
-        layouts = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        kind, fmt, split = self.kind, module.config.format, {PACKED: self.kind.dim}
+        kind, fmt, split = self.kind, module.config.format, {linear.PACKED: self.kind.dim}
+        given, output = self.input_layouts[0], self.output_layouts[0]
+        is_other = output != kind.product
+        sums = is_other and kind.product == Partial() and output == Replicate()
         if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
-            split[SCALE] = kind.dim
+            split[linear.SCALE] = kind.dim
         if module.bias is not None and kind is ColumnLinear:
             split["bias"] = 0
         sizes = {each: getattr(module, each) for each in ("out_features", "in_features")}
         sizes[kind.divided] //= device_mesh.size()
-        facts = {"layouts": layouts, **kind.moves(layouts), **sizes}
+        facts = {"input_layout": given, "output_layout": output, "sums": sums, **sizes}
+        facts |= {"moves_input": given != kind.wanted, "moves_output": is_other and not sums}
+        facts["is_local"] = self.use_local_output
         split_module(module, kind, split, device_mesh, **facts)
         return module
 
@@ -331,17 +404,17 @@ class ExpertParallel(torch_parallel.ParallelStyle):
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Raise ShapeError or OptionError unless experts can be divided among so many ranks."""
-        stacks = packed_stacks(module) if isinstance(module, QuantizedExperts) else {}
-        if not stacks or set(stacks) != set(require_adapter(module).names):
+        stacks = experts.packed_stacks(module) if isinstance(module, QuantizedExperts) else {}
+        if not stacks or set(stacks) != set(experts.require_adapter(module).names):
             raise OptionError(
                 f"{name}: expected a mixture of which all stacks are packed, got "
                 f"{type(module).__name__}. Convert them all, or leave it out of the plan (each "
                 "rank then has it whole)."
             )
-        experts = len(next(iter(stacks.values())).weight_packed)
-        if experts % size:
+        count = len(next(iter(stacks.values())).weight_packed)
+        if count % size:
             raise ShapeError(
-                f"{name}: {experts} experts cannot be divided among {size} ranks. Use a number of "
+                f"{name}: {count} experts cannot be divided among {size} ranks. Use a number of "
                 "ranks that divides them, or leave them out of the plan (each rank then has all)."
             )
 

@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.formats import FORMATS, Format, get_format
 from ..core.progress import track
-from ..core.quant_state import QuantState
 from ..errors import (
     NonFiniteError,
     OptionError,
@@ -34,18 +32,25 @@ from ..errors import (
 )
 from ..graph.match import is_conv1d
 from ..kernels.statistics.naive import weight_amax
-from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..nn.packed_linear import PackedLinear, scale_bits, swap_class
-from ..nn.packed_state import BufferLayout
+from ..nn.linear import PACKED, SCALE
+from ..nn.packed_linear import BufferLayout, PackedLinear, swap_class
 from ..ops import FLOATS
-from ..ops.checks import require_float, weight_problem
+from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import operator
+from ..quantization.functional import dequantize, quantize
 from ..quantization.plan import BuiltInRules, require_matches
 from ..quantization.replace import use_slow_paths
-from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip
-from ..quantization.tensor import dequantize, quantize
-from .codebooks import CODEBOOKS, Codebook, CodebookState, get_codebook, linear_codebook, table_of
+from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers
+from .codebooks import (
+    CODEBOOKS,
+    Codebook,
+    CodebookState,
+    dequantize_codebook,
+    get_codebook,
+    linear_codebook,
+    table_of,
+)
 
 __all__ = [
     "dequantize_4bit",
@@ -59,11 +64,8 @@ __all__ = [
 # Buffers that a QuantizedLinear does not have.
 ABSMAX, CODEBOOK, CODES = "weight_absmax", "weight_codebook", "weight_codes"
 
-QUANT_TYPES = (
-    *(each.name for each in CODEBOOKS.values() if each.bits == 4),
-    *(each.name for each in FORMATS.values() if each.element.bits == 4),
-)
-_CODEBOOKS = tuple(name for name in QUANT_TYPES if name in CODEBOOKS)
+# The kind of Linear8bitLt; every other one is a quant_type of Linear4bit.
+INT8 = "int8"
 
 Layer = TypeVar("Layer", bound="PackedWeight")
 
@@ -71,14 +73,12 @@ Layer = TypeVar("Layer", bound="PackedWeight")
 def quantize_4bit(
     A: Tensor, *, blocksize: int = 64, quant_type: str = "fp4"
 ) -> tuple[Tensor, CodebookState]:
-    """Quantize a tensor in a codebook of 4 bits: "fp4", "nf4" or another.
+    """Quantize a tensor to "fp4" or "nf4".
 
     It returns the packed codes, uint8 [ceil(n / 2), 1], and the record from which `dequantize_4bit`
     makes the tensor again.
     """
-    if quant_type not in _CODEBOOKS:
-        raise unknown_name("quant_type", quant_type, _CODEBOOKS)
-    state = quantize(A, quant_type, blocksize)
+    state = quantize(A, _checked(quant_type), blocksize)
     assert isinstance(state, CodebookState)
     return state.qdata.unsqueeze(1), state
 
@@ -91,6 +91,12 @@ def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
 quantize_fp4 = partial(quantize_4bit, quant_type="fp4")
 quantize_nf4 = partial(quantize_4bit, quant_type="nf4")
 dequantize_fp4 = dequantize_nf4 = dequantize_4bit
+
+
+def _checked(quant_type: str) -> str:
+    if quant_type not in CODEBOOKS:
+        raise unknown_name("quant_type", quant_type, CODEBOOKS)
+    return quant_type
 
 
 class PackedWeight(PackedLinear, nn.Linear, ABC):
@@ -161,26 +167,22 @@ class PackedWeight(PackedLinear, nn.Linear, ABC):
 class Linear4bit(PackedWeight):
     """A linear layer with 4-bit weights: y = x W^T + bias, with W dequantized to x's dtype.
 
-    `from_linear` makes one of a linear layer; a new one waits for the state dict of another. With a
-    format its buffers are those of a QuantizedLinear. With a codebook they are `weight_packed`
-    uint8 [ceil(N K / 2)], `weight_absmax` float32 [blocks] and `weight_codebook` float32 [16], the
-    values of the codes.
+    `from_linear` makes one of a linear layer; a new one waits for the state dict of another. Its
+    buffers are `weight_packed` uint8 [ceil(N K / 2)], `weight_absmax` float32 [blocks] and
+    `weight_codebook` float32 [16], the values of the codes.
 
     Args:
         in_features: K.
         out_features: N.
         bias: whether the layer has a bias.
-        quant_type: a codebook ("nf4", "fp4", ...) or a format ("nvfp4", "mxfp4", ...) of
-            QUANT_TYPES. Blocks of a codebook run over the flattened weight, of any shape; blocks
-            of a format run along a row, which must be whole blocks.
-        block_size: elements that share a scale; None for the block size of the quant_type.
+        quant_type: "nf4" or "fp4", whose blocks run over the flattened weight.
+        block_size: elements that share a scale; None for 64.
         compute_dtype: the dtype of the product; None for that of x.
         device: of the buffers.
         dtype: of the dense weight that is computed.
 
     Raises:
         OptionError: an option does not exist.
-        ShapeError: rows are not whole blocks of a format.
 
     Example:
         >>> layer = fp4pass.parity.Linear4bit.from_linear(model[0], "nf4")
@@ -188,12 +190,11 @@ class Linear4bit(PackedWeight):
         torch.Size([4, 64])
     """
 
-    packed_buffers = (PACKED, SCALE, GLOBAL, ABSMAX, CODEBOOK)
-    packed_attributes = ("quant_type", "scheme", "compute_dtype", "weight_dtype")
+    packed_buffers = (PACKED, ABSMAX, CODEBOOK)
+    packed_attributes = ("codebook", "compute_dtype", "weight_dtype")
 
-    scheme: Format | Codebook
+    codebook: Codebook
     weight_packed: Tensor
-    weight_scale: Tensor
     weight_absmax: Tensor
 
     def __init__(
@@ -210,14 +211,8 @@ class Linear4bit(PackedWeight):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.quant_type, self.compute_dtype = quant_type, compute_dtype
-        self.scheme = _scheme_of(quant_type, block_size)
-        if isinstance(self.scheme, Format) and in_features % self.scheme.block:
-            raise ShapeError(
-                f"in_features={in_features} is not a multiple of {self.scheme.block} (the block of "
-                f"{self.scheme.key}). Skip this layer, or choose quant_type='nf4', whose blocks "
-                "take any width."
-            )
+        self.codebook = get_codebook(_checked(quant_type), block_size)
+        self.compute_dtype = compute_dtype
         self._make_buffers(bias, device, dtype)
 
     @classmethod
@@ -244,77 +239,45 @@ class Linear4bit(PackedWeight):
 
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype of each packed buffer."""
-        count = self.out_features * self.in_features
-        if isinstance(self.scheme, Codebook):
-            return {
-                PACKED: ((self.scheme.packed_bytes(count),), torch.uint8),
-                ABSMAX: ((self.scheme.blocks_of(count),), torch.float32),
-                CODEBOOK: ((1 << self.scheme.bits,), torch.float32),
-            }
-        blocks = self.in_features // self.scheme.block
-        columns = self.scheme.packed_columns(self.in_features)
-        layout: BufferLayout = {
-            PACKED: ((self.out_features, columns), torch.uint8),
-            SCALE: ((self.out_features, blocks), self.scheme.scale.storage),
+        size, blocks = self.codebook.sizes(self.out_features * self.in_features)
+        return {
+            PACKED: ((size,), torch.uint8),
+            ABSMAX: ((blocks,), torch.float32),
+            CODEBOOK: ((len(self.codebook.values),), torch.float32),
         }
-        if self.scheme.has_global_scale:
-            layout[GLOBAL] = ((1,), torch.float32)
-        return layout
 
     def _load_problem(self, given: Mapping[str, Tensor]) -> str:
-        problem = super()._load_problem(given)
         table = given.get(CODEBOOK)
-        if not problem and isinstance(self.scheme, Codebook) and table is not None:
-            if not table.is_meta and not table.equal(self._table(table.device)):
-                problem = f"expected {CODEBOOK} to be {self.scheme.name}, got another table"
-        return problem
+        if problem := super()._load_problem(given):
+            return problem
+        if table is None or table.is_meta or table.equal(self._table(table.device)):
+            return ""
+        return f"expected {CODEBOOK} to be {self.codebook.name}, got another table"
 
     def _table(self, device: torch.device) -> Tensor:
-        assert isinstance(self.scheme, Codebook)
-        return table_of(self.scheme, "values", device)
+        return table_of(self.codebook, "values", device)
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
-        state = quantize(weight, self.scheme.key)
-        if isinstance(state, CodebookState):
-            table = self._table(weight.device).clone()
-            return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
-        assert isinstance(state, QuantState)
-        return {n: t for n, t in QuantizedLinear.buffers_of([state]).items() if t is not None}
+        state = quantize(weight, self.codebook.key)
+        assert isinstance(state, CodebookState)
+        table = self._table(weight.device).clone()
+        return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
-        key = self.scheme.key
-        if isinstance(self.scheme, Codebook):
-            shape = (self.out_features, self.in_features)
-            return torch.ops.fp4pass.dequantize_codebook(
-                self.weight_packed, self.weight_absmax, key, shape, dtype
-            )
-        return torch.ops.fp4pass.dequantize(*self._blocks(), key, dtype)
+        shape = (self.out_features, self.in_features)
+        stored = (self.weight_packed, self.weight_absmax)
+        weight: Tensor = dequantize_codebook(*stored, self.codebook.key, shape, dtype)
+        return weight
 
     def _multiply(self, x: Tensor) -> Tensor:
-        wide, key = x.to(self.compute_dtype or x.dtype), self.scheme.key
-        if isinstance(self.scheme, Codebook):
-            stored = (self.weight_packed, self.weight_absmax)
-            y = linear_codebook(wide, *stored, self.bias, self.out_features, key)
-        else:
-            y = torch.ops.fp4pass.linear(wide, *self._blocks(), self.bias, key)
-        return y.to(x.dtype)
-
-    def _blocks(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, bits of the scales and the stored global scale, as operators take them."""
-        return self.weight_packed, scale_bits(self.weight_scale), getattr(self, GLOBAL, None)
+        stored = (self.weight_packed, self.weight_absmax, self.bias)
+        wide = x.to(self.compute_dtype or x.dtype)
+        return linear_codebook(wide, *stored, self.out_features, self.codebook.key).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""
-        options = f"quant_type={self.quant_type}, block_size={self.scheme.block}"
+        options = f"quant_type={self.codebook.name}, block_size={self.codebook.block}"
         return f"{super().extra_repr()}, {options}"
-
-
-def _scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
-    """Return the format or codebook of a quant_type. Raises OptionError if there is none."""
-    if quant_type not in QUANT_TYPES:
-        raise unknown_name("quant_type", quant_type, QUANT_TYPES)
-    read = get_codebook if quant_type in CODEBOOKS else get_format
-    return read(quant_type, "default" if block_size is None else block_size)
 
 
 # ---- 8-bit integers -----------------------------------------------------------------------------
@@ -506,11 +469,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 # ---- a whole model ------------------------------------------------------------------------------
 
-# The kind of Linear8bitLt; every other one is a quant_type of Linear4bit.
-INT8 = "int8"
-
-_THRESHOLD = 6.0
-
 
 def swap(
     model: nn.Module,
@@ -520,7 +478,7 @@ def swap(
     exclude: str | Sequence[str] = (),
     block_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    threshold: float = _THRESHOLD,
+    threshold: float = 6.0,
 ) -> dict[str, str]:
     """Swap the linear layers of a model for Linear4bit or Linear8bitLt, in place.
 
@@ -551,30 +509,43 @@ def swap(
         >>> fp4pass.parity.swap(model, "nf4", exclude="2")
         {'0': 'nf4', '2': "exclude has '2'"}
     """
-    make, fmt = _maker(kind, block_size, compute_dtype, threshold)
+    if kind == INT8:
+        if block_size is not None or compute_dtype is not None:
+            raise OptionError(
+                "block_size and compute_dtype: expected None for kind 'int8', as they are options "
+                "of Linear4bit."
+            )
+        make: Any = partial(Linear8bitLt.from_linear, threshold=threshold)
+    elif kind in CODEBOOKS:
+        get_codebook(kind, block_size)
+        options: dict[str, Any] = {"block_size": block_size, "compute_dtype": compute_dtype}
+        make = partial(Linear4bit.from_linear, quant_type=kind, **options)
+    else:
+        raise unknown_name("kind", kind, [*CODEBOOKS, INT8])
     included, excluded = (
         [each] if isinstance(each, str) else list(each) for each in (include, exclude)
     )
-    layers = _layers(model, fmt)
+    layers = scan_layers(model) + [
+        LinearLayer(name, module, id(module), (module.out_features, module.in_features))
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+    ]
     require_matches([(glob, None) for glob in (*included, *excluded)], layers)
     built_in = BuiltInRules(model)
-    decided = []
+    reasons = {each.name: _skip_reason(each, included, excluded, built_in) for each in layers}
+    chosen = [layer for layer in layers if not reasons[layer.name]]
+    taken = {layer.weight_key: layer for layer in chosen}
     for layer in layers:
-        reason = _skip_reason(layer, included, excluded, built_in)
-        decided.append(skip(layer, reason) if reason else layer)
-    taken = {each.weight_key: each for each in decided if not isinstance(each, SkippedLayer)}
-    for layer in decided:
         other = taken.get(layer.weight_key)
-        if isinstance(layer, SkippedLayer) and other is not None:
+        if other is not None and reasons[layer.name]:
             raise RuleError(
                 f"{layer.name} and {other.name} share one weight, and only {other.name} would be "
-                f"swapped ({layer.name}: {layer.skip_reason}). Exclude it, too."
+                f"swapped ({layer.name}: {reasons[layer.name]}). Exclude it, too."
             )
     if not taken:
-        skipped = (layer for layer in decided[:5] if isinstance(layer, SkippedLayer))
-        reasons = "; ".join(f"{layer.label}: {layer.skip_reason}" for layer in skipped)
+        why = "; ".join(f"{name or 'the model'}: {each}" for name, each in [*reasons.items()][:5])
         raise StateError(
-            f"The model has no linear layer to swap. {reasons or 'It has no linear layer at all.'}"
+            f"The model has no linear layer to swap. {why or 'It has no linear layer at all.'}"
         )
     for layer in taken.values():
         weight: Any = layer.module.weight
@@ -585,68 +556,29 @@ def swap(
             )
     use_slow_paths(model)
     first: dict[int, PackedWeight] = {}
-    swapped = [each for each in decided if not isinstance(each, SkippedLayer)]
-    for layer in track(swapped, "swap", unit="layers"):
+    for layer in track(chosen, "swap", unit="layers"):
         new = make(layer.module)
         # Layers that share a weight share its codes.
         buffers = first.setdefault(layer.weight_key, new)._buffers
         attributes = {name: each for name, each in vars(new).items() if not name.startswith("_")}
         swap_class(layer.module, type(new), buffers=buffers, attributes=attributes)
-    return {
-        layer.name: layer.skip_reason if isinstance(layer, SkippedLayer) else kind
-        for layer in decided
-    }
+    return {name: reason or kind for name, reason in reasons.items()}
 
 
-def _maker(
-    kind: str, block_size: int | None, compute_dtype: torch.dtype | None, threshold: float
-) -> tuple[Callable[[nn.Module], PackedWeight], Format | None]:
-    """Return what makes a layer of a linear one, and the format that rows must fit."""
-    if kind == INT8:
-        if block_size is not None or compute_dtype is not None:
-            raise OptionError(
-                "block_size and compute_dtype: expected None for kind 'int8', as they are options "
-                "of Linear4bit."
-            )
-        return partial(Linear8bitLt.from_linear, threshold=threshold), None
-    if threshold != _THRESHOLD:
-        raise OptionError(
-            f"threshold: expected none for kind {kind!r}, as it is an option of Linear8bitLt."
-        )
-    if kind not in QUANT_TYPES:
-        raise unknown_name("kind", kind, [*QUANT_TYPES, INT8])
-    scheme = _scheme_of(kind, block_size)
-    options: dict[str, Any] = {"block_size": block_size, "compute_dtype": compute_dtype}
-    make = partial(Linear4bit.from_linear, quant_type=kind, **options)
-    return make, scheme if isinstance(scheme, Format) else None
-
-
-def _layers(model: nn.Module, fmt: Format | None) -> list[LinearLayer]:
-    """Return every linear layer of a model; those that cannot be swapped are skipped already."""
-    layers = {layer.name: layer for layer in scan_layers(model)}
-    for name, layer in layers.items():
-        if isinstance(layer, SkippedLayer):
-            continue
-        weight: Any = getattr(layer.module, "weight", None)
-        reason = ""
-        if not isinstance(layer.module, nn.Linear) and not is_conv1d(layer.module):
-            reason = "a graph reads its weight: fp4pass.convert rewrites graphs"
-        elif "forward" in vars(layer.module):
-            reason = "its forward is not its class's (accelerate's hooks do that)"
-        elif fmt is not None:
-            reason = weight_problem(weight.t() if layer.transposed else weight, fmt) or ""
-        elif weight.dtype not in FLOATS:
-            reason = f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
-        elif not weight.numel():
-            reason = f"its weight has shape {tuple(weight.shape)}, which is empty"
-        layers[name] = skip(layer, reason) if reason else layer
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            shape = (module.out_features, module.in_features)
-            layers[name] = skip(
-                LinearLayer(name, module, id(module), shape), f"is {module} already"
-            )
-    return list(layers.values())
+def _problem(layer: LinearLayer) -> str:
+    """Return why a layer cannot be swapped, or ""."""
+    module, weight = layer.module, getattr(layer.module, "weight", None)
+    if isinstance(module, PackedLinear):
+        return f"is {module} already"
+    if isinstance(layer, SkippedLayer):
+        return layer.skip_reason
+    if not isinstance(module, nn.Linear) and not is_conv1d(module):
+        return "a graph reads its weight: fp4pass.convert rewrites graphs"
+    if "forward" in vars(module):
+        return "its forward is not its class's (accelerate's hooks do that)"
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS or not weight.numel():
+        return "its weight is empty, or not float32, bfloat16, float16 or float64"
+    return ""
 
 
 def _skip_reason(
@@ -658,7 +590,7 @@ def _skip_reason(
             return f"exclude has {glob!r}"
     if not any(fnmatch.fnmatchcase(layer.name, glob) for glob in included):
         return "not in include"
-    impossible = layer.skip_reason if isinstance(layer, SkippedLayer) else ""
+    impossible = _problem(layer)
     if layer.name not in included:
         held = "" if impossible else built_in.reason(layer).partition(";")[0]
         return f"{held}; its whole name in include swaps it" if held else impossible

@@ -1,20 +1,19 @@
-"""Codebooks: tables of values for blocks that are divided by their largest magnitude.
+"""Codebooks: tables of 16 values for blocks that are divided by their largest magnitude.
 
 The law of every codebook is `value = values[code] * absmax`, with the absmax of the code's block.
 Blocks run over the flattened tensor, and the last one may be shorter. To add a codebook, add an
 entry to `CODEBOOKS`; no code asks for its name.
 
-x of any shape with n elements has packed codes uint8 [ceil(n * bits / 8)], the first of two 4-bit
-codes in the high half, and absmax float32 [ceil(n / block)]. The kernels of codebook_triton.py
-return the same bits as the references here, except codes of a block with NaN or infinity, whose
-absmax is not finite.
+x of any shape with n elements has packed codes uint8 [ceil(n / 2)], the first of two in the high
+half, and absmax float32 [ceil(n / block)]. The kernels of codebook_triton.py return the same bits
+as the references here, except codes of a block with NaN or infinity, whose absmax is not finite.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
@@ -31,9 +30,9 @@ from ..kernels.common.rounding import in_chunks
 from ..ops.checks import require_float
 from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
-from ..quantization.tensor import not_finite, without_statistics
+from ..quantization.functional import not_finite, without_statistics
 
-# Block sizes of a codebook: powers of two, so that codes of a block are whole words.
+# Powers of two, so that codes of a block are whole bytes and blocks are tiles of a kernel.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
 
 # Blocks below it are divided by it, so that the reciprocal is finite. As bitsandbytes does.
@@ -42,26 +41,18 @@ LEAST_ABSMAX = 1e-38
 
 @dataclass(frozen=True, repr=False)
 class Codebook(Record):
-    """A table of values in [-1, 1], one for each code.
+    """A table of values in [-1, 1], one for each code, under the name that it is registered with.
 
-    A quotient `x / absmax` is rounded to the nearest value. Ties go to the lower value, or to the
-    even code where the values are evenly spaced. Values that do not fit the bits raise OptionError,
-    and so do block sizes that are not allowed.
+    A quotient `x / absmax` is rounded to the nearest value, ties to the lower one.
     """
 
-    name: str  # under which it is registered
-    bits: int  # of a code: 4, with the first of two codes in the high half of a byte, or 8
-    values: tuple[float, ...]  # 2 ** bits, in the order of the codes
+    name: str
+    values: tuple[float, ...]  # 16, in the order of the codes
     block: int = 64  # elements that share an absmax, one of BLOCK_SIZES
 
     __hash__ = Record.__hash__
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:
-            raise OptionError(
-                f"Codebook {self.name}: expected 16 values of 4 bits or 256 values of 8 bits, got "
-                f"{len(self.values)} values of {self.bits} bits."
-            )
         if self.block not in BLOCK_SIZES:
             raise OptionError(
                 f"Codebook {self.name!r} has no block of {self.block!r}. Choose one of "
@@ -70,17 +61,8 @@ class Codebook(Record):
 
     @property
     def key(self) -> str:
-        """The name under which `get_codebook` returns exactly this record, if it is registered."""
-        default = CODEBOOKS.get(self.name, self).block
-        return self.name if default == self.block else f"{self.name}:{self.block}"
-
-    @cached_property
-    def steps(self) -> int | None:
-        """The n for which each code k, as a signed integer, has the value k / n; else None."""
-        half = 1 << (self.bits - 1)
-        n = half - 1
-        signed = (*range(half), *range(-half, 0))
-        return n if self.values == tuple(_float32(k / n) for k in signed) else None
+        """The name under which `get_codebook` returns exactly this record."""
+        return self.name if self.block == 64 else f"{self.name}:{self.block}"
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -93,30 +75,15 @@ class Codebook(Record):
         ordered = torch.tensor([self.values[code] for code in self.order], dtype=torch.float32)
         return tuple(((ordered[:-1] + ordered[1:]) / 2).tolist())
 
-    def packed_bytes(self, count: int) -> int:
-        """Return the bytes of `count` packed codes; half of the last byte may be unused."""
-        return -(-count * self.bits // 8)
-
-    def blocks_of(self, count: int) -> int:
-        """Return the number of blocks of `count` elements; the last one may be shorter."""
-        return -(-count // self.block)
-
-
-def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def _linear(bits: int) -> tuple[float, ...]:
-    """Return the values k / (2^(bits - 1) - 1) of all signed k, in two's complement."""
-    half = 1 << (bits - 1)
-    return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
+    def sizes(self, count: int) -> tuple[int, int]:
+        """Return the bytes of `count` packed codes, and the number of their blocks."""
+        return -(-count // 2), -(-count // self.block)
 
 
 # The tables of bitsandbytes, in float32: nf4 has quantiles of a normal distribution, 8 positive, 7
 # negative and 0; fp4 has two zeros and is ordered by the bits of sign and exponent.
 NF4 = Codebook(
     "nf4",
-    4,
     (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
         -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -124,42 +91,28 @@ NF4 = Codebook(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
-_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
-_FP4 = tuple(_float32(v / 12) for v in _TWELFTHS)
-FP4 = Codebook("fp4", 4, (*_FP4, 0.0, *(-v for v in _FP4[1:])))
+_FP4 = (torch.tensor([0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0]) / 12).tolist()
+FP4 = Codebook("fp4", (*_FP4, 0.0, *(-v for v in _FP4[1:])))
 
-CODEBOOKS: dict[str, Codebook] = {
-    codebook.name: codebook
-    for codebook in (
-        NF4,
-        FP4,
-        Codebook("int8_linear", 8, _linear(8)),
-        Codebook("int4_linear", 4, _linear(4)),
-    )
-}
+CODEBOOKS = {codebook.name: codebook for codebook in (NF4, FP4)}
 
 
-def get_codebook(name: str, block: int | str = "default") -> Codebook:
+def get_codebook(name: str, block: int | str | None = "default") -> Codebook:
     """Return the codebook of a name like "nf4" or "nf4:128", and a block size.
 
     Raises:
         OptionError: the name is unknown, or the codebook does not allow the block size.
     """
-    base, _, key_block = str(name).partition(":")
-    if base in FORMATS:
-        raise OptionError(
-            f"Expected the key of a codebook, got {name!r}, a format. Call quantize or dequantize."
-        )
-    if base not in CODEBOOKS or (":" in str(name) and not key_block.isdecimal()):
+    base, colon, size = str(name).partition(":")
+    if base not in CODEBOOKS or (colon and not size.isdecimal()):
         raise unknown_name("Scheme", name, [*CODEBOOKS, *FORMATS])
-    if key_block and block not in ("default", int(key_block)):
+    if colon and block not in ("default", int(size)):
         raise OptionError(f"Scheme {name!r} and block={block!r} contradict each other.")
-    codebook = CODEBOOKS[base]
-    chosen = int(key_block) if key_block else codebook.block if block == "default" else block
-    if not isinstance(chosen, int):
-        raise OptionError(f"block: expected a number or 'default', got {chosen!r}.")
+    chosen: Any = int(size) if colon else block
     # The registered record where it fits, because kernels are looked up by it.
-    return codebook if chosen == codebook.block else dataclasses.replace(codebook, block=chosen)
+    codebook = CODEBOOKS[base]
+    is_default = chosen in (None, "default", codebook.block)
+    return codebook if is_default else dataclasses.replace(codebook, block=chosen)
 
 
 @lru_cache(maxsize=128)
@@ -180,30 +133,20 @@ def quantize_codebook_ref(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor
     if whole < len(flat):
         parts.append(_quantize_blocks(flat[whole:].float().view(1, -1), codebook, divide=True))
     codes, absmax = map(torch.cat, zip(*parts, strict=True))
-    if codebook.bits == 4:
-        # The code of zero fills a last byte.
-        codes = F.pad(codes, (0, len(codes) % 2), value=int(codes_of(torch.zeros(1), codebook)))
-        codes = codes[::2] << 4 | codes[1::2]
-    return codes, absmax
+    # The code of zero fills a last byte.
+    codes = F.pad(codes, (0, len(codes) % 2), value=codebook.values.index(0.0))
+    return codes[::2] << 4 | codes[1::2], absmax
 
 
 def _quantize_blocks(blocks: Tensor, codebook: Codebook, *, divide: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes uint8 [J * n] and absmax [J] of blocks [J, n] float32."""
+    """Return the codes uint8 [J * n] and absmax [J] of blocks [J, n] float32; any code for NaN."""
     absmax = blocks.abs().amax(-1)
     least = absmax.clamp(min=LEAST_ABSMAX)
     column = least.view(-1, 1)
-    quotient = blocks / column if divide else blocks * (1 / column)
-    return codes_of(quotient.flatten(), codebook), least if divide else absmax
-
-
-def codes_of(quotient: Tensor, codebook: Codebook) -> Tensor:
-    """Return the codes (uint8) of float32 quotients in [-1, 1]; any code for NaN."""
-    if codebook.steps is not None:
-        # Two's complement, cut to the lower bits.
-        signed = quotient.nan_to_num().mul_(codebook.steps).round_().to(torch.int32)
-        return (signed & (1 << codebook.bits) - 1).to(torch.uint8)
+    quotient = (blocks / column if divide else blocks * (1 / column)).flatten()
     rank = torch.bucketize(quotient, table_of(codebook, "bounds", quotient.device), out_int32=True)
-    return table_of(codebook, "order", quotient.device).index_select(0, rank)
+    codes = table_of(codebook, "order", quotient.device).index_select(0, rank)
+    return codes, least if divide else absmax
 
 
 def dequantize_codebook_ref(
@@ -214,28 +157,19 @@ def dequantize_codebook_ref(
     flat, table = dense.view(-1), table_of(codebook, "values", packed.device)
     # Whole blocks at a time; the last part may end within one.
     size = max(codebook.block, 1 << 17)
-    bytes_of = codebook.packed_bytes(size)
-    parts = flat.split(size), packed.split(bytes_of), absmax.split(size // codebook.block)
+    parts = flat.split(size), packed.split(size // 2), absmax.split(size // codebook.block)
     for out, part, largest in zip(*parts, strict=True):
-        codes = torch.stack((part >> 4, part & 15), -1).flatten() if codebook.bits == 4 else part
+        codes = torch.stack((part >> 4, part & 15), -1).flatten()
         values = table.index_select(0, codes[: len(out)].int())
-        factors = largest.repeat_interleave(codebook.block)[: len(out)]
-        out.copy_(values.mul_(factors))
+        out.copy_(values.mul_(largest.repeat_interleave(codebook.block)[: len(out)]))
     return dense
 
 
 def linear_codebook_ref(
-    x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    bias: Tensor | None,
-    rows: int,
-    codebook: Codebook,
-    *,
-    dequantize: Callable[..., Tensor] = dequantize_codebook_ref,
+    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, rows: int, codebook: Codebook
 ) -> Tensor:
     """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
-    weight = dequantize(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
+    weight = dequantize_codebook(packed, absmax, codebook.key, (rows, x.shape[-1]), x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
@@ -246,8 +180,7 @@ def _require_packed(
     packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int]
 ) -> None:
     """Raise ShapeError unless packed codes and absmax are those of a tensor of `shape`."""
-    count = math.prod(shape)
-    expected = (codebook.packed_bytes(count), codebook.blocks_of(count))
+    expected = codebook.sizes(math.prod(shape))
     found = (packed.numel(), absmax.numel())
     if found != expected:
         raise ShapeError(
@@ -256,18 +189,9 @@ def _require_packed(
         )
 
 
-def _require_packed_weight(
-    x: Tensor, packed: Tensor, absmax: Tensor, rows: int, codebook: Codebook
-) -> None:
-    _require_packed(packed, absmax, codebook, (rows, x.shape[-1]))
-
-
 def _codes_and_absmax(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    count = x.numel()
-    return (
-        x.new_empty(codebook.packed_bytes(count), dtype=torch.uint8),
-        x.new_empty(codebook.blocks_of(count), dtype=torch.float32),
-    )
+    size, blocks = codebook.sizes(x.numel())
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(blocks, dtype=torch.float32)
 
 
 def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -290,9 +214,8 @@ dequantize_codebook = operator(
 )
 linear_codebook = operator(
     linear_codebook_ref,
-    triton="parity.codebook_triton:linear_codebook_triton",
     shapes=lambda x, rows: x.new_empty((*x.shape[:-1], rows)),
-    checks=(require_float, _require_packed_weight),
+    checks=(require_float,),
     backward=gradients_of(
         3,
         _save_codebook,
@@ -308,7 +231,7 @@ class CodebookState(OtherRecord):
     Blocks run over the flattened tensor of n elements; the last one may be shorter.
 
     Attributes:
-        qdata: packed codes, uint8 [ceil(n * bits / 8)].
+        qdata: packed codes, uint8 [ceil(n / 2)].
         absmax: the largest magnitude of each block, float32 [ceil(n / block)].
         codebook: the table of values.
         shape: the shape of the dense tensor.
@@ -336,14 +259,14 @@ class CodebookState(OtherRecord):
     scheme_field: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
-        count = math.prod(self.shape)
-        self._require_tensor("qdata", (self.codebook.packed_bytes(count),), torch.uint8)
-        self._require_tensor("absmax", (self.codebook.blocks_of(count),), torch.float32)
+        size, blocks = self.codebook.sizes(math.prod(self.shape))
+        self._require_tensor("qdata", (size,), torch.uint8)
+        self._require_tensor("absmax", (blocks,), torch.float32)
 
     @property
     def packing(self) -> str:
         """The order of the codes in the bytes of `qdata`."""
-        return "2 codes a byte, the first high" if self.codebook.bits == 4 else "1 code a byte"
+        return "2 codes a byte, the first high"
 
     @property
     def nbytes(self) -> int:

@@ -1,32 +1,41 @@
-"""Quantize a tensor one dimension of which is a block, and measure the error.
-
-The names and conventions of qwantize are in `fp4pass.parity.qwantize`.
-"""
+"""Quantize one tensor in any format, or one with a dimension that is a block."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import os
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .. import ops
 from ..core.elements import Element, element_table
 from ..core.formats import Format, get_format
 from ..core.packing import unpack_codes
+from ..core.quant_state import OtherRecord, QuantState, TensorRecord, load_state, other_record
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.common.rounding import scale_values
-from ..kernels.search.reference import search_ref
+from ..kernels.search.reference import OBJECTIVES, search_ref
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
+from ..methods import Method, Stats, resolve_method
+from ..methods.base import MethodChoice
+from ..methods.search import exact_global_scale, may_be_exact
 from ..ops.checks import require_dense
+from ..record.schemes import weight_format
 
-__all__ = ["OBJECTIVES", "QuantizedBlocks", "error_metrics", "global_scale_for", "quantize_blocks"]
-
-# The objectives of block scales.
-OBJECTIVES = ("naive", "sse", "hessian")
+__all__ = [
+    "QuantState",
+    "QuantizedBlocks",
+    "error_metrics",
+    "load_state",
+    "quantize",
+    "quantize_blocks",
+]
 
 # Elements of inputs or outputs that are computed together, in float64.
 _CHUNK = 1 << 22
@@ -94,7 +103,7 @@ def quantize_blocks(
             tokens at a time and summed in float64.
         block_hessian: [J, block, block], the sum of a a^T over the inputs a, in place of `inputs`.
         global_scale: the multiplier of all block scales: a number from 2^-126 to 2^126, or "auto"
-            for what `global_scale_for` returns.
+            for the smallest power of two with which the largest magnitude is within reach.
 
     Returns:
         The quantized blocks. A block of zeros has the smallest scale.
@@ -137,32 +146,6 @@ def quantize_blocks(
         packed, scale = search_ref(rows, hessian, given.item(), found, objective)
     packed = packed.view(*blocks.shape[:-1], -1).movedim(-1, dim)
     return QuantizedBlocks(packed, scale.view(blocks.shape[:-1]), given.item(), found, dim)
-
-
-def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
-    """Return the global scale that "auto" stands for.
-
-    Args:
-        weight: a floating-point tensor.
-        fmt: a format.
-
-    Returns:
-        float32 []: the smallest power of two with which the largest block scale times the largest
-        element reaches every magnitude of the weight; 1 for formats without a global scale.
-
-    Raises:
-        OptionError: the format is unknown, or the weight is not finite.
-        DtypeError: the weight is not floating point.
-        ShapeError: the weight has no elements.
-
-    Example:
-        >>> fp4pass.functional.global_scale_for(torch.tensor([[1.0] * 16]))
-        tensor(0.0005)
-    """
-    require_float("global_scale_for", "weight", weight)
-    if not weight.numel():
-        raise ShapeError(f"global_scale_for: expected a weight with elements, got {weight.shape}.")
-    return torch.tensor(get_format(fmt).global_scale_for(weight_amax(weight)), device=weight.device)
 
 
 def error_metrics(
@@ -216,7 +199,7 @@ def error_metrics(
             f"many columns, got {tuple(inputs.shape)}."
         )
     error = norm = 0.0
-    for chunk in inputs.detach().flatten(0, -2).split(max(1, _CHUNK // max(dense.shape))):
+    for chunk in _in_chunks(inputs, max(dense.shape)):
         tokens = chunk.to(dense.device, dtype)
         # Not the difference of two outputs, which would cancel.
         error += _square(tokens @ off.t())
@@ -323,9 +306,18 @@ def _block_hessians(
                 f"blocks of a row, got {tuple(block_hessian.shape)}."
             )
         hessian = block_hessian.detach().to(blocks.device, torch.float64)
-    else:
-        assert inputs is not None, "one of both is given"
-        hessian = _observed_hessians(caller, n, inputs, blocks.device)
+    elif inputs is not None:
+        require_float(caller, "inputs", inputs)
+        if inputs.ndim < 2 or not inputs.numel() or inputs.shape[-1] % n:
+            raise ShapeError(
+                f"{caller}: expected inputs of shape [..., K], of at least one token and K a "
+                f"multiple of {n} (the block of the weight), got {tuple(inputs.shape)}."
+            )
+        columns = inputs.shape[-1] // n
+        hessian = torch.zeros((columns, n, n), dtype=torch.float64, device=blocks.device)
+        for chunk in _in_chunks(inputs, inputs.shape[-1]):
+            tokens = chunk.to(hessian).view(len(chunk), columns, -1).transpose(0, 1)
+            hessian.baddbmm_(tokens.mT, tokens)
     columns, outer = len(hessian), blocks.shape[:-1]
     # In an order such as [J, N, n] the Hessians would be those of other blocks.
     trailing = itertools.accumulate(reversed(outer), lambda a, b: a * b)
@@ -339,30 +331,12 @@ def _block_hessians(
         raise NonFiniteError(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
-    # The error of sums in float32 or bfloat16.
-    off = largest.squeeze((1, 2)) * n * 1e-2
-    skewed = (hessian - hessian.mT).abs().amax((1, 2)) > off
-    if skewed.any() or (torch.linalg.eigvalsh(hessian)[:, 0] < -off).any():
-        got = "one that is not symmetric" if skewed.any() else "negative eigenvalues"
-        wanted = "sums of a a^T over inputs a, which are symmetric and positive semidefinite"
-        raise OptionError(expected(f"{caller}: block_hessian", wanted, got))
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 
-def _observed_hessians(caller: str, block: int, inputs: Tensor, device: torch.device) -> Tensor:
-    """Sum a a^T over the tokens a, for each block of a token."""
-    require_float(caller, "inputs", inputs)
-    if inputs.ndim < 2 or not inputs.numel() or inputs.shape[-1] % block:
-        raise ShapeError(
-            f"{caller}: expected inputs of shape [..., K], of at least one token and K a multiple "
-            f"of {block} (the block of the weight), got {tuple(inputs.shape)}."
-        )
-    columns = inputs.shape[-1] // block
-    hessian = torch.zeros((columns, block, block), dtype=torch.float64, device=device)
-    for chunk in inputs.detach().flatten(0, -2).split(max(1, _CHUNK // inputs.shape[-1])):
-        blocks = chunk.to(device, torch.float64).view(len(chunk), columns, -1).transpose(0, 1)
-        hessian.baddbmm_(blocks.mT, blocks)
-    return hessian
+def _in_chunks(inputs: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Return the tokens of inputs [..., K], a few at a time where each takes `width` numbers."""
+    return inputs.detach().flatten(0, -2).split(max(1, _CHUNK // width))
 
 
 def _as_statistics(hessian: Tensor) -> Tensor:
@@ -382,3 +356,121 @@ def element_values(packed: Tensor, element: Element) -> Tensor:
     codes = unpack_codes(packed, element.bits)
     table = element_table(element, packed.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def quantize(
+    x: Tensor,
+    scheme: str = "nvfp4",
+    block_size: int | None = None,
+    *,
+    method: MethodChoice = "sse",
+    global_scale: float | Literal["auto"] = "auto",
+) -> QuantState | OtherRecord:
+    """Quantize a tensor in blocks.
+
+    Args:
+        x: a finite tensor of any shape; float32, bfloat16, float16 or float64.
+        scheme: a format such as "nvfp4", whose blocks run along the last dimension. A scheme for
+            weights only, such as "nvfp4a16", is its format: a tensor has no inputs. After
+            `import fp4pass.parity` also a codebook such as "nf4", whose blocks run over the
+            flattened tensor. The last block may be shorter.
+        block_size: elements that share a scale; None for the scheme's own block size.
+        method: how block scales of a format are chosen, "naive" or "sse".
+        global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
+            for the smallest power of two with which the largest magnitude is within reach; of
+            numbers that were quantized before, the next if "sse" keeps them only with that.
+
+    Tiles of several rows, as of "fp8_block", are of the last two dimensions.
+
+    Returns:
+        A QuantState for a format, a `fp4pass.parity.CodebookState` for a codebook.
+
+    Raises:
+        OptionError: an option is unknown or does not fit the scheme.
+        DtypeError: x is not floating point.
+        ShapeError: x is empty.
+        NonFiniteError: x holds NaN or infinity, in float32, or a number that is rounded to it.
+
+    Example:
+        >>> x = torch.randn(4, 64)
+        >>> state = fp4pass.quantize(x, "nvfp4")
+        >>> (fp4pass.dequantize(state) - x).norm() / x.norm() < 0.1
+        tensor(True)
+    """
+    if isinstance(x, nn.Module | str | os.PathLike):
+        raise OptionError(
+            f"{expected('quantize: x', 'a torch.Tensor', type(x).__name__)} For a model, call "
+            "fp4pass.convert(model); for a folder, fp4pass.quantize_checkpoint(source, directory)."
+        )
+    name, block = weight_format(scheme), "default" if block_size is None else block_size
+    other = other_record(name)
+    require_float("quantize", "x", x)
+    if not x.numel():
+        raise ShapeError(f"quantize: expected a tensor with elements, got shape {tuple(x.shape)}.")
+    x = x.detach()
+    if other is not None:
+        return other.quantize(x, name, block, method, global_scale)
+    fmt = get_format(name, block)
+    chosen, options = without_statistics(method)
+    amax = weight_amax(x)
+    if not math.isfinite(amax):
+        raise not_finite()
+    factor = read_global_scale("quantize", fmt, global_scale, amax)
+    leading, columns = x.shape[:-1], x.shape[-1] if x.ndim else 1
+    # Matrices of a stack share no tile of several rows.
+    height = x.shape[-2] if fmt.rows != 1 and x.ndim > 1 else x.numel() // columns
+    padding = 0 if fmt.fits(columns) else -columns % fmt.block
+    matrices = F.pad(x.reshape(-1, height, columns), (0, padding))
+    if global_scale == "auto" and all(may_be_exact(each, fmt) for each in matrices):
+        factor = exact_global_scale(list(matrices), fmt, factor)
+    states = [chosen.quantize(each, Stats(), fmt, factor, options) for each in matrices]
+    scale_rows: tuple[int, ...] = leading
+    if fmt.rows != 1 and leading:
+        scale_rows = (*leading[:-1], fmt.scale_rows(height))
+    found = dataclasses.replace(
+        states[0],
+        qdata=torch.cat([state.qdata for state in states]).view(*leading, -1),
+        scale=torch.cat([state.scale for state in states]).view(*scale_rows, -1),
+        shape=tuple(x.shape),
+    )
+    # Rounding at most doubles a number, and values are computed in float32.
+    wide = dataclasses.replace(found, dtype=torch.float32)
+    if 2 * amax > torch.finfo(torch.float32).max and not dequantize(wide).isfinite().all():
+        raise NonFiniteError(
+            f"quantize: x reaches {amax:.3g}, which {fmt.key} rounds to what float32 cannot hold. "
+            "Scale x before."
+        )
+    return found
+
+
+def without_statistics(method: object) -> tuple[Method, Any]:
+    """Return a method and its options. Raises OptionError for one that needs statistics."""
+    chosen, options = resolve_method(method)
+    if chosen.needs:
+        raise OptionError(
+            f"quantize: method {chosen.name!r} needs calibration statistics, which a single tensor "
+            "does not have. Choose 'naive' or 'sse'."
+        )
+    return chosen, options
+
+
+def not_finite() -> NonFiniteError:
+    """Return the error for a tensor with NaN or infinity."""
+    return NonFiniteError(
+        "quantize: expected finite float32 numbers, got NaN or infinity. Repair or scale x before."
+    )
+
+
+def dequantize(state: TensorRecord) -> Tensor:
+    """Return the dense tensor of what `quantize` returned (`fp4pass.dequantize`)."""
+    if isinstance(state, OtherRecord):
+        return state.dequantize()
+    assert isinstance(state, QuantState)
+    global_scale, fmt = None, state.format
+    if state.global_scale != 1.0:
+        # The multiplier itself, which need not have an exact reciprocal.
+        global_scale = torch.tensor([state.global_scale], device=state.qdata.device)
+        fmt = fmt.with_multiplier()
+    rows = ops.dequantize(state.qdata, state.scale, global_scale, fmt.key, state.dtype)
+    columns = state.shape[-1] if state.shape else 1
+    return rows[..., :columns].reshape(state.shape).contiguous()

@@ -1,30 +1,47 @@
-"""Plan a conversion: the config of each linear layer, or why it is skipped."""
+"""Plan a conversion: the config of each linear layer, or why it is skipped, and what is missing."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from .._compat import require
+from .._compat.accelerate import require_for as require_accelerate_for
 from .._compat.transformers import HEADS, newly_initialized, output_embeddings, task_heads
+from .._compat.transformers import require_for as require_transformers_for
 from .._compat.transformers_loading import names_in_model
+from ..core.machine import require_device
+from ..core.names import covering_globs, without_numbers
 from ..core.quant_state import QuantState
-from ..distributed import divide, ranks, summed_statistics
-from ..errors import OptionError, RuleError, ShapeError, as_rules, nearest
+from ..distributed import divide, ranks, require_initialized, sharded_parameter, summed_statistics
+from ..errors import (
+    CalibrationError,
+    OptionError,
+    RuleError,
+    ShapeError,
+    StateError,
+    as_option,
+    as_rules,
+    nearest,
+    some,
+)
 from ..graph.folds import fold_rotations
 from ..graph.match import weight_readers
 from ..methods import STATISTICS, Stats, resolve_method
-from ..nn.experts import ExpertStack
+from ..nn.experts import QUANTIZED, ExpertStack
+from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..ops.checks import weight_problem
-from ..record.config import LinearConfig, Rule
+from ..record.config import LinearConfig, Rule, check_rules
 from ..record.rows import Row
 from ..record.source_folder import source_folder, tensor_files
+from ..record.state import PreparedState, get_state
 from .observers.observer import collect
 from .scan import (
     EMBEDDINGS,
@@ -48,31 +65,23 @@ _NOTE = "codes and scales are those of the source"
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; add a rule to quantize it"
 
-_READ = "its weight is read without calling the layer"
-_UNREACHED = "calibration never reached it"
-
-# Why layers are skipped that a recipe alone would quantize.
-BY_CALIBRATION = (_READ, _UNREACHED)
+# Why a layer is skipped that a recipe alone would quantize.
+UNREACHED = "calibration never reached it"
 
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of.
+    """The codes and scales that the weight of a linear layer is made of.
 
     Attributes:
-        fmt: the key of their format, as the source has it.
-        stored: the key of the format that holds them in a layer.
-        read: returns them, for each matrix.
-        input_scales: returns the scales of inputs that lie beside: one, one for each expert, or
-            none.
-        problem: why a layer cannot hold them, or "".
+        fmt: the key of their format.
+        read: returns them.
+        input_scales: returns the scale of inputs that lies beside, if there is one.
     """
 
     fmt: str
-    stored: str
     read: Callable[[], Sequence[QuantState]]
     input_scales: Callable[[], tuple[float, ...]]
-    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +208,8 @@ def _plan_layer(
     if reason:
         return skip(layer, reason)
     if (kept := kept_weight(layer.module, config)) is not None:
-        if kept.problem:
-            note = f"quantized again, not kept as in the source: {kept.problem}"
-            return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
-        config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
+        config = dataclasses.replace(config, method="naive", fmt=kept.fmt, block=None)
         return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 
@@ -346,7 +352,7 @@ def joined(
     return list(groups.values())
 
 
-def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
+def with_unreached(plan: Plan) -> Plan:
     """Return the plan with layers skipped, or quantized by "sse", that calibration never reached.
 
     Those that are left are errors of `require_statistics`.
@@ -354,19 +360,18 @@ def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
 
     def settled(layer: LayerPlan) -> LayerPlan | SkippedLayer:
         config = layer.config
-        if layer.stats.tokens:
-            return layer
-        lacking = not all(map(layer.stats.has, config.needs))
-        if layer.name in read and (lacking or not config.weight_only):
-            return skip(layer, _READ)
-        if not lacking or config.unreached == "error":
+        if layer.stats.tokens or config.unreached == "error" or _has_statistics(layer):
             return layer
         if config.unreached == "skip":
-            return skip(layer, _UNREACHED)
+            return skip(layer, UNREACHED)
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 
     return Plan(tuple(settled(e) if isinstance(e, LayerPlan) else e for e in plan.entries))
+
+
+def _has_statistics(layer: LayerPlan) -> bool:
+    return all(map(layer.stats.has, layer.config.needs))
 
 
 class _Record(NamedTuple):
@@ -517,17 +522,168 @@ def require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> Non
     names = [layer.name for layer in layers]
     for pattern, options in rules:
         matched = [layer for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
-        if matched:
-            first = matched[0]
-            impossible = all(isinstance(layer, SkippedLayer) for layer in matched)
-            if options is not None and impossible and isinstance(first, SkippedLayer):
-                raise RuleError(
-                    f"The rule for {pattern!r} matches only what cannot be quantized, as "
-                    f"{first.label}: {first.skip_reason}. Leave the rule out, or skip them with "
-                    f"({pattern!r}, None)."
-                )
-            continue
-        raise RuleError(
-            f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
-            f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
+        if not matched:
+            raise RuleError(
+                f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
+                f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
+            )
+        reasons = [layer.skip_reason for layer in matched if isinstance(layer, SkippedLayer)]
+        if options is not None and len(reasons) == len(matched):
+            raise RuleError(
+                f"The rule for {pattern!r} matches only what cannot be quantized, as "
+                f"{matched[0].label}: {reasons[0]}. Leave the rule out, or skip them with "
+                f"({pattern!r}, None)."
+            )
+
+
+def require_float(root: nn.Module, verb: str) -> PreparedState | None:
+    """Return the state of a model that holds no packed weight.
+
+    Raises StateError for a model that is converted, interrupted or sharded, or has a part that is,
+    where `verb` says what was to be done; VersionError for libraries that are too old.
+    """
+    require("torch")
+    require_transformers_for(root)
+    if (name := sharded_parameter(root)) is not None:
+        raise StateError(
+            f"{name} is a DTensor: it is sharded over processes. {verb.capitalize()} the model "
+            "before it is sharded (fully_shard, parallelize_module, tp_plan): every process has it "
+            "whole then, and they divide the work."
         )
+    state = get_state(root)
+    require_accelerate_for(root)
+    prepared = state if isinstance(state, PreparedState) else None
+    converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
+    if converted or state is not prepared:
+        where = f", as {converted[0]!r} is," if converted and converted[0] else ""
+        raise StateError(
+            f"The model is already converted{where} so there is nothing to {verb}. Start from the "
+            "float model again."
+        )
+    return prepared
+
+
+def require_one_plan(plan: Plan, before: PreparedState | None) -> None:
+    """Raise StateError unless all processes are to convert the same; `before` is of `prepare`."""
+    group = ranks()
+    group.arrive()
+    prepared = None
+    if before is not None:
+        require_initialized()
+        prepared = (before.needs, before.recording is not None)
+    group.require_equal("The plan", (plan.outline(), prepared))
+
+
+def require_place(device: torch.device | str | None, by_layers: bool) -> None:
+    """Raise OptionError for a device that is not there, or not for layers that run in convert."""
+    if device is None:
+        return
+    if not by_layers:
+        raise OptionError(
+            f"device is {str(device)!r}, but layers run in convert only after "
+            f"prepare(model, sequential=True), or with {as_option('stream')}. Move the model "
+            "instead."
+        )
+    require_device(str(device), "device=")
+
+
+def require_layers(plan: Plan) -> None:
+    """Raise StateError for a model without anything to quantize."""
+    if not plan.layers:
+        reasons = [f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5]]
+        why = "; ".join(reasons) or "It has no linear layer at all."
+        raise StateError(f"The model has no linear layer to quantize. {why}")
+
+
+def require_unpaired(layers: Sequence[LayerPlan]) -> None:
+    """Raise OptionError for a layer outside a recording that needs the float model's inputs."""
+    for layer in layers:
+        if "cross" in layer.config.needs:
+            raise OptionError(
+                f"{layer.label}: Gptq(target='cross') is for layers that are calibrated one after "
+                f"the other. Give {as_option('sequential', True)}, and to layers outside of its "
+                f"stacks another method: {as_rules(layer.name, options={'method': 'gptq'})}."
+            )
+
+
+def require_observers(
+    state: PreparedState, needs: set[str], rules: Sequence[Rule], sequential: bool
+) -> None:
+    """Raise StateError unless a prepared model collects all that a second `prepare` asks for."""
+    differs = {
+        "other rules": bool(rules) and check_rules(rules) != state.rules,
+        "a method or a rotation that needs other statistics": not needs <= set(state.needs),
+        f"sequential={not sequential}": sequential != (state.recording is not None),
+    }
+    for what, is_so in differs.items():
+        if is_so:
+            raise StateError(
+                f"The model is prepared with {what}. Prepare a fresh copy of it; convert takes "
+                "further rules."
+            )
+
+
+def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
+    """Return the format of the key-value cache; `before` is of `prepare`, which is the default.
+
+    Raises OptionError for a name that is none, StateError for a cache that was not prepared for.
+    """
+    known = None if before is None else before.recipe.get(KV_CACHE)
+    if kv_cache is None:
+        return known
+    get_cache_format(kv_cache)
+    if known is None:
+        raise StateError(
+            f"{as_option('kv_cache', kv_cache)} needs calibration data, and the model is not "
+            f"prepared for it. Call fp4pass.prepare(model, kv_cache={kv_cache!r}) and run some "
+            "batches first."
+        )
+    return kv_cache
+
+
+def require_statistics(
+    part: Plan, whole: Plan, before: PreparedState | None, is_late: bool = False
+) -> None:
+    """Raise CalibrationError for layers of a part without the statistics that their method needs.
+
+    `before` is of `prepare`; is_late: whether layers before these are packed already.
+    """
+    lacking = [layer for layer in part.layers if not _has_statistics(layer)]
+    if not lacking:
+        return
+    config = lacking[0].config
+    name, sse = config.method_name, as_option("method", "sse")
+    rotation = f", rotation={config.rotation}" if config.rotation else ""
+    call = f"fp4pass.prepare(model, {name!r}{rotation})"
+    if before is None:
+        raise CalibrationError(
+            f"Method {name!r} needs calibration data. Give {as_option('quality', 'good')} and "
+            f"{as_option('tokenizer')}, which calibrate too; or call {call} and run some batches "
+            f"through the model before convert; or choose {sse}."
+        )
+    names = [layer.name for layer in lacking]
+    labels = some([layer.label for layer in lacking], 5)
+    is_less = any(not set(each.config.needs) <= set(before.needs) for each in lacking)
+    if is_less or any(layer.stats.tokens for layer in lacking):
+        raise CalibrationError(
+            f"{labels}: the model was prepared for a method or a rotation that does not collect "
+            f"what {name!r} needs. Prepare a fresh copy with {call}."
+        )
+    if before.recording is None and not any(layer.stats.tokens for layer in part.layers):
+        raise CalibrationError(
+            "No batch was run: call fp4pass.calibrate(model, data), or run the model on some "
+            "batches, before convert. Batches that ran through a copy of the model do not count."
+        )
+    # Names that differ by numbers, in layers that have not run yet, are likely not reached.
+    kinds = set(map(without_numbers, names)) if is_late else set()
+    others = {layer.name for layer in whole.layers if without_numbers(layer.name) not in kinds}
+    again = (
+        " Whatever came before it is packed already: start again from the float model, with "
+        "resume= to keep what was searched."
+    )
+    raise CalibrationError(
+        f"{labels}: calibration never reached them. Run batches that use these layers, skip them "
+        f"with {as_rules(*covering_globs(names, others.difference(names)))}, or choose "
+        f"{as_option('unreached', 'skip')} or 'sse'. Where the model reads a weight and never "
+        f"calls the layer, no batch reaches it.{again * is_late}"
+    )

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
+from .._compat.accelerate import on_device
+from ..core.formats import WHOLE, get_format
+from ..core.names import FUSED
+from ..core.packing import pack_codes, unpack_codes
 from ..core.progress import current
+from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
-from ..errors import StateError
+from ..errors import NonFiniteError, StateError, as_rules
+from ..kernels.common.rounding import scale_of
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..methods import Certificate, Stats, resolve_method
+from ..kernels.search.float_scales import candidate_scales, in_blocks, scale_errors
+from ..kernels.statistics.naive import weight_amax
+from ..methods import Stats, resolve_method, squared_errors
+from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
-from .plan import LayerPlan, Plan, forget_kept, planned_row, scale_groups
+from .functional import dequantize
+from .plan import LayerPlan, Plan, forget_kept, joined, planned_row, scale_groups
 from .replace import begin_replacing, drop_unused_copies, packed_class, rewrite_graph, store_packed
-from .search import (
-    Found,
-    exact_scales,
-    gather_parts,
-    joined_rows,
-    search_parts,
-    shared_tensor_scales,
-    survey,
-)
+from .scan import dense_stack
 
 # Tokens below which the own statistics of an expert say little.
 _FEW = 32
@@ -182,21 +188,18 @@ def _packed(
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
-    results = [result for result, _ in found]
-    if len(results) > first.matrices:
-        results = [joined_rows(results)]
+    states, kind = [state for state, _ in found], packed_class(first.module)
+    if len(states) > first.matrices:
+        states = [joined_rows(states)]
     errors = _relative_errors([each for _, squares in found for each in squares])
     stats = first.stats
-    states, kind = [result.state for result in results], packed_class(first.module)
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    proof = Certificate.joined([result.certificate for result in results])
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
-    facts |= {} if proof is None else {"proved": proof.proved, "gap": proof.gap}
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
@@ -308,3 +311,315 @@ def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
     report = Report(tuple(rows[row.name] for row in state.report.rows))
     set_state(root, dataclasses.replace(state, report=report))
     return model
+
+
+# The result of a matrix, or rows of it, and its squared errors, part by part.
+Found = tuple[QuantState, list[list[float]]]
+
+
+@contextmanager
+def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
+    """Yield the weight as [E, N, K], brought from the place where accelerate offloaded it."""
+    with on_device(layer.module):
+        yield dense_stack(layer.module, layer.transposed)
+
+
+def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) -> Tensor:
+    """Return the matrix that the method approximates in place of a weight [N, K]."""
+    method, options = resolve_method(config.method)
+    # Only options with needs of their own have one; statistics of an expert may take long to make.
+    if method.target is None or not getattr(options, "needs", ()):
+        return weight
+    return method.target(weight, stats(), options)
+
+
+def stored_amax(layer: LayerPlan) -> list[float]:
+    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
+    return [amax for amax, _ in survey(layer)]
+
+
+def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
+    """Return the largest magnitude of each stored matrix, and whether `may_be_exact` says yes.
+
+    Raises for NaN, in the bias too.
+    """
+    with dense_weight(layer) as weight:
+        if weight.is_meta:
+            raise StateError(
+                f"{layer.label}: its weight is on the meta device, without values. Load the "
+                "weights before convert."
+            )
+        found: list[tuple[float, bool]] = []
+        for i, matrix in enumerate(weight):
+            target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
+            searched, largest = layer.config.stored(target), weight_amax(target)
+            if not largest < math.inf:
+                where = f"expert {i} of its weight" if layer.stage else "its weight"
+                raise NonFiniteError(
+                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
+                    f"the layer with {as_rules(layer.name)}."
+                )
+            # One matrix that is not tells of all.
+            is_exact = searched is matrix and all(each for _, each in found[-1:])
+            is_exact = is_exact and may_be_exact(matrix, layer.config.format)
+            found.append((largest if searched is target else weight_amax(searched), is_exact))
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.is_meta and bias.isnan().any():
+            raise NonFiniteError(
+                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
+                f"{as_rules(layer.name)}."
+            )
+        return found
+
+
+def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[float]:
+    """Return the global scale of each matrix that some layers have, as `exact_global_scale` does.
+
+    scales: those for their largest magnitudes.
+    """
+    with ExitStack() as stack:
+        weights = [stack.enter_context(dense_weight(layer)) for layer in members]
+        fmt = members[0].config.format
+        return [
+            exact_global_scale([weight[i] for weight in weights], fmt, scale)
+            for i, scale in enumerate(scales)
+        ]
+
+
+def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
+    """Return the error of a weight with each of some scales of its tensor [C].
+
+    None if the method needs statistics that are not there.
+    """
+    config, method = layer.config, resolve_method(layer.config.method)[0]
+    if not all(map(layer.stats.has, config.needs)):
+        return None
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device).matrix(0, config.expert_prior)
+        matrix = config.stored(_target(weight[0], config, lambda: stats))
+        stats = stats.rotated(config.rotation) if config.rotation else stats
+        hessian = stats.block_hessian
+        if hessian is None and stats.hessian is not None:
+            hessian = in_blocks(stats.hessian)
+        known = scales.to(weight.device).view(-1, 1, 1)
+        objective = method.objective
+        assert objective is not None, "the caller has looked"
+        return scale_errors(matrix, hessian, known, config.format, objective).flatten().tolist()
+
+
+def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
+    """Return the results of the parts of a weight that a process searches."""
+    config = layer.config
+    found: list[Found] = []
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device)
+        if layer.kept is not None:
+            if rank != layer.owner:
+                return []
+            states = [state.to(weight.device) for state in layer.kept.read()]
+            for i, state in enumerate(states):
+                own = stats.matrix(i, config.expert_prior)
+                exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
+                found.append((state, _squares(exact, state, own, layer)))
+            return found
+        parts = layer.share(rank)
+        together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
+        for i, rows in parts:
+            own = stats.matrix(i, config.expert_prior)
+            target = _target(weight[i], config, functools.partial(stats.matrix, i))
+            matrix = config.stored(target)
+            own = own.rotated(config.rotation) if config.rotation else own
+            state = together.get(i) or _search(matrix, own, layer, i, cache, rows)
+            matrix = matrix if rows is None else matrix[rows]
+            if 2 * weight_amax(matrix) > torch.finfo(matrix.dtype).max:
+                state = _saturated(state)
+            found.append((state, _squares(matrix, state, own, layer)))
+    return found
+
+
+def _saturated(state: QuantState) -> QuantState:
+    """Return a weight without values that its dtype does not have: next codes take their place."""
+    element = state.format.element
+    values, smaller = element.values, list(range(len(element.values)))
+    by_size = sorted(
+        (c for c in smaller if not math.isnan(values[c])), key=lambda c: abs(values[c])
+    )
+    for sign in (-1.0, 1.0):
+        same = [code for code in by_size if math.copysign(1.0, values[code]) == sign]
+        for below, code in itertools.pairwise(same):
+            smaller[code] = below
+    table = torch.tensor(smaller, dtype=torch.uint8, device=state.qdata.device)
+    while not (known := dequantize(state).isfinite()).all():
+        codes = unpack_codes(state.qdata, element.bits)
+        codes = torch.where(known, codes, table[codes.int()])
+        state = dataclasses.replace(state, qdata=pack_codes(codes, element.bits))
+    return state
+
+
+def _search_stack(weight: Tensor, layer: LayerPlan, chosen: Sequence[int]) -> dict[int, QuantState]:
+    """Return the results of some matrices of a stack, if the method takes them together."""
+    method, options = resolve_method(layer.config.method)
+    if method.stack is None or layer.matrices == 1 or layer.config.is_rotated:
+        return {}
+    own = weight if len(chosen) == len(weight) else weight[list(chosen)]
+    global_scales = [layer.global_scales[i] for i in chosen]
+    found = method.stack(own, layer.config.format, global_scales, options)
+    return dict(zip(chosen, found, strict=True))
+
+
+def _search(
+    weight: Tensor,
+    stats: Stats,
+    layer: LayerPlan,
+    matrix: int,
+    cache: Any,
+    rows: slice | None,
+) -> QuantState:
+    """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
+    method, options = resolve_method(layer.config.method)
+    fmt, global_scale = layer.config.format, layer.global_scales[matrix]
+    part: dict[str, Any] = {} if rows is None else {"rows": rows}
+    if layer.tensor_scale is not None:
+        part["scale"] = layer.tensor_scale
+
+    def search() -> QuantState:
+        return method.function(weight, stats, fmt, global_scale, options, **part)
+
+    if cache is None:
+        return search()
+    needs = [getattr(stats, need) for need in method.needs]
+    decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
+    found: QuantState = cache.get_or_search(layer.name, decides, search)
+    return found.to(weight.device)
+
+
+def _squares(
+    weight: Tensor, state: QuantState, stats: Stats, layer: LayerPlan
+) -> list[list[float]]:
+    """Return the squared errors of a matrix, or rows of it: of each part that may be alone."""
+    step = resolve_method(layer.config.method)[0].rows_at_once or len(weight)
+    parts = [(start, start + step) for start in range(0, len(weight), step)]
+    return [squared_errors(weight[a:b], state.rows(a, b), stats) for a, b in parts]
+
+
+def gather_parts(
+    group: Ranks, weights: Sequence[LayerPlan], own: Mapping[int, list[Found]]
+) -> dict[int, list[Found]]:
+    """Return the results of each weight by its key, on its owner alone if nobody shares it.
+
+    weights: a layer of each; own: the results of this rank. All ranks must make the call.
+    """
+    found = dict(own)
+    shares = [
+        (layer.weight_key, rank)
+        for layer in weights
+        if layer.is_shared
+        for rank in dict.fromkeys(layer.searchers)
+    ]
+    sent = {i: _sent(own[key]) for i, (key, rank) in enumerate(shares) if rank == group.rank}
+    received = shared_tensors(group, sent, [rank for _, rank in shares]) if shares else []
+    found |= {key: [] for key, _ in shares}
+    for (key, _), (facts, tensors) in zip(shares, received, strict=True):
+        found[key] += _received(facts, tensors)
+    return found
+
+
+def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
+    """Return the plain values and the tensors of results."""
+    facts: list[Any] = []
+    tensors: dict[str, Tensor | None] = {}
+    for i, (state, squares) in enumerate(parts):
+        facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
+        tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
+    return facts, tensors
+
+
+def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
+    """Return the results that `_sent` was given."""
+    found: list[Found] = []
+    for i, (squares, global_scale, key, shape, dtype) in enumerate(facts):
+        packed = tensors[f"{i}.qdata"], tensors[f"{i}.scale"]
+        found.append((QuantState(*packed, global_scale, get_format(key), shape, dtype), squares))
+    return found
+
+
+def joined_rows(states: Sequence[QuantState]) -> QuantState:
+    """Return a matrix, given its rows."""
+    qdata = torch.cat([state.qdata for state in states])
+    # That of a whole matrix is in the results of all its rows.
+    alone = states[0].format.rows == WHOLE
+    scale = states[0].scale if alone else torch.cat([state.scale for state in states])
+    shape = (len(qdata), states[0].shape[1])
+    return dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape)
+
+
+def shared_tensor_scales(
+    layers: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]], group: Ranks
+) -> dict[int, float]:
+    """Return the scale of each weight that shares one, by its key.
+
+    Engines keep one for the layers that they fuse, and round the codes of the others again. It is
+    the best of those that a search tries for all of them as one matrix. Layers whose statistics are
+    missing share none. All ranks must make the call; largest: the magnitudes of each layer.
+    """
+    fused = _fused(layers)
+    candidates = [_candidates(members, largest) for members in fused]
+    own: dict[int, list[float] | None] = {}
+    with group.together():
+        for members, known in zip(fused, candidates, strict=True):
+            for layer in members if len(known) > 1 else ():
+                if layer.owner == group.rank:
+                    own[layer.weight_key] = errors_of_scales(layer, known)
+    keys = {layer.weight_key: layer.name for members in fused for layer in members}
+    by_name = {keys[key]: errors for key, errors in own.items()}
+    errors = {name: each for part in group.gather(by_name) for name, each in part.items()}
+    found: dict[int, float] = {}
+    for members, known in zip(fused, candidates, strict=True):
+        best = 0
+        if len(known) > 1:
+            each = [errors[keys[layer.weight_key]] for layer in members]
+            if any(one is None for one in each):
+                continue
+            sums = [sum(one) for one in zip(*each, strict=True)]
+            best = sums.index(min(sums))
+        found |= {layer.weight_key: float(known[best]) for layer in members}
+    return found
+
+
+def _fused(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Return a layer of each weight that shares a scale, those with one scale together."""
+
+    def keys(layer: LayerPlan) -> set[object]:
+        last = layer.name.removeprefix(f"{layer.parent}.").partition(".")[0]
+        readers = {
+            (layer.parent, layer.columns, layer.config.format.key, i)
+            for i, names in enumerate(FUSED)
+            if last in names
+        }
+        return {("weight", layer.weight_key), *readers}
+
+    able = [
+        layer
+        for layer in layers
+        if layer.config.format.has_tensor_scale
+        and layer.kept is None
+        and not layer.stage
+        and resolve_method(layer.config.method)[0].objective is not None
+    ]
+    groups = [
+        list({layer.weight_key: layer for layer in reversed(members)}.values())[::-1]
+        for members in joined(able, keys)
+    ]
+    return [members for members in groups if len(members) > 1]
+
+
+def _candidates(
+    members: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]]
+) -> torch.Tensor:
+    """Return the scales to try, float32 [C]; one where a method of a member tries no others."""
+    amax = max(largest[layer.name][0] for layer in members)
+    naive = scale_of(torch.tensor([amax], device="cpu"), members[0].config.format)
+    objectives = {resolve_method(layer.config.method)[0].objective for layer in members}
+    # Errors of several kinds have no sum.
+    alone = len(objectives) > 1 or objectives == {"naive"}
+    return naive if alone else candidate_scales(naive)[:, 0]

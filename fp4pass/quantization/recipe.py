@@ -15,7 +15,7 @@ from ..errors import Fp4PassError, OptionError, as_option, expected, named_as, u
 from ..methods import method_from_dict
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..record.config import OPTIONS, LinearConfig, Rule, check_rules, plain
-from ..record.quality import QUALITY, get_quality
+from ..record.schemes import QUALITY, get_quality
 from ..record.state import SMOOTH, PreparedState
 
 # Keys in fp4pass.json beside the options of a recipe.
@@ -165,25 +165,18 @@ def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(
-    config: LinearConfig,
-    rules: Sequence[Rule],
-    tokens: int,
-    own_tokens: int,
-    before: PreparedState | None,
+    config: LinearConfig, rules: Sequence[Rule], tokens: int, before: PreparedState | None
 ) -> dict[str, Any]:
     """Return the recipe of a conversion as plain values, for fp4pass.json.
 
-    tokens: the most that a layer saw; own_tokens: those of them that came from other calls of the
-    model than `calibrate`; before: the state of `prepare`.
+    tokens: the most that a layer saw; before: the state of `prepare`.
     """
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:
         is_sequential = before is not None and before.recording is not None
         sequential = {"sequential": True} if is_sequential else {}
         seen = _of_all_ranks(recipe.get("calibration", {}))
-        own_tokens = own_tokens if seen else tokens
-        own = {"own_tokens": own_tokens} if own_tokens > 0 else {}
-        recipe["calibration"] = {**seen, "tokens": tokens, **own, **sequential}
+        recipe["calibration"] = {**seen, "tokens": tokens, **sequential}
     return recipe
 
 
@@ -192,11 +185,8 @@ def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
     each = ranks().gather(dict(seen))
     if len(each) == 1 or not any(each):
         return each[0]
-    counts = {
-        key: sum(one.get(key, 0) for one in each)
-        for key in ("batches", "cut_off", "hidden")
-        if any(key in one for one in each)
-    }
+    keys = [key for key in ("batches", "hidden") if any(key in one for one in each)]
+    counts = {key: sum(one.get(key, 0) for one in each) for key in keys}
     digest = digest_of([one.get("sha256", "") for one in each])
     return {**each[0], **counts, "sha256": digest, "processes": len(each)}
 

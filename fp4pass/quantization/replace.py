@@ -1,23 +1,50 @@
-"""Put observers and packed weights into a model, in place."""
+"""Put observers and packed weights into a model, in place, and take them out again."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
+from .._compat.diffusers import declare, is_diffusers
 from .._compat.torch import recompile_hooked
+from .._compat.transformers import conv1d_class, forget_quantized, is_pretrained, mark_quantized
+from ..core.quant_state import TensorRecord
+from ..distributed import is_sharded
+from ..errors import OptionError, StateError, expected
 from ..graph.inductor import install_passes
-from ..graph.match import find_linears, is_conv1d, module_of
+from ..graph.match import find_linears, is_conv1d
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from ..nn.experts import ExpertStack, QuantizedExpertStack, replace_stack
+from ..nn.experts import (
+    QUANTIZED,
+    ExpertStack,
+    QuantizedExperts,
+    QuantizedExpertStack,
+    finalize_stacks,
+    replace_stack,
+    restore_stacks,
+)
 from ..nn.input_cache import share_among, share_nothing
-from ..nn.linear import PackedBlocks, QuantizedLinear
+from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear
+from ..nn.packed_linear import swap_class
 from ..record.config import LinearConfig
-from ..record.state import set_interrupted
-from .adapters import parents
+from ..record.state import (
+    forget_state,
+    get_state,
+    has_adapters,
+    is_interrupted,
+    set_interrupted,
+    unwrap,
+)
+from .adapters import allow_adapter_merge, parents
+from .functional import dequantize as dequantize_tensor
+from .observers.kv_cache import drop_cache, unobserve_cache
 from .observers.observer import (
     OBSERVERS,
     Observer,
@@ -26,7 +53,7 @@ from .observers.observer import (
     observe_stacks,
     shared_observer,
 )
-from .observers.visible_tokens import parts_of_graph, unwatch_tokens, watch_tokens
+from .observers.visible_tokens import unwatch_tokens, watch_tokens
 from .scan import LinearLayer
 
 # The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
@@ -75,26 +102,10 @@ def attach_observers(
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
     share_inputs(model, chosen, parents(model))
-    if isinstance(model, fx.GraphModule):
-        _name_parts(model.graph)
     watch_tokens(model)
     install_passes()
     recompile_hooked(model)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
-
-
-def _name_parts(graph: fx.Graph) -> None:
-    """Tell the observers of a graph which tokens they are fed with."""
-    tokens = parts_of_graph(graph)
-    found: dict[Observer, set[str]] = {}
-    for node in graph.nodes:
-        if node.op == "call_module" and node.all_input_nodes:
-            module = module_of(node)
-            own = [module] if isinstance(module, Observer) else module.__dict__.get(OBSERVERS, ())
-            for observer in own:
-                found.setdefault(observer, set()).add(tokens[node.all_input_nodes[0]])
-    for observer, parts in found.items():
-        observer.part = parts.pop() if len(parts) == 1 else ""
 
 
 def remove_observers(model: nn.Module) -> None:
@@ -195,20 +206,20 @@ def share_inputs(
     share_nothing(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = set(layers)
-    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    groups: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if module in wanted and module is not model:
             path = parent(name)
             # Lists of modules are not called.
             while path and type(modules[path]).forward is nn.Module.forward:
                 path = parent(path)
-            groups.setdefault(path, []).append((name, module))
+            groups.setdefault(path, []).append(module)
     for path, members in groups.items():
         # Each layer of a Sequential reads what the one before it made.
         if type(modules[path]).forward is nn.Sequential.forward:
             continue
-        widths = Counter(_width(module) for _, module in members)
-        alike = [(name, module) for name, module in members if widths[_width(module)] > 1]
+        widths = Counter(map(_width, members))
+        alike = [module for module in members if widths[_width(module)] > 1]
         if alike:
             share_among(modules[path], alike)
 
@@ -219,3 +230,170 @@ def _width(layer: nn.Module) -> int:
         return int(layer.get_parameter("weight").shape[0])
     width = getattr(layer, "in_features", None)
     return width if isinstance(width, int) else 0
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+# The method of transformers' models that this stands behind.
+_METHOD = "dequantize"
+
+
+@overload
+def dequantize(x: TensorRecord) -> Tensor: ...
+
+
+@overload
+def dequantize(x: _Module) -> _Module: ...
+
+
+def dequantize(x: Any) -> Any:
+    """Return a dense tensor of what `quantize` returned, or make a converted model dense, in place.
+
+    Args:
+        x: what `quantize` returned; or a model that was converted or loaded, or a part of one,
+            whose packed layers become linear layers with their rounded weights. Adapters of PEFT
+            stay, and can be merged then. A model of transformers has this as `model.dequantize()`.
+
+    Returns:
+        The tensor, in the shape and dtype that it had, computed in float32 and rounded once. Or the
+        model, whose weights have the dtype of the parameters beside them.
+
+    Raises:
+        OptionError: it is neither.
+        StateError: the model has no packed layer, or one that is offloaded, split or in a graph.
+
+    Example:
+        >>> model = fp4pass.convert(torch.nn.Sequential(torch.nn.Linear(32, 8)), method="sse")
+        >>> fp4pass.dequantize(model)
+        Sequential(
+          (0): Linear(in_features=32, out_features=8, bias=True)
+        )
+    """
+    if isinstance(x, nn.Module):
+        return dequantize_model(x)
+    if isinstance(x, TensorRecord):
+        return dequantize_tensor(x)
+    wanted = "what quantize returned, or a converted model"
+    raise OptionError(expected("dequantize", wanted, type(x).__name__))
+
+
+def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """Make every packed layer of a model dense, with its rounded weight, in place; return it.
+
+    Args:
+        model: converted or loaded.
+        dtype: of the dense weights and of what has the dtype of the model now; by default that of
+            the parameters, or the one that each weight had where these have several.
+
+    Raises:
+        StateError: the model has no packed layer, or one that is offloaded, split or in a graph.
+    """
+    root: Any = unwrap(model)
+    get_state(root)
+    _require_whole(root)
+    # Saving leaves a string in the config of a model.
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    before = {each.dtype for each in root.parameters() if each.dtype.is_floating_point}
+    new = dtype or (before.pop() if len(before) == 1 else None)
+    if dtype is not None and is_pretrained(root):
+        before = {root.dtype}
+    with torch.inference_mode(False), torch.no_grad():
+        drop_cache(root)
+        share_nothing(root)
+        alike: dict[int, list[QuantizedLinear]] = {}
+        for module in root.modules():
+            if isinstance(module, QuantizedLinear):
+                alike.setdefault(id(module.weight_packed), []).append(module)
+        trains = not has_adapters(root)
+        for layers in alike.values():
+            _become_dense(layers, new, trains)
+        for module in list(root.modules()):
+            if isinstance(module, QuantizedExperts):
+                restore_stacks(module, new)
+        for parameter in root.parameters():
+            if dtype is not None and parameter.dtype in before:
+                parameter.data = parameter.data.to(dtype)
+    allow_adapter_merge(root)
+    for module in root.modules():
+        forget_state(module)
+        # Where there is no layout for others, `convert` has it refuse.
+        for name in ("save_pretrained", _METHOD):
+            module.__dict__.pop(name, None)
+        forget_quantized(module)
+        if is_diffusers(module):
+            declare(module, None)
+    return model
+
+
+def enable_dequantize(root: Any) -> None:
+    """Have a library's own `dequantize` of a converted model work, and PEFT know the model."""
+    if is_pretrained(root) or is_diffusers(root):
+        mark_quantized(root)
+        # One that was quantized while it was loaded has a quantizer, which does it.
+        if getattr(root, "hf_quantizer", None) is None:
+            root.__dict__[_METHOD] = functools.partial(dequantize_model, root)
+
+
+def _require_whole(root: nn.Module) -> None:
+    """Raise StateError unless all packed tensors of a model are here, and there are some."""
+    packed = {name: each for name, each in root.named_modules() if isinstance(each, QUANTIZED)}
+    if not packed:
+        raise StateError(
+            "dequantize: the model has no packed layer. Convert it first, or leave the call out."
+        )
+    graphs = (each for each in root.modules() if isinstance(each, fx.GraphModule))
+    if any(isinstance(each, QUANTIZED) for graph in graphs for each in graph.modules()):
+        raise StateError(
+            "dequantize: expected a live model, got a graph, whose nodes multiply by packed "
+            "weights. Dequantize the model that it was traced from."
+        )
+    for name, module in packed.items():
+        packed_codes = getattr(module, PACKED)
+        if packed_codes.is_meta:
+            raise StateError(
+                f"{name}: expected a packed weight in memory, got one that is offloaded. Load the "
+                "model with a device_map that offloads nothing."
+            )
+        if module.is_split or is_sharded(packed_codes):
+            raise StateError(
+                f"{name}: expected a whole layer, got one that is split over processes. Load the "
+                "model in one process and dequantize it there."
+            )
+
+
+def _become_dense(
+    layers: Sequence[QuantizedLinear], dtype: torch.dtype | None, trains: bool
+) -> None:
+    """Make converted layers that share codes dense, in place, with one weight."""
+    first = layers[0]
+    dense = nn.Parameter(first.weight_as(dtype or first.weight_dtype).contiguous(), trains)
+    for layer in layers:
+        swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
+
+
+@contextmanager
+def unprepared(root: nn.Module, *, always: bool) -> Iterator[None]:
+    """Have a float model that is prepared in between be as it was, always or after an error.
+
+    One whose first weight was replaced stays as it is.
+    """
+    before = [
+        (module, name, module.__dict__[name])
+        for module in root.modules()
+        for name in SLOW_PATHS
+        if name in module.__dict__
+    ]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if always or not (done or is_interrupted(root)):
+            remove_observers(root)
+            unobserve_cache(root)
+            forget_state(root)
+            share_nothing(root)
+            finalize_stacks(root)
+            for module, name, value in before:
+                setattr(module, name, value)
+            recompile_hooked(root)

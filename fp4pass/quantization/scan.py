@@ -14,7 +14,6 @@ from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight
 from ..nn.experts import QUANTIZED, ExpertStack, stacks_of
 from ..nn.linear import PACKED
 from .adapters import adapter_modules, changed_parameters, parents
-from .observers.attention import READ, can_be_called
 from .observers.observer import Observer
 
 # Modules whose parameters are no weights of a product with the activations.
@@ -28,6 +27,7 @@ _NO_MATRICES = (
     nn.utils.parametrize.ParametrizationList,
 )
 
+_READ = "nn.MultiheadAttention reads it without calling a layer"
 _CHANGED = "an adapter changes a parameter of its module at each call (target_parameters of PEFT)"
 _POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
 
@@ -149,7 +149,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
                 known.setdefault(stack.holder, set()).add(stack.last)
                 path = f"{name}.{key}" if name else key
                 yield _layer(path, stack, stack.weight, stack.view.transposed, reason)
-            read = READ if can_be_called(module) else ""
+            read = _READ if isinstance(module, nn.MultiheadAttention) else ""
             yield from _loose_matrices(name, module, adapter or read, known.get(module, ()))
 
 
@@ -164,7 +164,7 @@ def _called_modules(model: nn.Module) -> set[nn.Module]:
 def _module_problem(module: nn.Module) -> str:
     """Return why an nn.Linear cannot be converted, whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return READ
+        return _READ
     if PACKED in module._buffers:
         return f"its weight is packed already, by {type(module).__name__}"
     for name in ("weight", "bias"):

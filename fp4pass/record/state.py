@@ -58,8 +58,6 @@ class PreparedState(ModelState):
         rules: the rules that `prepare` was given.
         needs: the statistics that the observers collect.
         recording: the `Recording` of calls of layers, for `prepare(sequential=True)`, or None.
-        read: the layers whose weights `calibrate` saw read.
-        calibrated: the tokens that `calibrate` had seen, the most of any layer.
     """
 
     status: ClassVar[str] = "prepared"
@@ -68,8 +66,6 @@ class PreparedState(ModelState):
     rules: tuple[Rule, ...]
     needs: tuple[str, ...]
     recording: Any = None
-    read: frozenset[str] = frozenset()
-    calibrated: int = 0
 
 
 def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearConfig:

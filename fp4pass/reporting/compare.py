@@ -27,10 +27,9 @@ from ..kernels.experts.naive import chosen
 from ..methods import Stats, resolve_method
 from ..nn.experts import QUANTIZED, QuantizedExpertStack, quantize_pairs, weight_name
 from ..nn.linear import GLOBAL, PACKED, SCALE, PackedBlocks, QuantizedLinear, quantize_input
-from ..quantization.plan import BY_CALIBRATION, LayerPlan, plan_layers
-from ..quantization.quantize import with_shared_scales
+from ..quantization.plan import UNREACHED, LayerPlan, plan_layers
+from ..quantization.quantize import dense_weight, with_shared_scales
 from ..quantization.recipe import Recipe
-from ..quantization.search import dense_weight
 from ..record.rows import Report
 
 # Of weight errors that were summed in another order, relative.
@@ -69,7 +68,7 @@ def compare_models(
     """
     found = Comparison()
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
-    unseen = {row.name for row in rows if row.skip_reason in BY_CALIBRATION}
+    unseen = {row.name for row in rows if row.skip_reason == UNREACHED}
     planned = _plan(stored, reference, unseen)
     reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
     # As the model has them: in a folder each expert may be apart.
@@ -156,7 +155,7 @@ def _quantized_again(layer: LayerPlan) -> list[QuantState]:
     fmt = layer.config.format
     with dense_weight(layer) as weight:
         return [
-            method.quantize(layer.config.stored(each), Stats(), fmt, scale, options, **given).state
+            method.quantize(layer.config.stored(each), Stats(), fmt, scale, options, **given)
             for each, scale in zip(weight, layer.global_scales, strict=True)
         ]
 

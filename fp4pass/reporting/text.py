@@ -116,14 +116,12 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def calibrated_on(calibration: Mapping[str, Any]) -> str:
-    """Return how many tokens a model was calibrated on, and which of them no digest has."""
+    """Return how many tokens a model was calibrated on."""
     said = f"{calibration['tokens']:,} tokens"
     if "batches" in calibration:
         said += f" in {_count(calibration['batches'], 'batch', 'es')}"
     if calibration.get("hidden"):
         said += f", beside {calibration['hidden']:,} that attention_mask hides"
-    if own := calibration.get("own_tokens"):
-        said += f", {own:,} of them by calls outside of fp4pass.calibrate"
     return said
 
 

@@ -24,15 +24,6 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.core
-def test_a_cache_is_found_by_any_name() -> None:
-    cache = transformers.DynamicCache()
-    for name in ("cache", "past_key_values", "memory"):
-        given = {"input_ids": torch.zeros(1, 1), name: cache, "use_cache": True}
-        assert transformers_cache.given_cache(given.values()) is cache
-    assert transformers_cache.given_cache([torch.zeros(1), None]) is None
-
-
-@pytest.mark.core
 def test_the_argument_for_a_cache_is_asked_for() -> None:
     def new(x: Any, cache: Any = None) -> None: ...
     def old(x: Any, past_key_values: Any = None) -> None: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,6 @@ from safetensors import SafetensorError
 from small_models import TINY, Packed, assert_same_bits, mlp, packed_model
 
 import fp4pass
-from fp4pass.core.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 
 
@@ -172,30 +170,17 @@ def test_a_full_disk_is_an_error_that_names_the_folder(
 
 
 @pytest.mark.core
-def test_what_a_killed_save_left_is_named_and_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_named(tmp_path: Path) -> None:
     model = packed_model(mlp())
-    left = tmp_path / ".q.fp4pass-new-00000000"
-    left.mkdir()
-    (left / "part-0").write_text("half of a file")
-    (tmp_path / ".q.fp4pass-resume").mkdir()
     fp4pass.save(model, tmp_path / "q")
-    assert not left.exists() and (tmp_path / ".q.fp4pass-resume").exists()
-    # Whole, and perhaps all that there is of it: only where a checkpoint may be replaced.
     (tmp_path / "q").rename(tmp_path / ".q.fp4pass-old-00000000")
+    with pytest.raises(CheckpointError, match=r"left whole checkpoints at .*q.fp4pass-old-0"):
+        fp4pass.load(tmp_path / "q", model=mlp())
     fp4pass.save(model, tmp_path / "q")
-    with pytest.raises(CheckpointError, match=r"left beside it \(.q.fp4pass-old-00000000\)"):
+    with pytest.raises(CheckpointError, match=r"left .q.fp4pass-old-00000000 beside it"):
         fp4pass.save(model, tmp_path / "q")
     fp4pass.save(model, tmp_path / "q", overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".q.fp4pass-resume", "q"]
-
-
-def test_a_save_that_runs_is_no_leftover(tmp_path: Path) -> None:
-    with replacing(tmp_path / "q", False, marks=()) as running:
-        (running / "file").write_text("slow")
-        fp4pass.save(packed_model(mlp()), tmp_path / "q")
-        assert running.exists()
-        shutil.rmtree(tmp_path / "q")
-    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".q.fp4pass-old-00000000", "q"]
 
 
 def test_circles_and_long_names_are_errors(tmp_path: Path) -> None:
@@ -203,11 +188,10 @@ def test_circles_and_long_names_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     for folder, message in (
-        (tmp_path / "a", "links lead in a circle"),
-        (tmp_path / ("n" * 240), "the last of 233, got 240"),
+        (tmp_path / "a", "circle of links"),
+        (tmp_path / ("n" * 240), "too long"),
     ):
         with pytest.raises(CheckpointError, match=message):
             fp4pass.save(model, folder)
         with pytest.raises(CheckpointError, match="is not a folder"):
             fp4pass.load(folder, model=mlp())
-    fp4pass.save(model, tmp_path / ("n" * 233))

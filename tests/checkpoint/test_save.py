@@ -159,7 +159,7 @@ def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path) -> None:
 
 def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     model = packed_model(language_model(), rules=[("*.up_proj", None)])
-    fp4pass.parity.swap(model, "nvfp4")
+    fp4pass.parity.swap(model, "nf4")
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj: a Linear4bit"):
         fp4pass.save(model, tmp_path / "q")
     assert not (tmp_path / "q").exists()

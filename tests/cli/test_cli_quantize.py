@@ -21,7 +21,7 @@ import fp4pass
 from fp4pass.calibration import batches
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.methods import Naive
-from fp4pass.record.quality import QUALITIES, Quality
+from fp4pass.record.schemes import QUALITIES, Quality
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)

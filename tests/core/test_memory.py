@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -57,15 +56,6 @@ def test_all_groups_around_one_count(machine: Memory, tmp_path: Path) -> None:
     assert found == [machine, Memory(16 * GB, 14 * GB), Memory(64 * GB, 4 * GB)]
 
 
-def test_a_machine_without_meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_meminfo(tmp_path: Path) -> None:
     (tmp_path / "meminfo").unlink()
-    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10 << 20, "SC_AVPHYS_PAGES": 1 << 20}
-    monkeypatch.setattr(os, "sysconf", lambda name: sizes[name])
-    monkeypatch.setattr(os, "sysconf_names", dict.fromkeys(sizes, 0))
-    assert memory_limits() == [Memory(40 * GB, 4 * GB)]
-    # As on macOS.
-    monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 0, "SC_PHYS_PAGES": 0})
-    (found,) = memory_limits()
-    assert found == Memory(40 * GB, 40 * GB)
-    monkeypatch.delattr(os, "sysconf_names")
     assert memory_limits() == []

@@ -102,7 +102,7 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
 @contextmanager
 def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
     """Yield what this process searches: the layer, the matrix and its rows."""
-    from fp4pass.quantization import search
+    from fp4pass.quantization import quantize as search
 
     found: list[tuple[str, int, slice | None]] = []
     before = search._search
@@ -225,7 +225,7 @@ def dies(folder: Path) -> dict[str, Any]:
     """One process ends in the middle of its searches."""
     model = quantized_later()
     if RANK == 1:
-        from fp4pass.quantization import search
+        from fp4pass.quantization import quantize as search
 
         search._search = lambda *args: os._exit(3)
     return {"error": failure(lambda: fp4pass.convert(model, "nvfp4"))}
@@ -233,7 +233,7 @@ def dies(folder: Path) -> dict[str, Any]:
 
 def dies_streaming(folder: Path) -> dict[str, Any]:
     """One process ends in the second layer, when the first is written."""
-    from fp4pass.quantization import search
+    from fp4pass.quantization import quantize as search
 
     before = search._search
 

@@ -19,7 +19,7 @@ from fp4pass.errors import CalibrationError, OptionError, StateError, TraceError
 from fp4pass.methods import Gptq
 from fp4pass.quantization.observers.observer import OBSERVERS
 from fp4pass.record import state
-from fp4pass.record.quality import QUALITIES
+from fp4pass.record.schemes import QUALITIES
 from fp4pass.record.state import get_state
 
 pytest.importorskip("transformers")

@@ -22,9 +22,9 @@ from fp4pass.checkpoint import finished, saving
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import atomic
 from fp4pass.core import machine as memory_limits
-from fp4pass.engine import layer_stack
+from fp4pass.engine import recording
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, StateError
-from fp4pass.quantization import search
+from fp4pass.quantization import quantize as search
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -340,4 +340,4 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     assert_same_bits(fp4pass.convert(model, "nvfp4"), expected)
     folder.rmdir()
     with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
-        layer_stack.offload_hidden_state(torch.ones(100, 100))
+        recording.offload_hidden_state(torch.ones(100, 100))

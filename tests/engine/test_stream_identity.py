@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.core.fingerprint import Unknown, identity_of
-from fp4pass.quantization import search
+from fp4pass.quantization import quantize as search
 
 slow = pytest.mark.slow
 

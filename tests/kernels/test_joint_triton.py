@@ -9,16 +9,14 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
-from kernel_cases import DEVICE, GPU, KEYS, cases, covering, formats, quiet, seeded
+from kernel_cases import DEVICE, GPU, KEYS, cases, formats, quiet, seeded
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.joint_reference import (
-    CODES,
     Metric,
     as_blocks,
     block_hessians,
-    candidate_scales,
     choose_blocks,
     joint_ref,
     losses,
@@ -88,63 +86,32 @@ def check_codes(x: Tensor, q: Tensor, byte: Tensor, unit: Tensor, fmt: Format) -
 
 
 @pytest.mark.quick(1)
-# Sequential rounding and descent at 6 scales, and at 17 of the other scale type.
+# At 6 scales, and at 17 of the other scale type.
 @pytest.mark.parametrize(
-    ("key", "codes"),
+    ("key", "joint"),
     cases(
-        [("mxfp4:16", "babai"), ("mxfp4:16", "joint"), ("nvfp4", "babai")],
-        itertools.product(KEYS, CODES),
+        [("mxfp4:16", False), ("mxfp4:16", True), ("nvfp4", False)],
+        itertools.product(KEYS, (False, True)),
     ),
 )
-def test_choices(key: str, codes: str) -> None:
+def test_choices(key: str, joint: bool) -> None:
     """The choice costs as little as the reference's, and as much as the kernel says."""
     fmt = get_format(key)
     columns = 2 if GPU else 1
     x, unit, hessian = problem(fmt, columns)
     metric = make_metric(hessian)
-    out = choose_blocks_triton(put(x), put(metric), put(unit), fmt, codes)
+    out = choose_blocks_triton(put(x), put(metric), put(unit), fmt, joint)
     q, byte, loss = (each.cpu() for each in out)
-    expected = choose_blocks(x, metric, unit, fmt, codes)
+    expected = choose_blocks(x, metric, unit, fmt, joint)
     assert [(each.shape, each.dtype) for each in out] == [(e.shape, e.dtype) for e in expected]
-    check_codes(x, q, byte, unit, fmt)
+    step = check_codes(x, q, byte, unit, fmt)
+    nearest = oracle.values(oracle.codes((x / step).float())) * step
+    assert torch.equal(q.double(), nearest) != joint
     exact = losses(x.double() - q.double(), hessian)
     size = losses((x - q).double().abs(), hessian.abs())
     assert ((loss - exact).abs() <= 2 * fmt.block * EPS * size).all()
     agree(exact, losses(x.double() - expected[0].double(), hessian))
     assert not q[:, :, 0].any() and torch.equal(byte[:, 0], expected[1][:, 0])
-
-
-@pytest.mark.quick(1)
-@covering(("key", "codes"), KEYS, CODES)
-def test_given_scales(key: str, codes: str) -> None:
-    """By the definition in float64: each element is nearest to its target, given the others."""
-    fmt = get_format(key)
-    x, unit, hessian = problem(fmt, 2)
-    metric = make_metric(hessian)
-    every = candidate_scales(x, unit, fmt)
-    pick = torch.arange(x.shape[2]) % every.shape[1]
-    byte = every.gather(1, pick.expand(2, 1, -1))[:, 0]
-    arguments = (put(x), put(metric), put(unit), fmt)
-    q, found, loss = (t.cpu() for t in choose_blocks_triton(*arguments, codes, put(byte)))
-    assert torch.equal(found, byte)
-    step = check_codes(x, q, byte, unit, fmt)
-    residual = x.double() - q.double()
-    if codes == "joint":
-        _, _, babai = choose_blocks_triton(*arguments, "babai", put(byte))
-        assert (loss <= babai.cpu()).all() and (loss < babai.cpu()).any()
-    else:
-        coefficients = metric.sequential.double() * (codes == "babai")
-        target = x.double() + coefficients @ residual
-        slack = fmt.block * EPS * (x.double().abs() + coefficients.abs() @ residual.abs()) / step
-        off = ((target / step).unsqueeze(-1).abs() - oracle.MAGNITUDES).abs().amin(-1)
-        clipped = (target / step).abs() > oracle.MAGNITUDES.max()
-        own = (target - q.double()).abs() / step
-        nearest = torch.where(clipped, (target / step).abs() - oracle.MAGNITUDES.max(), off)
-        assert (own <= nearest + 2 * slack).all()
-    agree(
-        losses(residual, hessian),
-        losses(x.double() - choose_blocks(x, metric, unit, fmt, codes, byte)[0].double(), hessian),
-    )
 
 
 @pytest.mark.quick(3)
@@ -155,12 +122,10 @@ def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:
     columns, rows = shape
     x, unit = x[:columns, :, 15 : 15 + rows], unit[:columns, 15 : 15 + rows]
     metric = make_metric(hessian[:columns])
-    given = candidate_scales(x, unit, fmt)[:, 0] if x.numel() else unit.long()
-    arguments = (put(x), put(metric), put(unit), fmt, "rtn", put(given))
-    q, byte, loss = choose_blocks_triton(*arguments)
+    q, byte, loss = choose_blocks_triton(put(x), put(metric), put(unit), fmt, False)
     assert q.shape == x.shape and byte.shape == loss.shape == (columns, rows)
     if x.numel():
-        assert torch.equal(q.cpu(), choose_blocks(x, metric, unit, fmt, "rtn", given)[0])
+        assert torch.equal(q.cpu(), choose_blocks(x, metric, unit, fmt, False)[0])
 
 
 @pytest.mark.parametrize("fmt", VARIANTS if GPU else [get_format("mxfp4:16")], ids=lambda f: f.key)

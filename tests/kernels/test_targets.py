@@ -156,7 +156,7 @@ def _launch_all(every: bool) -> None:
     _launch_experts(MXFP4, dtype, 64)
     _launch_experts(fmt, torch.float32, 64)
     _launch_reductions((dtype,))
-    _launch_choices(fmt, ("rtn", "joint"))
+    _launch_choices(fmt)
     _launch_rotations(fmt, dtype, (32, 64))
     _launch_codebook(CODEBOOKS["nf4"], dtype, 4096, 11008)
     _launch_attention(dtype, 1, 128, 1024)
@@ -172,16 +172,15 @@ def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
             search_triton(weight, hessian, global_scale, fmt, objective)
 
 
-def _launch_choices(fmt: Format, every_codes: Sequence[str]) -> None:
+def _launch_choices(fmt: Format) -> None:
     """As gptq does, scales of all block columns and then column by column, and as joint_ref."""
     n, rows = fmt.block, 96
-    metric = Metric(*(_empty(6, n, n) for _ in range(3)), _empty(6, n))
-    given = _empty(6, rows, dtype=torch.int64)
-    for codes in every_codes:
-        unit, byte = _empty(1, rows), given if codes == "babai" else None
-        choose_blocks_triton(_empty(6, n, rows), metric, unit, fmt, codes, byte)
-    flat = Solution(64, unit[0], *(_empty(6 * n * rows) for _ in range(3)), given.flatten(), None)
-    settle_triton(_empty(n * rows), flat, 1, metric, fmt, "joint", False)
+    metric, unit = Metric(*(_empty(6, n, n) for _ in range(3)), _empty(6, n)), _empty(1, rows)
+    for joint in (False, True):
+        choose_blocks_triton(_empty(6, n, rows), metric, unit, fmt, joint)
+    flat, byte = (_empty(6 * n * rows) for _ in range(3)), _empty(6 * rows, dtype=torch.int64)
+    solution = Solution(64, unit[0], *flat, byte)
+    settle_triton(_empty(n * rows), solution, 1, metric, fmt, False)
 
 
 def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_models import bits
 from torch import Tensor, nn
 
-from fp4pass.core.formats import FORMATS as ALL_FORMATS
-from fp4pass.parity import QUANT_TYPES, Linear4bit, Linear8bitLt
+from fp4pass.parity import Linear4bit, Linear8bitLt
 from fp4pass.parity.bitsandbytes import PackedWeight
 
 K, N = 96, 40
-KINDS = [*QUANT_TYPES, "int8"]
-FORMATS = [name for name in QUANT_TYPES if name in ALL_FORMATS]
-CODEBOOKS = [name for name in QUANT_TYPES if name not in FORMATS]
+KINDS = ["nf4", "fp4", "int8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -48,12 +44,3 @@ def made(kind: str, columns: int = K, **options: Any) -> PackedWeight:
 
 def batch(*shape: int, columns: int = K) -> Tensor:
     return torch.randn(*(shape or (2, 5)), columns, generator=seeded(2))
-
-
-def assert_same_layer(a: nn.Module, b: nn.Module) -> None:
-    one, other = a.state_dict(), b.state_dict()
-    assert list(one) == list(other)
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype
-        assert torch.equal(bits(tensor), bits(other[name])), name
-    assert torch.equal(a(batch()), b(batch()))

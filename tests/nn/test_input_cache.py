@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.nn import linear as linear_module
-from fp4pass.nn.input_cache import SWITCH, compute_once, share_among
+from fp4pass.nn.input_cache import compute_once, share_among
 from fp4pass.quantization.observers import observer as observer_module
 
 K = 64
@@ -43,7 +43,7 @@ class Reader(nn.Module):
         Reader.caller.add_module(str(len(readers)), self)
         first = vars(readers[0])
         if len(readers) == 1:
-            share_among(Reader.caller, [("first", self)])
+            share_among(Reader.caller, [self])
         vars(self).update({key: each for key, each in first.items() if "fp4pass" in key})
 
     def forward(self, x: Tensor, key: object = "sum", also: Tensor | None = None) -> Tensor:
@@ -242,7 +242,7 @@ class Twice(Attention):
 def unshared() -> Iterator[None]:
     """Without the cache: each layer quantizes and observes for itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "0")
+        patch.setattr("fp4pass.nn.input_cache._is_tracked", lambda x: False)
         yield
 
 
@@ -423,59 +423,6 @@ def test_no_value_outlives_a_forward_that_fails() -> None:
         model(x)
     x.data.mul_(2)
     assert torch.equal(model.k(x), model.k(x.clone()))
-
-
-class Behind(Attention):
-    """Writes between its layers what torch does not count."""
-
-    factor = 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.q(x)
-        x.data.mul_(self.factor)
-        return self.o(y + self.k(x))
-
-
-def test_the_check_names_the_layer_that_would_get_a_stale_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Model(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x)
-
-    for name, options in OPTIONS.items():
-        right = converted(lambda: Model(Attention()), **options)
-        expected = right(batch())
-        with monkeypatch.context() as patch:
-            # One static scale for all.
-            patch.setattr(Behind, "factor", 1)
-            wrong = converted(lambda: Model(Behind()), **options)
-        with monkeypatch.context() as patch:
-            patch.setenv(SWITCH, "check")
-            assert torch.equal(right(batch()), expected), name
-            with pytest.raises(fp4pass.errors.StateError, match=r"block\.k: .*block\.q .*\.data"):
-                wrong(batch())
-            patch.setenv(SWITCH, "0")
-            x = batch()
-            y = wrong(x)
-            inner = wrong.block
-            assert torch.equal(y, inner.o(inner.q(batch()) + inner.k(3 * batch()))), name
-
-
-def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = converted()
-    for value, inputs in (("1", 2), ("", 2), ("0", 4), ("check", 2)):
-        monkeypatch.setenv(SWITCH, value)
-        with counted() as seen:
-            model(batch())
-        assert len(set(map(id, seen))) == 2 and len(seen) == (4 if value == "check" else inputs)
-    monkeypatch.setenv(SWITCH, "off")
-    with pytest.raises(fp4pass.errors.OptionError, match="FP4PASS_INPUT_CACHE: expected 1 "):
-        model(batch())
 
 
 def test_what_reads_no_quantized_input_has_no_hooks() -> None:

@@ -144,8 +144,6 @@ def test_torch_jit(weight_only: bool) -> None:
     ):
         with pytest.raises(TraceError, match=r"cannot record the bits.*fp4pass\.trace"):
             call()
-    with pytest.raises(TraceError, match=r"QuantizedLinear\(.*torch\.jit\.script cannot compile"):
-        torch.jit.script(nn.Sequential(linear))
     plain = converted("mxfp4", weight_only=weight_only)
     traced = torch.jit.trace(plain, x)
     for other in (x, 2 * x.flip(0)):
@@ -269,28 +267,16 @@ def layer_of_kind(kind: str) -> nn.Module:
 KINDS = ("weight_only", "static", "dynamic", "rotated", "nf4", "int8")
 
 
-# torch warns of itself when forward differentiation is first used.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_transforms_of_torch_func(kind: str) -> None:
-    """What the weight gives, as backward does: rounding the input counts as the identity."""
-    layer, x, moved = layer_of_kind(kind).requires_grad_(False), batch(3), batch(3).flip(0)
+def test_gradients_are_those_of_backward(kind: str) -> None:
+    """Rounding the input counts as the identity; there are no forward derivatives."""
+    layer, x = layer_of_kind(kind).requires_grad_(False), batch(3).requires_grad_()
     weight = layer.weight if kind != "int8" else layer._decode(torch.float32)
-
-    def loss(x: Tensor) -> Tensor:
-        return layer(x).square().sum()
-
-    wanted = 2 * layer(x) @ weight
-    torch.testing.assert_close(torch.func.grad(loss)(x), wanted)
-    y, back = torch.func.vjp(layer, x)
-    assert torch.equal(y, layer(x))
-    torch.testing.assert_close(back(y)[0], wanted / 2)
-    y, tangent = torch.func.jvp(layer, (x,), (moved,))
-    assert torch.equal(y, layer(x))
-    torch.testing.assert_close(tangent, F.linear(moved, weight))
-    torch.testing.assert_close(torch.func.jacrev(layer)(x[0]), weight)
-    torch.testing.assert_close(torch.func.jacfwd(layer)(x[0]), weight)
-    torch.testing.assert_close(torch.func.hessian(loss)(x[0]), 2 * weight.t() @ weight)
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * layer(x.detach()) @ weight)
+    with pytest.raises(NotImplementedError, match="no forward derivatives"):
+        torch.func.jvp(layer, (x.detach(),), (x.detach(),))
 
 
 def _ragged(layout: torch.layout) -> Tensor:

@@ -138,28 +138,26 @@ def test_errors_name_the_argument() -> None:
     for kind, changed, match in (
         (DtypeError, {"x": x.int()}, "expected float32"),
         (DtypeError, {"ids": ids.int()}, r"ids: expected int64.* got torch.int32"),
-        (ShapeError, {"ids": ids[0]}, r"ids: expected \[T, k\].* got \[2\]"),
-        (ShapeError, {"x": x[0]}, r"x: expected \[1, K\] or \[1, 2, K\] .* got \[64\]"),
-        (ShapeError, {"x": x[None].expand(1, 3, 64)}, r"x: expected .* got \[1, 3, 64\]"),
+        (ShapeError, {"ids": ids[0]}, r"ids: expected .*\[T, k\].* and \[2\]"),
+        (ShapeError, {"x": x[0]}, r"x and ids: expected \[T, K\] .* got \[64\] and \[1, 2\]"),
+        (ShapeError, {"x": x[None].expand(1, 3, 64)}, r"x .* got \[1, 3, 64\] and \[1, 2\]"),
         (ShapeError, {"x": x[:, :48]}, r"x: expected 64 columns.* got \[1, 48\]"),
         (ShapeError, {"packed": packed[0]}, r"packed: expected \[E, N, P\].* got \[6, 32\]"),
-        (ShapeError, {"scale": scale[:4]}, r"scale: expected \[5, 6, 4\] .* got \[4, 6, 4\]"),
-        (ShapeError, {"global_scale": divisors[:1]}, r"global_scale: expected \[5\] .* \[1\]"),
-        (ShapeError, {"bias": x[0, :6]}, r"bias: expected \[5, 6\] for packed .* got \[6\]"),
+        (ShapeError, {"scale": scale[:4]}, r"scale: expected \[5, 6, 4\], got \[4, 6, 4\]"),
+        (ShapeError, {"global_scale": divisors[:1]}, r"global_scale: expected \[5\], got \[1\]"),
+        (ShapeError, {"bias": x[0, :6]}, r"bias: expected \[5, 6\], got \[6\]"),
     ):
         with pytest.raises(kind, match=match):
             ops.experts_linear(*(good | changed).values(), fmt.key)
     codes = ops.quantize(torch.randn(2, 64), None, fmt.key)
-    with pytest.raises(ShapeError, match=r"x_packed: expected \[1, K\] or .* got \[2, 32\]"):
+    with pytest.raises(ShapeError, match=r"x and ids: expected .* got \[2, 32\] and"):
         ops.experts_linear_quantized(x, *codes, None, ids, packed, scale, divisors, None, fmt.key)
 
 
-# Forward derivatives make torch import scripts of its own.
 @pytest.mark.quick(1)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("shape", [(4, 16), (4, 2, 16)], ids=["a row a token", "a row a pair"])
 def test_dense_experts_have_derivatives(shape: tuple[int, ...]) -> None:
-    """In x, the weights and the biases, backward and forward; an id beyond them gives nothing."""
+    """In x, the weights and the biases; an id beyond them gives nothing."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([[0, 2], [2, 1], [3, 0], [1, 2]])
     x, weight, bias = (
@@ -171,12 +169,5 @@ def test_dense_experts_have_derivatives(shape: tuple[int, ...]) -> None:
     wanted = torch.einsum("tkc,tknc->tkn", rows, weight[ids.clamp(max=2)]) + bias[ids.clamp(max=2)]
     torch.testing.assert_close(found, wanted * (ids < 3)[..., None])
     assert torch.autograd.gradcheck(
-        lambda *each: ops.experts_dense(each[0], ids, *each[1:]),
-        (x, weight, bias),
-        check_forward_ad=True,
-    )
-    assert torch.autograd.gradcheck(
-        lambda *each: ops.experts_dense(each[0], ids, each[1], None),
-        (x, weight),
-        check_forward_ad=True,
+        lambda *each: ops.experts_dense(each[0], ids, *each[1:]), (x, weight, bias)
     )

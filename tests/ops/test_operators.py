@@ -94,7 +94,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "search_stack": (weight.expand(2, -1, -1), [2.0**-8, 2.0**-7], "nvfp4", "sse"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),
-        "gptq": (weight, square, 2.0**-8, "nvfp4", 0.1, 0.25, "joint", "inside", "loss", 1),
+        "gptq": (weight, square, 2.0**-8, "nvfp4", 0.1, 0.25, 1),
         "observe": (plain, torch.zeros(2, 32, 32), *statistics),
         "observe_full": (plain, torch.zeros(64, 64), *statistics),
         "dequantize": (*stored, "nvfp4", torch.bfloat16),

@@ -36,11 +36,6 @@ def test_search_of_a_stack() -> None:
         for i, g in enumerate(scales):
             expected = ops.search(stack[i], None, g, "nvfp4", objective)
             assert torch.equal(codes[i], expected[0]) and torch.equal(scale[i], expected[1])
-    with pytest.raises(OptionError, match="Call `search` for each"):
-        ops.search_stack(stack, scales, "nvfp4", "hessian")
-    for weight in (stack[0], stack[:2]):
-        with pytest.raises(ShapeError, match=r"expected \[3, N, K\]"):
-            ops.search_stack(weight, scales, "nvfp4", "sse")
 
 
 @pytest.mark.core
@@ -139,7 +134,7 @@ def test_observe_leaves_hidden_tokens_out_whatever_they_hold(name: str) -> None:
 @pytest.mark.parametrize("columns", [31, 65, 200])
 def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     state = (torch.zeros(2, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    with pytest.raises(ShapeError, match=r"blocks of 32 for inputs of .* got 2"):
+    with pytest.raises(ShapeError, match=r"Hessian: expected .* columns, got \(2, 32, 32\)"):
         ops.observe(torch.ones(3, columns), *state)
     with pytest.raises(ShapeError, match=r"got \(64, 64\)"):
         ops.observe_full(torch.ones(3, columns), torch.zeros(64, 64), *state[1:])
@@ -192,7 +187,6 @@ WATCHED: dict[str, Callable[..., Tensor]] = {
     "a mode": lambda run, x: _under(Noting(), run, x),
     "a profiler": lambda run, x: _under(torch.autograd.profiler.profile(), run, x),
     "a transform": lambda run, x: torch.vmap(run)(x[None])[0],
-    "a tangent": lambda run, x: torch.func.jvp(run, (x,), (x,))[0],
     "a subclass": lambda run, x: run(x.as_subclass(Own)),
     "another sign": lambda run, x: run(torch.complex(x, -x).conj().imag),
     "a trace": lambda run, x: torch.jit.trace(run, x, check_trace=False)(x),

@@ -95,6 +95,6 @@ def test_names_of_one_type_and_errors() -> None:
     assert state.codebook.name == "fp4" and codes.shape == (128, 1)
     with pytest.raises(ShapeError, match="qdata"):
         bitsandbytes.dequantize_4bit(codes[1:], state)
-    for name in ("int8_linear", "nvfp4"):
+    for name in ("int8", "nvfp4"):
         with pytest.raises(OptionError, match="does not exist"):
             bitsandbytes.quantize_4bit(x, quant_type=name)

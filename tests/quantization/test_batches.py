@@ -1,4 +1,4 @@
-"""Batches that are rows: of token ids, which are taken, and of a dataset, which no model runs."""
+"""Batches: rows of token ids, and tokens that a model does not have."""
 
 from __future__ import annotations
 
@@ -9,32 +9,9 @@ import pytest
 import torch
 from small_models import assert_same_bits, language_model, tokens
 from torch import nn
-from torch.utils.data import DataLoader
 
 import fp4pass
 from fp4pass.errors import CalibrationError
-
-ROWS = {"input_ids": [list(range(4, 20))] * 2, "attention_mask": [[1] * 16] * 2}
-
-
-@pytest.mark.parametrize(
-    ("columns", "kind", "message"),
-    [
-        ({"pixel_values": [[0.5]] * 2}, None, r"got pixel_values \(a list\), no tensor"),
-        ({"text": ["a", "b"]}, None, r"got text \(a str\), no tensor"),
-        (ROWS, "torch", r"got input_ids \[16\], a single example"),
-    ],
-)
-def test_rows_of_a_loader_are_no_batches(columns: Any, kind: str | None, message: str) -> None:
-    """A data set itself is read by its columns; what a loader yields is batches."""
-    datasets = pytest.importorskip("datasets")
-
-    rows = datasets.Dataset.from_dict(columns).with_format(kind)
-    loader = DataLoader(rows, batch_size=None, collate_fn=lambda row: row)
-    model = fp4pass.prepare(language_model())
-    with pytest.raises(CalibrationError, match=rf"A batch: .*{message}.*DataLoader\(") as caught:
-        fp4pass.calibrate(model, loader, progress=False)
-    assert caught.value.__cause__ is not None
 
 
 @pytest.mark.core

@@ -143,8 +143,8 @@ def test_scales_saturate(name: str) -> None:
         more = {"block_hessian": torch.eye(16).unsqueeze(0)} if objective == "hessian" else {}
         values = quantize_blocks(large, name, objective, global_scale=1.0, **more).values()
         assert values.isfinite().all() and values.abs().max() == TABLES[name][0][-1]
-    g = F.global_scale_for(large, name)
-    found = quantize_blocks(large, name, "naive").steps() / g
+    blocks = quantize_blocks(large, name, "naive")
+    g, found = blocks.global_scale, blocks.steps() / blocks.global_scale
     assert torch.equal(found.double(), PUBLISHED[name](large.abs().amax(-1) / g))
 
 

@@ -143,25 +143,6 @@ def test_a_rotated_layer_gets_its_weight_in_the_original_basis() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 32, "vdim": 32}], ids=str)
-def test_attention_is_that_of_torch_again(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = nn.MultiheadAttention(64, 4, **options).eval()
-    model = fp4pass.convert(
-        copy.deepcopy(plain), method="sse", weight_only=True, rules=[("?_proj", {})]
-    )
-    width = options.get("kdim", 64)
-    inputs = torch.randn(5, 2, 64), torch.randn(7, 2, width), torch.randn(7, 2, width)
-    with torch.no_grad():
-        expected = model(*inputs)[0]
-        fp4pass.dequantize(model)
-        assert type(model) is nn.MultiheadAttention
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert [type(each) for each in model.children()] == [type(e) for e in plain.children()]
-        torch.testing.assert_close(model(*inputs)[0], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.core
 def test_experts_are_their_class_again() -> None:
     model = mixtures.build("qwen3_moe")
     kinds = [type(each) for each in model.modules()]

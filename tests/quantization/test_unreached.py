@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.errors import CalibrationError
 
-READ = "its weight is read without calling the layer"
+UNREACHED = "calibration never reached it"
 
 
 class Reads(nn.Module):
@@ -43,13 +43,11 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("method", ["hessian", "sse"])
-def test_a_weight_that_is_read_is_skipped_for_that(method: str) -> None:
-    model = calibrated(Reads(), method, rules=[("spare", None)])
-    before = model.qkv.weight
-    fp4pass.convert(model, "nvfp4")
-    assert reasons(model)["qkv"] == READ and not reasons(model)["proj"]
-    assert model.qkv.weight is before
+def test_a_weight_that_is_read_is_an_error_that_says_so() -> None:
+    model = calibrated(Reads(), rules=[("spare", None)])
+    with pytest.raises(CalibrationError, match=r"^qkv: .*reads a weight and never calls the layer"):
+        fp4pass.convert(model, "nvfp4")
+    assert reasons(fp4pass.convert(model, "nvfp4", unreached="skip"))["qkv"] == UNREACHED
 
 
 def test_weights_alone_are_packed_by_sse_all_the_same() -> None:
@@ -62,15 +60,15 @@ def test_so_it_is_in_a_list_of_layers(sequential: bool) -> None:
     blocks = nn.Sequential(Reads(), Reads())
     model = calibrated(blocks, sequential=sequential, unreached="skip")
     found = reasons(fp4pass.convert(model, "nvfp4"))
-    assert {found["0.qkv"], found["1.qkv"]} == {READ}
-    assert found["1.spare"] == "calibration never reached it" and not found["1.proj"]
+    assert {found["0.qkv"], found["1.qkv"]} == {UNREACHED}
+    assert found["1.spare"] == UNREACHED and not found["1.proj"]
 
 
 @pytest.mark.core
 def test_what_becomes_of_unreached_layers() -> None:
     options: dict[str, Any] = {"rules": [("qkv", None)]}
     model = fp4pass.convert(calibrated(Reads(), **options), unreached="skip")
-    assert reasons(model)["spare"] == "calibration never reached it"
+    assert reasons(model)["spare"] == UNREACHED
     model = fp4pass.convert(calibrated(Reads(), **options, unreached="sse"), "nvfp4")
     rows = {row.name: row.config for row in fp4pass.report(model).rows}
     assert rows["spare"].method_name == "sse" and rows["spare"].weight_only
@@ -109,11 +107,3 @@ def test_the_advice_is_a_few_patterns_for_all() -> None:
         "layers.0.self_attn",
         "layers.1.self_attn",
     }
-
-
-def test_a_layer_that_was_not_there_yet() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32))
-    fp4pass.prepare(model.eval())
-    fp4pass.calibrate(model, [batch()], progress=False)
-    with pytest.raises(CalibrationError, match=r"^1: prepare did not observe it \(its weight"):
-        fp4pass.convert(model, "nvfp4")

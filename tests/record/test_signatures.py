@@ -15,8 +15,7 @@ from fp4pass.kernels.quantize.naive import ACTIVATION_SCALES
 from fp4pass.methods.base import METHODS, MethodChoice
 from fp4pass.nn.kv_cache import CACHE_FORMATS, CacheName
 from fp4pass.record.config import OPTIONS, ActivationScales, Compute, LinearOptions, SchemeOptions
-from fp4pass.record.quality import QUALITIES, QualityName
-from fp4pass.record.schemes import Scheme, schemes
+from fp4pass.record.schemes import QUALITIES, QualityName, Scheme, schemes
 
 RIGHT = """
 import torch

@@ -32,8 +32,6 @@ from ..common.rounding import (
     scale_values,
 )
 
-CODES = ("rtn", "babai", "joint")
-
 # A second pass still lowers the loss by 0.2 %, a third by less than 0.01 %.
 PASSES = 2
 
@@ -68,7 +66,6 @@ class Solution:
     q: Tensor  # [K * N], its quantized values
     residual: Tensor  # [K * N], x - q
     byte: Tensor  # int64 [J * N], the scales
-    given: Tensor | None  # int64 [J * N], the scales if they are fixed
 
     def parts_of(self, values: Tensor) -> list[Tensor]:
         """Return the parts [L, R] of flat values [L * N]."""
@@ -116,34 +113,32 @@ def candidate_steps(scale: Scale) -> tuple[int, int]:
 
 
 def choose_blocks(
-    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
+    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, joint: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize normalized blocks [J, n, R] to a small r^T H r: q, scales and losses [J, R]."""
-    # unit: what scales are multiplied by, broadcasting to [J, R]. byte: the scales if given.
+    # unit: what scales are multiplied by, broadcasting to [J, R]. joint: not rounded to nearest.
     rows = x.shape[2]
     unit = unit.expand(len(x), rows)
     wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
     if len(x) > wide:
-        parts = []
-        for here in (slice(start, start + wide) for start in range(0, len(x), wide)):
-            given = None if byte is None else byte[here]
-            parts.append(choose_blocks(x[here], metric[here], unit[here], fmt, codes, given))
+        every = (slice(start, start + wide) for start in range(0, len(x), wide))
+        parts = [choose_blocks(x[i], metric[i], unit[i], fmt, joint) for i in every]
         q, found, loss = (torch.cat(each) for each in zip(*parts, strict=True))
         return q, found, loss
-    candidates = candidate_scales(x, unit, fmt) if byte is None else byte.unsqueeze(1)
+    candidates = candidate_scales(x, unit, fmt)
     count = candidates.shape[1]
     step = step_sizes(candidates, unit.unsqueeze(1), fmt).flatten(1)  # [J, C * R]
     repeated = x.unsqueeze(2).expand(-1, -1, count, -1).flatten(2)
-    if codes == "rtn":
-        q = round_to_values_(repeated / step.unsqueeze(1), fmt.element).mul_(step.unsqueeze(1))
-        residual = repeated - q
-    else:
+    if joint:
         q, residual = torch.empty_like(repeated), torch.zeros_like(repeated)
         _round_one_by_one(repeated, q, residual, metric.sequential, step, fmt)
+    else:
+        q = round_to_values_(repeated / step.unsqueeze(1), fmt.element).mul_(step.unsqueeze(1))
+        residual = repeated - q
     loss, at = losses(residual, metric.hessian).view(-1, count, rows).min(1, keepdim=True)
     q, residual, loss = _pick(q, at), _pick(residual, at), loss[:, 0]
     byte = candidates.gather(1, at)[:, 0]
-    if codes == "joint":
+    if joint:
         lower = q.clone()
         step = step_sizes(byte, unit, fmt)
         for _ in range(PASSES):
@@ -156,23 +151,15 @@ def choose_blocks(
 
 
 def settle(
-    target: Tensor,
-    solution: Solution,
-    block: int,
-    metric: Metric,
-    fmt: Format,
-    codes: str,
-    revise: bool,
+    target: Tensor, solution: Solution, block: int, metric: Metric, fmt: Format, revise: bool
 ) -> None:
     """Choose scales and codes of a block column for targets [n * N] in parts, in place."""
     # revise: whether blocks keep what they have unless the new choice costs less.
     here, one = slice(block * fmt.block, (block + 1) * fmt.block), slice(block, block + 1)
     values = (target, solution.unit, solution.x, solution.q, solution.residual, solution.byte)
-    parts = zip(*map(solution.parts_of, values), strict=True)
-    given = None if solution.given is None else solution.parts_of(solution.given)
-    for i, (wanted, unit, x, old, residual, scales) in enumerate(parts):
-        fixed = None if given is None else given[i][one]
-        q, byte, loss = choose_blocks(wanted[None], metric[one], unit, fmt, codes, fixed)
+    parts = map(solution.parts_of, values)
+    for wanted, unit, x, old, residual, scales in zip(*parts, strict=True):
+        q, byte, loss = choose_blocks(wanted[None], metric[one], unit, fmt, True)
         if revise:
             better = loss < losses(wanted - old[here], metric[one].hessian)
             q, byte = torch.where(better, q, old[here]), torch.where(better, byte, scales[one])
@@ -228,7 +215,7 @@ def joint_ref(
             x, unit = normalize(x, global_scale, fmt, 1)
             unit = unit[:, 0]
             old, old_byte = as_blocks(codes[here, inside], fmt.block), scale[here, start:stop].t()
-            q, byte, _ = chooser.choose(x, metric[start:stop], unit, fmt, "joint")
+            q, byte, _ = chooser.choose(x, metric[start:stop], unit, fmt, True)
             found = round_to_codes_(q / step_sizes(byte, unit, fmt).unsqueeze(1), fmt.element)
             # Of the blocks themselves: small scales are 2^-100 where they are normalized.
             before, after = (

@@ -42,34 +42,27 @@ _MOST_GROUPS, _WARPS = 8, 1056
 
 
 def choose_blocks_triton(
-    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
+    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, joint: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_reference.py)."""
     shape = columns, rows = (len(x), x.shape[2])
     q, loss = x.new_empty(x.shape), x.new_empty(shape)
     found = x.new_empty(shape, dtype=torch.int64)
     if x.numel():
-        given = None if byte is None else byte.contiguous()
         unit, out = unit.expand(shape), (q, found, loss, None, None)
         sizes = (rows, rows, columns, 0)
-        _launch(x.contiguous(), metric, unit, unit.stride(), fmt, codes, given, out, sizes, columns)
+        _launch(x.contiguous(), metric, unit, unit.stride(), fmt, joint, out, sizes, columns)
     return q, found, loss
 
 
 def settle_triton(
-    target: Tensor,
-    solution: Solution,
-    block: int,
-    metric: Metric,
-    fmt: Format,
-    codes: str,
-    revise: bool,
+    target: Tensor, solution: Solution, block: int, metric: Metric, fmt: Format, revise: bool
 ) -> None:
     """Choose scales and codes of a block column, in place (joint_reference.py)."""
-    rows, given = len(solution.unit), solution.given
+    rows = len(solution.unit)
     out = (solution.q, solution.byte, None, solution.x, solution.residual)
     sizes = (rows, solution.part, len(solution.byte) // rows, block)
-    _launch(target, metric, solution.unit, (0, 1), fmt, codes, given, out, sizes, 1, revise)
+    _launch(target, metric, solution.unit, (0, 1), fmt, True, out, sizes, 1, revise)
 
 
 CHOOSER = Chooser(choose_blocks_triton, settle_triton)
@@ -85,8 +78,7 @@ def _launch(
     unit: Tensor,
     unit_strides: tuple[int, int],
     fmt: Format,
-    codes: str,
-    given: Tensor | None,
+    joint: bool,
     out: tuple[Tensor | None, ...],
     sizes: tuple[int, int, int, int],
     columns: int,
@@ -97,13 +89,13 @@ def _launch(
     # All tensors but unit are contiguous.
     programs = cdiv(sizes[0], _LANES) * columns
     groups = 1
-    while given is None and groups < _MOST_GROUPS and 2 * groups * programs <= _WARPS:
+    while groups < _MOST_GROUPS and 2 * groups * programs <= _WARPS:
         groups *= 2
     _choose[(cdiv(sizes[0], _LANES), columns)](
-        x, (metric.sequential, metric.pivots, metric.descent), unit, given, out,
+        x, (metric.sequential, metric.pivots, metric.descent), unit, out,
         *sizes, *unit_strides, revise, 0,
-        _LANES, groups, fmt, candidate_steps(fmt.scale), codes == "rtn",
-        PASSES if codes == "joint" else 0, num_warps=groups, **LAUNCH,
+        _LANES, groups, fmt, candidate_steps(fmt.scale), not joint,
+        PASSES if joint else 0, num_warps=groups, **LAUNCH,
     )  # fmt: skip
 
 
@@ -268,7 +260,7 @@ def _best_candidate(
     ]
 )  # fmt: skip
 def _choose(
-    x_ptr, metric, unit_ptr, given_ptr, out, rows, part_rows, columns, first_column, unit_column,
+    x_ptr, metric, unit_ptr, out, rows, part_rows, columns, first_column, unit_column,
     unit_row, revise, zero, LANES: tl.constexpr, GROUPS: tl.constexpr, FMT: tl.constexpr,
     STEPS: tl.constexpr, ALONE: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
@@ -304,12 +296,8 @@ def _choose(
     unit_ptr += x_column * unit_column + part * unit_row.to(tl.int64)
     unit = tl.load(unit_ptr + lane * unit_row, mask=mask, other=1.0)
 
-    if given_ptr is None:
-        COUNT: tl.constexpr = STEPS[1] - STEPS[0]
-        first = _first_candidate(x, unit, FMT, STEPS[0])
-    else:
-        COUNT: tl.constexpr = 0
-        first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
+    COUNT: tl.constexpr = STEPS[1] - STEPS[0]
+    first = _first_candidate(x, unit, FMT, STEPS[0])
     q, best, least = _best_candidate(x, unit, first, index, factor, zero, COUNT, GROUPS, FMT, ALONE)
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from ...core.progress import current
 from ...distributed import require_initialized
 from ...errors import CalibrationError, StateError, expected
 from ...record.state import PreparedState, set_state, unwrap
-from .reached import seen_tokens, track_unreached_reads, unmapped_layers, warn_of_unmapped
 from .visible_tokens import count_tokens
 
 _log = logging.getLogger(__name__)
@@ -63,8 +62,7 @@ def require_loaded(root: nn.Module) -> None:
 def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) -> None:
     """Run a prepared model on each calibration batch, or the part of it that is recorded.
 
-    After each batch its state has the digest and the number of all batches so far. Batches that an
-    error cut off, which some layers have seen, are only counted, as "cut_off". Raises
+    After each batch its state has the digest and the number of all batches so far. Raises
     CalibrationError if there are no batches, or if `batches` is one batch.
     """
     if model.training:
@@ -78,79 +76,29 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
     root, device = unwrap(model), device_of(model)
     require_loaded(root)
     seen: dict[str, Any] = dict(state.recipe.get("calibration", {}))
-    read = set(state.read)
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if state.recording is not None:
-            state.recording.run(root, args, kwargs)
-            return
-        with track_unreached_reads(model, read):
-            model(*args, **kwargs)
-
-    def keep(tokens: int = 0) -> None:
-        facts: dict[str, Any] = {"read": frozenset(read), "calibrated": state.calibrated + tokens}
-        recipe = {**state.recipe, "calibration": dict(seen)}
-        set_state(root, dataclasses.replace(state, recipe=recipe, **facts))
-
-    def count(name: str, more: int = 1) -> None:
-        seen[name] = seen.get(name, 0) + more
-
-    before = seen_tokens(root, state.recording)
     total = hidden = 0
-    i = -1
-    try:
-        for i, batch in enumerate(current().each(batches, "batches")):
-            require_tokens(model, batch, f"batch {i}")
-            args, kwargs = call_arguments(batch, device)
-            tokens, masked = count_tokens(root, args, kwargs)
-            try:
-                with torch.no_grad():
-                    run(args, kwargs)
-            except BaseException as error:
-                count("cut_off")
-                # An error that the batch does not explain stays the model's.
-                known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
-                if isinstance(error, known) and (problem := _row_problem(batch)):
-                    raise CalibrationError(problem) from error
-                raise
-            seen["sha256"] = digest_of(seen.get("sha256", ""), args, kwargs)
-            count("batches")
-            total, hidden = total + tokens, hidden + masked
-            if masked:
-                count("hidden", masked)
-            keep()
-        if i < 0:
-            raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
-    finally:
-        keep(seen_tokens(root, state.recording) - before)
+    before = dict(seen)
+    for i, batch in enumerate(current().each(batches, "batches")):
+        require_tokens(model, batch, f"batch {i}")
+        args, kwargs = call_arguments(batch, device)
+        tokens, masked = count_tokens(root, args, kwargs)
+        with torch.no_grad():
+            if state.recording is not None:
+                state.recording.run(root, args, kwargs)
+            else:
+                model(*args, **kwargs)
+        seen["sha256"] = digest_of(seen.get("sha256", ""), args, kwargs)
+        seen["batches"] = seen.get("batches", 0) + 1
+        total, hidden = total + tokens, hidden + masked
+        if masked:
+            seen["hidden"] = seen.get("hidden", 0) + masked
+        recipe = {**state.recipe, "calibration": dict(seen)}
+        set_state(root, dataclasses.replace(state, recipe=recipe))
+    if seen == before:
+        raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
     if hidden:
         share = f"{hidden:,} of {total:,} tokens ({100 * hidden / total:.1f} %)"
         _log.info("calibrate: attention_mask hides %s, which enter no statistic.", share)
-    warn_of_unmapped(unmapped_layers(root), stacklevel=3)
-
-
-def _row_problem(batch: Any) -> str:
-    """Return why a model could not run a batch that is a row of a data set; "" for others."""
-
-    def is_plain(value: object) -> bool:
-        is_list = isinstance(value, list) and not any(isinstance(x, Tensor) for x in value)
-        return is_list or isinstance(value, str)
-
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    plain = [f"{key} (a {type(value).__name__})" for key, value in named.items() if is_plain(value)]
-    ids = named.get("input_ids")
-    if plain:
-        got = f"{', '.join(plain)}, no tensor"
-    elif isinstance(ids, Tensor) and ids.ndim == 1:
-        got = f"input_ids {list(ids.shape)}, a single example"
-    else:
-        return ""
-    wanted = "tensors with a batch dimension, as input_ids [batch, tokens]"
-    return (
-        f"{expected('A batch', wanted, got)} Give calibrate the dataset itself, or make batches of "
-        "the columns that the model takes: DataLoader(dataset.with_format('torch', "
-        "columns=['input_ids']), batch_size=8)."
-    )
 
 
 # Arguments beside token ids that leave them what they are; images replace some.

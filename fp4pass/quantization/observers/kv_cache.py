@@ -20,7 +20,7 @@ from ...errors import CalibrationError, NonFiniteError, OptionError, StateError,
 from ...nn.kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
 from ...record.state import get_state, unwrap
 from .batches import device_of
-from .reached import observes
+from .observer import observes
 from .visible_tokens import visible_rows
 
 # Names of the observed tensors.
@@ -53,7 +53,7 @@ def _observe(
         for name, x in zip(_KINDS, (keys, values), strict=True):
             # [B, T, H, D]
             tokens = x.detach().transpose(1, 2)
-            visible = visible_rows(tokens[:, :, 0]).visible
+            visible = visible_rows(tokens[:, :, 0])
             if visible is not None:
                 tokens = torch.where(visible.view(*tokens.shape[:2], 1, 1), tokens, 0)
             amax = tokens.abs().amax(dim=(0, 1, 3)).float()

@@ -1,4 +1,4 @@
-"""Observers: they add the inputs of linear layers, or of experts, to statistics."""
+"""Observers add the inputs of linear layers, or of experts, to statistics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from ...methods import STATISTICS, ExpertInputs, Stats
 from ...nn.experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ...nn.input_cache import compute_once
 from ...ops.checks import require_dense
-from .reached import observes
-from .visible_tokens import NO_TOKENS, Rows, visible_rows
+from .visible_tokens import visible_rows
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
@@ -33,19 +35,36 @@ _LOCK = threading.RLock()
 # Tokens that every expert is shown, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
 
+# Whether a thread calls no observer.
+_PAUSE = threading.local()
 
-class _Sequence:
-    """The name of a sequence of inputs: an object of its own."""
+
+def observes(hook: Hook) -> Hook:
+    """Have a hook that adds to what a prepared model has seen do nothing in `unobserved`."""
+
+    @functools.wraps(hook)
+    def wrapped(*args: Any) -> Any:
+        return None if getattr(_PAUSE, "on", False) else hook(*args)
+
+    return cast(Hook, wrapped)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Have calls of prepared models in this thread enter no statistic and no recording."""
+    before, _PAUSE.on = getattr(_PAUSE, "on", False), True
+    try:
+        yield
+    finally:
+        _PAUSE.on = before
 
 
 class _Seen:
     """The statistics of a sequence of inputs, for the observers that have seen just these."""
 
-    def __init__(self, state: State, sequence: _Sequence | None) -> None:
+    def __init__(self, state: State, is_empty: bool) -> None:
         # Changed in place only by a single holder, which then makes a new object of it.
-        self.state, self.holders = state, 1
-        # Names the inputs; None if there are none yet.
-        self.sequence = sequence
+        self.state, self.holders, self.is_empty = state, 1, is_empty
         self.stats: Stats | None = None
 
 
@@ -65,14 +84,10 @@ class Observer(nn.Module):
     _is_impure = True
     only_reads = True
 
-    unmapped: Tensor | None
-
     def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
         super().__init__()
         self.needs = needs
         self.columns, self.sharers = columns, sharers
-        # The tokens of an exported graph that it is fed with, and a mask that hides others.
-        self.part, self.unmapped, self.is_unmapped_said = "", None, False
         self._hessian = _hessian_name(needs)
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
         # A tensor made in inference mode could not be added to outside of it.
@@ -81,12 +96,12 @@ class Observer(nn.Module):
             hessian = zeros(*(shape if self._hessian in needs else (0, *shape[1:])))
             others = [zeros(*STATISTICS[name]["shape"](columns)) for name in self._others]
             state = (hessian, zeros(1, dtype=torch.int64), zeros(1), *others)
-        self._seen = _Seen(state, None)
+        self._seen = _Seen(state, is_empty=True)
 
     @property
     def has_seen(self) -> bool:
         """Whether any input was added."""
-        return self._seen.sequence is not None
+        return not self._seen.is_empty
 
     @property
     def tokens(self) -> int:
@@ -101,7 +116,7 @@ class Observer(nn.Module):
     def replace(self, state: State) -> None:
         """Set the statistics."""
         self._seen.holders -= 1
-        self._seen = _Seen(state, _Sequence())
+        self._seen = _Seen(state, is_empty=False)
 
     def forward(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Add an input x [..., K] of the layers; reference: the same tokens in the float model."""
@@ -126,19 +141,12 @@ class Observer(nn.Module):
             if state[0].device != x.device:
                 state = tuple(moved_totals(state, x.device, self.has_seen))
         observe = ops.observe_full if self._hessian == "hessian" else ops.observe
-        visible = self._visible(x)
+        visible = visible_rows(x)
         # Most batches hide nothing, and graphs of them have no argument more.
         observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
         for name, total in zip(self._others, state[3:], strict=True):
             STATISTICS[name]["update"](total, x.detach(), reference)
         self.replace(state)
-
-    def _visible(self, x: Tensor) -> Tensor | None:
-        """Return a mask of the tokens of x that count, None if all do."""
-        rows = visible_rows(x, self.part)
-        if rows.unmapped is not None:
-            self.unmapped = rows.unmapped
-        return rows.visible
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
@@ -166,11 +174,12 @@ class Observer(nn.Module):
             return
         require_dense(f"The input of a prepared {type(module).__name__}", x)
         with _LOCK:
-            key = ("observe", self.needs, self.columns, self._seen.sequence)
+            before = None if self._seen.is_empty else weakref.ref(self._seen)
+            key = ("observe", self.needs, self.columns, before)
             # A tensor that is read in two calls may have tokens that one of them hides.
-            visible = self._visible(x)
+            visible = visible_rows(x)
             add = functools.partial(self._add, x)
-            seen = compute_once(x, key, module, add, visible, tensors=_state_of)()
+            seen = compute_once(x, key, module, add, visible)()
             if seen is None:
                 # Whoever had it has gone on since.
                 self._add(x)
@@ -183,11 +192,6 @@ class Observer(nn.Module):
         """Add x; return a weak reference to the statistics, for the cache must not keep them."""
         self.forward(x)
         return weakref.ref(self._seen)
-
-
-def _state_of(seen: weakref.ref[_Seen]) -> State | None:
-    found = seen()
-    return None if found is None else found.state
 
 
 class ExpertObserver:
@@ -215,8 +219,6 @@ class ExpertObserver:
         self._prior_inputs: list[tuple[Tensor, Tensor]] = []
         # Whether there was any input, how many experts a token has, tokens shown to all experts.
         self._seen, self._chosen, self._prior_tokens = False, 1, 0
-        self.unmapped: Tensor | None = None
-        self.is_unmapped_said = False
 
     def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
@@ -340,10 +342,7 @@ def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     adapter, stacks = require_adapter(owner), stacks_of(owner)
     hidden, ids, weights = adapter.routed(owner, args, kwargs)
     weights = torch.ones_like(ids, dtype=torch.float32) if weights is None else weights
-    visible, unmapped = rows_of_experts(owner, hidden)
-    for stack in stacks.values() if unmapped is not None else ():
-        for observer in stack.__dict__.get(OBSERVERS, ()):
-            observer.unmapped = unmapped
+    visible = rows_of_experts(owner, hidden)
     if visible is not None and not torch.compiler.is_compiling():
         hidden, ids, weights = hidden[visible], ids[visible], weights[visible]
         visible = None
@@ -380,14 +379,11 @@ def _add_prior(
     observer.add_prior(inner, every)
 
 
-def rows_of_experts(owner: nn.Module, hidden: Tensor) -> Rows:
-    """Return the rows of the inputs [T, K] of a module of experts that count."""
+def rows_of_experts(owner: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return which rows of the inputs [T, K] of a module of experts count, None if all do."""
     copies = require_adapter(owner).copies(owner)
-    first = hidden[: len(hidden) // max(copies, 1)]
-    rows = visible_rows(first, "" if copies else NO_TOKENS)
-    if rows.visible is None or copies == 1:
-        return rows
-    return Rows(rows.visible.repeat(copies), None)
+    rows = visible_rows(hidden[: len(hidden) // max(copies, 1)], is_ordered=copies > 0)
+    return rows if rows is None or copies == 1 else rows.repeat(copies)
 
 
 def observe_stacks(modules: Iterable[nn.Module], needs: Sequence[str]) -> None:
