@@ -9,7 +9,6 @@ run the Triton kernels, everything else the references, which document the argum
 
 from .activations import (
     activate_quantize,
-    activate_round,
     add_rms_norm,
     all_reduce,
     all_reduce_add,
@@ -17,7 +16,6 @@ from .activations import (
     attention_span,
     dynamic_global_scale,
     norm_quantize,
-    norm_round,
     quantize,
     rms_norm,
     rotary_attention,

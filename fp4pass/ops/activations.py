@@ -14,7 +14,6 @@ from ..kernels.attention.naive import (
     attention_span_ref,
     rotary_attention_ref,
 )
-from ..kernels.compute_fp8.naive import activate_round_ref, norm_round_ref
 from ..kernels.norm.naive import add_rms_norm_ref, rms_norm_ref, sums_of_squares
 from ..kernels.quantize.naive import (
     activate_quantize_ref,
@@ -58,11 +57,6 @@ def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return rotate(grad, ctx.rotation), None
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    factors = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), factors
-
-
 dynamic_global_scale = operator(
     dynamic_global_scale_ref,
     triton="kernels.quantize.triton:dynamic_global_scale_triton",
@@ -96,17 +90,6 @@ activate_quantize = operator(
     checks=(require_quantizable,),
     backward=ROUNDING,
 )
-# Those without gradients or checks are put into graphs by passes, which have both made.
-activate_round = operator(
-    activate_round_ref,
-    triton="kernels.compute_fp8.operands_triton:activate_round_triton",
-    shapes=_rounded,
-)
-norm_round = operator(
-    norm_round_ref,
-    triton="kernels.compute_fp8.operands_triton:norm_round_triton",
-    shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
-)
 rotate = operator(
     rotate_ref,
     triton="kernels.rotate.triton:rotate_triton",
@@ -122,6 +105,7 @@ rotate_quantize = operator(
     checks=(require_quantizable, require_rotation),
     backward=ROUNDING,
 )
+# Those without gradients or checks are put into graphs by passes, which have both made.
 rms_norm = operator(
     rms_norm_ref,
     triton="kernels.norm.triton:rms_norm_triton",

@@ -33,9 +33,7 @@ from fp4pass.core.formats import MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.attention.triton import attention_span_triton
 from fp4pass.kernels.compute_fp8.operands_triton import (
-    activate_round_triton,
     expanded,
-    norm_round_triton,
 )
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.triton import experts_quantize_triton
@@ -43,7 +41,7 @@ from fp4pass.kernels.linear.fp8_weights_triton import (
     linear_fp8_weights,
     linear_quantized_fp8_weights,
 )
-from fp4pass.kernels.norm.naive import SQUARES, WIDEST
+from fp4pass.kernels.norm.naive import SQUARES
 from fp4pass.kernels.norm.triton import add_rms_norm_triton
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.quantize.triton import (
@@ -94,7 +92,6 @@ def test_kernels_compile_for(arch: int, request: pytest.FixtureRequest) -> None:
     of_fp8 = {
         "_sort_rows_kernel",
         "_round_rows_kernel",
-        "_norm_round_kernel",
         "_expand_rows_kernel",
     }
     asking = (
@@ -269,13 +266,6 @@ def _launch_fp8() -> None:
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
             expanded(x, PackedWeight(*weight), fmt)
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
-    for k in (2560, WIDEST):
-        x, row = _empty(64, k, dtype=torch.bfloat16), _empty(k, dtype=torch.bfloat16)
-        norm_round_triton(x, x, row, 1e-6)
-        norm_round_triton(x, None, row, 1e-6)
-    x = _empty(64, 4096, dtype=torch.bfloat16)
-    for activation in ACTIVATIONS:
-        activate_round_triton(x, x, activation)
 
 
 def _launch_e4m3() -> None:

@@ -1,17 +1,14 @@
 """The pass that rounds inputs of FP8 products where they are computed.
 
 A product of many rows is one of E4M3 rows and an expanded weight. Its input is rounded once for all
-products that read it: in one launch with an RMSNorm or a gate that nothing else reads, and else by
-ATen calls, which Inductor puts into the kernel before.
+products that read it, by ATen calls, which Inductor puts into the kernel before.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +16,8 @@ from torch import fx
 
 from ... import ops
 from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
-from ...kernels.norm.naive import WIDEST
-from .fusions import addends_of, is_activation, is_norm, rms_norm
-from .gates import AROUND, GATES, has_kernels, put_group
-from .pattern import CAST, dtype_of, insert, match
+from .gates import AROUND, has_kernels, put_group
+from .pattern import CAST, dtype_of, insert
 
 aten = torch.ops.aten
 
@@ -57,43 +52,12 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
         # Another node than before, where that was replaced meanwhile.
         x: Any = readers[0].args[0]
         with graph.inserting_before(readers[0]):
-            alone = x.users.keys() <= set(readers)
-            rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
-            rounded = rounded or _round(graph, readers[0], x)
+            rounded = _round(graph, readers[0], x)
         for node in readers:
             put_group(node, rounded[0], [node], AROUND(factors=rounded[1]))
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))
-
-
-def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Compute x, if it is an activation times a factor, and round it in one call, as `_round`."""
-    for name, gate in GATES.items():
-        for bound in match(gate, x):
-            if is_activation(x, bound):
-                both = insert(graph, x, ops.activate_round, bound["x"], bound["up"], name)
-                values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
-                return values, factors
-    return None
-
-
-def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Compute x, if it is an RMSNorm, and the sum before, and round it in one call, as `_round`."""
-    bound = next((each for each in match(rms_norm(), x) if is_norm(x, each)), None)
-    if bound is None or x.meta["val"].shape[-1] > WIDEST:
-        return None
-    before, weight, eps = bound["x"], bound["weight"], bound["eps"]
-    terms = addends_of(before, {weight})
-    # A sum has the place of the one before, which others read too.
-    place = graph.inserting_after(max(before, weight)) if terms else nullcontext()
-    with place:
-        both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
-    with graph.inserting_after(both):
-        total, values, factors = (insert(graph, x, operator.getitem, both, i) for i in range(3))
-    if terms:
-        before.replace_all_uses_with(total)
-    return values, factors
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -9,8 +9,6 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.naive import dequantize_ref
-from ..norm.naive import add_rms_norm_ref, rms_norm_ref
-from ..quantize.naive import ACTIVATIONS
 
 # The numbers that products of many rows are computed in: the dtype of the input, or E4M3.
 COMPUTES = ("input", "fp8")
@@ -40,26 +38,6 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     # By a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice.
     factor = (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SMALLEST)
     return (rows / factor[:, None]).to(torch.float8_e4m3fn), factor
-
-
-def activate_round_ref(x: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the activation of x [..., K] times `up`, in E4M3, and the factors [..., 1] of rows."""
-    return _rounded(ACTIVATIONS[activation](x) * up)
-
-
-def norm_round_ref(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + residual, [0] without one, and its RMSNorm in E4M3 with factors [..., 1]."""
-    if residual is None:
-        return x.new_empty(0), *_rounded(rms_norm_ref(x, weight, eps))
-    total, normal = add_rms_norm_ref(x, residual, weight, eps)
-    return total, *_rounded(normal)
-
-
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    values, factor = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
-    return values.contiguous().view(x.shape), factor.view(*x.shape[:-1], 1)
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:
