@@ -190,9 +190,7 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     norm_quantize_triton(x, x, weight, None, "rms", 1e-6, divisor, fmt)
     for activation in ACTIVATIONS if fmt == NVFP4 else ("silu",):
         activate_quantize_triton(x, None, activation, divisor, fmt)
-    # Two halves of one tensor, which have gaps between their rows.
-    both = _empty(rows, 2 * columns, dtype=dtype)
-    activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
+    activate_quantize_triton(x, x, "silu", divisor, fmt)
     dynamic_global_scale_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))

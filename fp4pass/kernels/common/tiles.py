@@ -47,10 +47,19 @@ def supports(fmt: Format) -> bool:
 
 
 @lru_cache(maxsize=64)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or zeros."""
+    if device.type == "cpu":
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+@lru_cache(maxsize=64)
 def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
     """Return the arguments to launch a kernel that begins with `wait`, maybe before its turn."""
     # From sm_90 on a kernel can be launched while the one before it runs.
-    if device.type == "cpu" or torch.cuda.get_device_properties(device).major < 9:
+    if capability(device)[0] < 9:
         return {"OVERLAP": False, "RELEASES": False}
     return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
 
@@ -158,12 +167,6 @@ def bits_of(x):
 
 
 @triton.jit
-def sign_bit(x):
-    """Return 1 for negative float32 x, else 0; opaque to the compiler."""
-    return asm("shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)])
-
-
-@triton.jit
 def float_of(bits):
     """Return the float32 of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
@@ -262,6 +265,16 @@ def corrected_quotient(x, step, inverse):
 
 
 @triton.jit
+def load(pointers, inside, WHOLE: tl.constexpr):
+    """Load, and return 0 where not `inside`; WHOLE: all are."""
+    if WHOLE:
+        value = tl.load(pointers)
+    else:
+        value = tl.load(pointers, mask=inside, other=0)
+    return value
+
+
+@triton.jit
 def load_block(words, block, mask, COUNT: tl.constexpr):
     """Return the int64 words of one block per lane, a tuple of COUNT tensors like `block`."""
     loaded = ()
@@ -351,21 +364,15 @@ _SMALLEST = tl.constexpr(2.0**-126)
 _FIELDS = tl.constexpr(0x87F00000 - (1 << 32))
 
 
-def supports_e4m3(fmt: Format) -> bool:
-    """Return whether these kernels know a format: by its properties, as `tiles.supports`."""
-    # Scales are float32 numbers of rows, of tiles of 128 or of all, or powers of two of 32 or 16.
+def supports_any(fmt: Format) -> bool:
+    """Return whether the kernels for 4-bit codes, or those for E4M3 ones, know a format."""
     if fmt.element != FP8_E4M3:
-        return False
+        return supports(fmt)
+    # Scales are float32 numbers of rows, of tiles of 128 or of all, or powers of two of 32 or 16.
     if fmt.has_float_scale:
         return (fmt.rows, fmt.block) in ((1, WHOLE), (WHOLE, WHOLE), (128, 128))
-    scale = fmt.scale
-    powers = scale.mantissa_bits == 0 and scale.bias == 127 and not scale.subnormal
+    powers = fmt.scale.mantissa_bits == 0 and fmt.scale.bias == 127 and not fmt.scale.subnormal
     return powers and fmt.rows == 1 and fmt.block in (16, 32)
-
-
-def supports_any(fmt: Format) -> bool:
-    """Return whether the kernels that take 4-bit codes and E4M3 ones know a format."""
-    return supports(fmt) or supports_e4m3(fmt)
 
 
 @triton.jit

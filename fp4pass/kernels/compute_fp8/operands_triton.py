@@ -190,20 +190,6 @@ def expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False
 
 
 @triton.jit
-def _load_some(
-    words, scales, at, row_words: tl.constexpr, share: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Load words of sixteen codes and their scale bytes; WHOLE: none is beyond the row."""
-    if WHOLE:
-        word = tl.load(words + at)
-        byte = tl.load(scales + at // share)
-    else:
-        word = tl.load(words + at, mask=at < row_words, other=0)
-        byte = tl.load(scales + at // share, mask=at < row_words, other=0)
-    return word, byte
-
-
-@triton.jit
 def _store_some(
     out, at, word, byte, by, row_words: tl.constexpr, FMT: tl.constexpr, WHOLE: tl.constexpr
 ):
@@ -240,11 +226,10 @@ def _expand_rows_kernel(
         word = ()
         byte = ()
         for start in tl.static_range(0, row_words, LANES):
-            some = _load_some(
-                words, scales, start + lane, row_words, share, start + LANES <= row_words
-            )
-            word = word + (some[0],)
-            byte = byte + (some[1],)
+            at = start + lane
+            inside = at < row_words
+            word = word + (kit.load(words + at, inside, start + LANES <= row_words),)
+            byte = byte + (kit.load(scales + at // share, inside, start + LANES <= row_words),)
         largest = byte[0].to(tl.int32)
         for i in tl.static_range(1, len(byte)):
             largest = tl.maximum(largest, byte[i].to(tl.int32))
@@ -267,8 +252,10 @@ def _expand_rows_kernel(
         tl.store(factors + row, row_factor(shift, global_scale, FMT))
         by = two_to_the(shift)
         for start in range(0, row_words, LANES):
-            word, byte = _load_some(words, scales, start + lane, row_words, share, False)
-            _store_some(out, start + lane, word, byte, by, row_words, FMT, False)
+            at = start + lane
+            word = tl.load(words + at, mask=at < row_words, other=0)
+            byte = tl.load(scales + at // share, mask=at < row_words, other=0)
+            _store_some(out, at, word, byte, by, row_words, FMT, False)
     if BESIDE:
         # The kernel behind this one reads the results of the one before, too.
         kit.wait(OVERLAP, RELEASES)

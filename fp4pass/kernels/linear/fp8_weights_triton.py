@@ -76,20 +76,28 @@ def _multiply(
 ) -> Tensor:
     """Return the product [M, N] of rows, or of codes and their scales, in a dtype."""
     codes, scales, bias = weight.packed.contiguous(), weight.scale.contiguous(), weight.bias
-    (m, k), n = x.shape, len(codes)
-    native = x_scales is not None and has_tensor_cores(codes.device)
-    by_rows = fmt.block == WHOLE and dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
-    if m == 1 and k % 16 == 0 and (x_scales is not None or dtype.itemsize == 2):
-        return _multiply_row(x, x_scales, codes, scales, bias, dtype, fmt)
-    if native and by_rows and x_scales is not None and x.is_cuda:
-        # Both are rows with a factor each.
-        left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
-        factors = scales.expand(n, 1).flatten()
-        return scaled_mm(left, right, x_scales.flatten(), factors, bias, fast=False)
-    plain = bias is None and dtype == torch.bfloat16
-    if x_scales is not None and plain and _has_block_product(x, n, fmt):
-        left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
-        return block_scaled_mm(left, right, x_scales, scales)
+    (m, k), n, quantized = x.shape, len(codes), x_scales is not None
+    if m == 1 and k % 16 == 0 and (quantized or dtype.itemsize == 2):
+        out = torch.empty((1, n), dtype=dtype, device=x.device)
+        words = kit.wider(x, torch.int32 if quantized else torch.int64)
+        rows = 8 if n >= _TALL else 4
+        e4m3_row_kernel[(kit.cdiv(n, rows),)](
+            words, x_scales, kit.wider(codes, torch.int32), scales, bias, out, n,
+            K=k, FMT=fmt, DTYPE=tl.uint8 if quantized else kit.DTYPES[dtype],
+            BN=rows, BW=_ROW_WORDS, num_warps=4, num_stages=4, **kit.launch(x.device),
+        )  # fmt: skip
+        return out
+    native = quantized and has_tensor_cores(codes.device)
+    if x_scales is not None and dtype == torch.bfloat16:
+        numbers = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
+        by_rows = fmt.block == WHOLE and n % 16 == 0 and k % 16 == 0
+        if native and by_rows and x.is_cuda:
+            # Both are rows with a factor each.
+            factors = scales.expand(n, 1).flatten()
+            return scaled_mm(*numbers, x_scales.flatten(), factors, bias, fast=False)
+        tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 512 == 0
+        if bias is None and tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device):
+            return block_scaled_mm(*numbers, x_scales, scales)
     exact = not fmt.has_float_scale and dtype == torch.bfloat16
     if exact and m >= _DENSE:
         dense = dequantize_e4m3(codes, scales, None, fmt, dtype)
@@ -101,8 +109,7 @@ def _multiply(
     sizes = sizes_of(m, n, operand, fmt, shared_memory_of(x.device))
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     e4m3_tiles_kernel[(kit.cdiv(m, sizes.m) * kit.cdiv(n, sizes.n),)](
-        x, x_scales, codes, scales, bias, out, m, n,
-        K=k, FMT=fmt, OPERAND=operand, SIZES=sizes,
+        x, x_scales, codes, scales, bias, out, m, n, K=k, FMT=fmt, OPERAND=operand, SIZES=sizes,
         num_warps=sizes.warps, num_stages=sizes.stages, **kit.launch(x.device),
     )  # fmt: skip
     return out
@@ -110,17 +117,7 @@ def _multiply(
 
 def has_tensor_cores(device: torch.device) -> bool:
     """Return whether a GPU multiplies E4M3 numbers."""
-    if not kit.PTX or device.type == "cpu":
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) >= (8, 9)
-
-
-def _has_block_product(x: Tensor, n: int, fmt: Format) -> bool:
-    """Return whether `block_scaled_mm` multiplies many rows of codes x and a weight [n, K]."""
-    m, k = x.shape
-    tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 512 == 0
-    return tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device)
+    return bool(kit.PTX) and kit.capability(device) >= (8, 9)
 
 
 def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:
@@ -140,17 +137,13 @@ def sizes_of(m: int, n: int, operand: tl.dtype, fmt: Format, shared_memory: int)
     least = fmt.block if fmt.block == 128 else 32
     if operand == tl.float32:
         return Sizes(16 if m <= 16 else 64, 32, least, 4, 1)
-    known = [Sizes(16, 32, 128, 4, 4)]
-    if m <= 16:
-        known.insert(0, Sizes(16, 64 if n >= _TALL else 32, 128, 4, 4))
-    else:
-        known.insert(0, Sizes(64, 64, 128, 4, 4))
-        if m * n >= _MANY:
-            known.insert(
-                0, Sizes(128, 128, 128 if operand == tl.float8e4nv else max(64, least), 8, 4)
-            )
+    few = m <= 16
+    known = [Sizes(16, 64 if n >= _TALL else 32, 128, 4, 4) if few else Sizes(64, 64, 128, 4, 4)]
+    if not few and m * n >= _MANY:
+        columns = 128 if operand == tl.float8e4nv else max(64, least)
+        known.insert(0, Sizes(128, 128, columns, 8, 4))
     fitting = (_fitted(each, operand, shared_memory) for each in known)
-    return next((each for each in fitting if each.stages > 1), known[-1])
+    return next((each for each in fitting if each.stages > 1), Sizes(16, 32, 128, 4, 4))
 
 
 def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
@@ -161,29 +154,6 @@ def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
     stage = (itemsize * sizes.m + sizes.n) * sizes.k
     fitting = (shared_memory - decoded) // stage
     return dataclasses.replace(sizes, stages=max(1, min(sizes.stages, fitting)))
-
-
-def _multiply_row(
-    x: Tensor,
-    x_scales: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fmt: Format,
-) -> Tensor:
-    """Return the product [1, N] of one row and a weight."""
-    n, k = codes.shape
-    words = kit.wider(x, torch.int64 if x_scales is None else torch.int32)
-    rows = 8 if n >= _TALL else 4
-    out = torch.empty((1, n), dtype=dtype, device=x.device)
-    e4m3_row_kernel[(kit.cdiv(n, rows),)](
-        words, x_scales, kit.wider(codes, torch.int32), scales, bias, out, n,
-        K=k, FMT=fmt, DTYPE=tl.uint8 if x_scales is not None else kit.DTYPES[x.dtype],
-        BN=rows, BW=_ROW_WORDS, num_warps=4, num_stages=4,
-        **kit.launch(x.device),
-    )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -300,12 +270,8 @@ def e4m3_tiles_kernel(
         inside = (k < K)[None, :]
         x_at = x + x_row[:, None] * K + k[None, :]
         at = codes + row[:, None] * K + k[None, :]
-        if K % BK == 0:
-            left = tl.load(x_at)
-            right = tl.load(at)
-        else:
-            left = tl.load(x_at, mask=inside, other=0.0)
-            right = tl.load(at, mask=inside, other=0.0)
+        left = kit.load(x_at, inside, K % BK == 0)
+        right = kit.load(at, inside, K % BK == 0)
         if left.dtype == tl.uint8:
             left = kit.value_of(left)
         if right.dtype == tl.uint8:

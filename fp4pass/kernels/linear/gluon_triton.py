@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from ..._compat.triton import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common import tiles as kit
-from .naive import ALONE, Around
 from .tiling import Tiles, shared_memory_of
 
 
@@ -31,14 +29,6 @@ _FOUND: tuple[Any, ...] = gluon.attempt(_kernels) or (None,) * 4
 gl, TensorDescriptor, one_row_kernel, wide_kernel = _FOUND
 
 
-@lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int]:
-    if device.type == "cpu":
-        return 0, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.minor
-
-
 def step_of_warps(x: Tensor, dtype: torch.dtype | None, m: int, k: int, fmt: Format) -> int:
     """Return the columns that a warp of `one_row_kernel` takes at a time, or 0 for other rows m."""
     if one_row_kernel is None or not kit.PTX or m != 1 or dtype != torch.bfloat16:
@@ -46,33 +36,13 @@ def step_of_warps(x: Tensor, dtype: torch.dtype | None, m: int, k: int, fmt: For
     step = 8 * fmt.block
     # The row is in shared memory. Scales are decoded as float8, which sm_80 lacks.
     whole = k % step == 0 and fmt.element.bits == 4 and 2 * k <= shared_memory_of(x.device) // 2
-    return step if whole and _capability(x.device) >= (8, 9) else 0
-
-
-def multiply_row(
-    x: Tensor,
-    weights: PackedWeight,
-    outs: tuple[Tensor, ...],
-    starts: tuple[int, ...],
-    programs: int,
-    fmt: Format,
-    tiles: Tiles,
-    around: Around = ALONE,
-    squares: Tensor | None = None,
-) -> None:
-    """Fill `outs` with the products of a row x and weights, as `multiply_few` cuts them."""
-    sizes = tuple(each.numel() for each in outs)
-    one_row_kernel[(programs,)](
-        x, around.norm, weights, around.residual, outs, squares, sizes, starts,
-        K=x.numel(), FMT=fmt, TILES=tiles, ACTIVATION=around.gate,
-        num_warps=tiles.warps, **kit.launch(x.device, tiles.releases),
-    )  # fmt: skip
+    return step if whole and kit.capability(x.device) >= (8, 9) else 0
 
 
 def runs_wide(k: int, device: torch.device) -> bool:
     """Return whether `wide_kernel` can multiply over K columns on this device: on Hopper."""
     known = wide_kernel is not None and bool(kit.PTX) and k % 256 == 0
-    return known and _capability(device)[0] == 9
+    return known and kit.capability(device)[0] == 9
 
 
 def in_words(weight: PackedWeight) -> PackedWeight:

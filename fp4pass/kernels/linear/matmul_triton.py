@@ -62,12 +62,8 @@ def few_rows_sums(
         k_x = start * 8 + x_column
         word_at = words + row * row_words + k
         byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        word = kit.load(word_at, k < row_words, whole)
+        byte = kit.load(byte_at, k_scale < row_words // share, whole)
         if SMALL:
             seen |= byte
         if RUN > 1:
@@ -211,18 +207,13 @@ def rows_sums(
         word_at = words + row * row_words + k
         if live_rows is None:
             byte_at = scales + row * (row_words // share)
-        if whole:
-            word = tl.load(word_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
+        word = kit.load(word_at, k < row_words, whole)
         if ahead:
             byte = later
             k_scale += WORDS // share
             later = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
-        elif whole:
-            byte = tl.load(byte_at + k_scale)
         else:
-            byte = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
+            byte = kit.load(byte_at + k_scale, k_scale < row_words // share, whole)
         if SMALL:
             seen |= byte
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
@@ -274,7 +265,7 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
     sums, x_global_scale, global_scale, bias, out, M, N,
-    FMT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    FMT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Add and finish the sums of PARTS, of BLOCK weights and one row."""
@@ -284,19 +275,19 @@ def add_parts_kernel(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
     y = tl.reshape(y, (BLOCK,))
     tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=n < N)
 
 
 def add_parts(
     sums: Tensor, x_global_scale: Tensor | None, weight: PackedWeight, out: Tensor, fmt: Format,
-    shift: int, releases: bool = False,
+    releases: bool,
 ) -> None:  # fmt: skip
-    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
     parts, m, n = sums.shape
     add_parts_kernel[(kit.cdiv(n, _BLOCK), m)](
-        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
+        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt,
         PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
 

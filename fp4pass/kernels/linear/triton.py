@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,28 +23,23 @@ from ..compute_fp8.triton import multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..norm.naive import square_sums_ref, sums_of_squares
 from ..norm.triton import rms_norm_triton
-from .decode_triton import InputRows, arranged, offset
+from . import tiling
+from .decode_triton import InputRows, arranged
 from .fp8_weights_triton import linear_fp8_weights, linear_quantized_fp8_weights
-from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
+from .gluon_triton import (
+    counters,
+    in_words,
+    multiply_wide,
+    one_row_kernel,
+    runs_wide,
+    step_of_warps,
+)
 from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
 from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
-from .tiling import (
-    MAX_ROWS,
-    MOST_NORMED,
-    MOST_OF_NORM,
-    TERMS,
-    Tiles,
-    config,
-    fuses,
-    shared_memory_of,
-    wide_config,
-)
+from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
 # The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
 supports = kit.supports_any
-
-# Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
-_FUSED_QUANTIZED = 768
 
 # Columns of a program that multiplies a gate and its factor: measured on an H200.
 _BLOCK = 1024
@@ -65,7 +59,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
     if x.dtype == torch.bfloat16 and runs_wide(k, x.device):
-        if tiles := wide_config(rows, n, k, fmt):
+        if tiles := tiling.wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
             weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
@@ -96,8 +90,8 @@ def linear_quantized_triton(
         return linear_quantized_fp8_weights(x, x_rows, weight, fmt)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
-    (x_packed, x_scale, x_global_scale), (packed, scale, *_) = x_rows, weight
-    rows, n = x_packed.numel() // x_packed.shape[-1], packed.shape[0]
+    x_packed, x_scale, x_global_scale = x_rows
+    rows, n = x_packed.numel() // x_packed.shape[-1], len(weight.packed)
     if uses_fp8(compute, rows):
         codes, bits = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale))
         y = multiply_fp8(PackedInput(codes, bits, x_global_scale), weight, dtype, fmt)
@@ -105,20 +99,10 @@ def linear_quantized_triton(
     if dtype == torch.bfloat16 and not fuses(rows, n, dtype, fmt):
         rounded, dense = dequantize_all_triton((x_rows, weight[:3]), fmt, dtype)
         return F.linear(rounded, dense, None if weight.bias is None else weight.bias.to(dtype))
-    dense = None
-    if rows > _FUSED_QUANTIZED:
-        dense = dequantize_triton(packed, scale, None, fmt, torch.bfloat16).t()
     out = x_packed.new_empty((rows, n), dtype=dtype)
-    codes = x_packed.reshape(rows, x_packed.shape[-1]).split(MAX_ROWS)
-    scales = x_scale.reshape(rows, x_scale.shape[-1]).split(MAX_ROWS)
-    for c, s, part in zip(codes, scales, out.split(MAX_ROWS), strict=True):
-        if dense is None:
-            multiply(InputRows.of_codes(c, s, x_global_scale), weight, part, fmt)
-        else:
-            # Code times block scale is exact in bfloat16, whatever the global scales are.
-            c = dequantize_triton(c, s, None, fmt, torch.bfloat16)
-            sums = torch.mm(c, dense, out_dtype=torch.float32)[None]
-            add_parts(sums, x_global_scale, weight, part, fmt, 0)
+    flat = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale, out))
+    for codes, scales, part in zip(*(each.split(MAX_ROWS) for each in flat), strict=True):
+        multiply(InputRows.of_codes(codes, scales, x_global_scale), weight, part, fmt)
     return out.view(*x_packed.shape[:-1], n)
 
 
@@ -131,7 +115,11 @@ def linear_group_triton(
 ) -> list[Tensor]:
     """Multiply activations and several packed weights, maybe at once (`linear_group_ref`)."""
     if around.factors is not None:
-        return _multiply_rounded(x, weights, fmt, around)
+        factors = around.factors.reshape(-1).contiguous()
+        rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
+        dense = ((expand(each, fmt), each.bias) for each in weights)
+        found = (multiply_dense(rows, *each, torch.bfloat16) for each in dense)
+        return [each.view(*x.shape[:-1], -1) for each in found]
     if fmt.element.bits == 8 or x.dtype not in TERMS:
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
     if around.residual is not None:
@@ -150,17 +138,6 @@ def linear_group_triton(
     around = ALONE if norm is None else Around(None, None, *norm)
     multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles, around)
     return out
-
-
-def _multiply_rounded(
-    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, around: Around
-) -> list[Tensor]:
-    """Return the products of E4M3 rows and packed weights."""
-    assert around.factors is not None
-    factors = around.factors.reshape(-1).contiguous()
-    rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
-    found = (multiply_dense(rows, expand(each, fmt), each.bias, torch.bfloat16) for each in weights)
-    return [each.view(*x.shape[:-1], -1) for each in found]
 
 
 def _add(
@@ -184,7 +161,14 @@ def _gated(
     x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str, around: Around
 ) -> Tensor:
     """Return the activation of one product times another, of x or of its norm."""
-    halves = list(weights) if len(weights) == 2 else _halves(weights[0])
+    halves = list(weights)
+    if len(halves) == 1:
+        # A global scale is that of both.
+        both = (
+            (each, each) if each is None or each.numel() == 1 else each.chunk(2)
+            for each in halves[0]
+        )
+        halves = [PackedWeight(*half) for half in zip(*both, strict=True)]
     # Programs read the codes and scales of both from one address each, which has to be aligned.
     read = (tensor for each in halves for tensor in each[:2])
     tiles = group_tiles(x, x.dtype, halves, fmt)
@@ -207,15 +191,6 @@ def _gated(
     return out
 
 
-def _halves(weight: PackedWeight) -> list[PackedWeight]:
-    """Return the halves of the rows of a weight; a global scale is that of both."""
-
-    def split(each: Any) -> Sequence[Any]:
-        return (each, each) if each is None or each.numel() == 1 else each.chunk(2)
-
-    return [PackedWeight(*half) for half in zip(*map(split, weight), strict=True)]
-
-
 def multiplies_row(x: Tensor, fmt: Format) -> bool:
     """Return whether products of x are by the kernel for one row, with what is around them."""
     return bool(step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt))
@@ -223,7 +198,8 @@ def multiplies_row(x: Tensor, fmt: Format) -> bool:
 
 def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
     """Return whether the launch of products of x and so many weights computes a norm of it."""
-    return x.shape[-1] <= MOST_NORMED and weights <= MOST_OF_NORM and multiplies_row(x, fmt)
+    fits = x.shape[-1] <= tiling.MOST_NORMED and weights <= tiling.MOST_OF_NORM
+    return fits and multiplies_row(x, fmt)
 
 
 def linear_quantized_group_triton(
@@ -287,7 +263,7 @@ def multiply(
         **kit.overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
+        add_parts(sums, x.global_scale, weight, out, fmt, tiles.releases)
     return out
 
 
@@ -322,7 +298,11 @@ def multiply_few(
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        multiply_row(rows, stored, tuple(out), tuple(starts), programs, fmt, tiles, around, squares)
+        one_row_kernel[(programs,)](
+            rows, around.norm, stored, around.residual, tuple(out), squares, sizes, tuple(starts),
+            K=k, FMT=fmt, TILES=tiles, ACTIVATION=around.gate, num_warps=tiles.warps,
+            **kit.launch(rows.device, tiles.releases),
+        )  # fmt: skip
         return
     sums = tuple(out)
     if tiles.parts > 1:
@@ -334,5 +314,4 @@ def multiply_few(
         num_warps=tiles.warps, num_stages=tiles.stages, **kit.launch(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
-        shift = offset(fmt)
-        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, shift, tiles.releases)
+        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, tiles.releases)

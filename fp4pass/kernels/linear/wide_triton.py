@@ -144,9 +144,7 @@ def largest_bytes(
 @gluon.jit
 def larger_halves(a, b):
     """Return the larger of the 16-bit halves of int32."""
-    return gl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return kit.asm("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b])
 
 
 @gluon.jit

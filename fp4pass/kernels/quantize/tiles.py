@@ -61,7 +61,9 @@ def quantize_block(
         vanishes = vanishes | ~finite
     step = kit.scale_value(byte, SCALE) * global_scale
     if pairs_are_exact(DTYPE, FMT):
-        if serves_pairs(global_scale):
+        # Whether the global scale is a power of two whose steps are none of the extremes.
+        g = kit.bits_of(global_scale)
+        if (g > (63 << 23)) & (g < (191 << 23)) & ((g & 0x7FFFFF) == 0):
             codes = codes_of_pairs(words, step, global_scale, FMT)
         else:
             codes = codes_of_values(kit.unpack_block(words, DTYPE), step, global_scale, FMT)
@@ -433,13 +435,6 @@ def pairs_are_exact(DTYPE, FMT):
 
 
 @triton.jit
-def serves_pairs(global_scale):
-    """Return whether a global scale is a power of two whose steps are none of the extremes."""
-    bits = kit.bits_of(global_scale)
-    return (bits > (63 << 23)) & (bits < (191 << 23)) & ((bits & 0x7FFFFF) == 0)
-
-
-@triton.jit
 def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
     """Return the codes of a block of bfloat16, packed in int64 words."""
     if FMT.scale.mantissa_bits == 0:
@@ -452,7 +447,8 @@ def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
         exact = kit.reciprocal(step * kit.power(_LIFT.value))
         inverse = high_pair(exact)
         rest = high_pair(exact - kit.float_of(kit.bits_of(exact) & -65536))
-    zero = kit.sign_bit(global_scale)
+    # Zero, which the compiler does not know.
+    zero = kit.asm("shr.u32 $0, $1, 31;", "=r,r", [kit.bits_of(global_scale)])
     codes = [round_pair(each, inverse, rest, zero, FMT) for each in split_words(words)]
     packed = ()
     for i in tl.static_range(0, len(codes), 8):
