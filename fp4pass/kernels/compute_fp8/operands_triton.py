@@ -13,8 +13,7 @@ from torch import Tensor
 from ...core.formats import E4M3, Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common import tiles as kit
-from ..dequantize.triton import packed_words, signed_value
-from ..linear.decode_triton import joined
+from ..dequantize.triton import signed_value
 from .naive import BELOW_MAX, E4M3_MAX, EXPONENT, MAX_SHIFT, SMALLEST
 
 _LARGEST, _LEAST, _MAX_SHIFT = map(tl.constexpr, (E4M3_MAX, SMALLEST, MAX_SHIFT))
@@ -37,28 +36,20 @@ def empty_rows(count: int, k: int, device: torch.device) -> Rows:
     return Rows(values, torch.empty(len(values), dtype=torch.float32, device=device))
 
 
-def sorted_rows(
-    x: Tensor | PackedInput, k: int, tile: int, fmt: Format, zeros: Tensor | None
-) -> Rows:
+def sorted_rows(x: Tensor, tile: int, zeros: Tensor | None) -> Rows:
     """Return rows x [M, K] as operands of `wide_kernel`, fours of columns sorted in each 64.
 
     They lie by their place in sixteen, and zeros fill the last 64. There is room for whole tiles of
     rows: loading a tile that ends early took up to 1.4 times as long. zeros: int32, set to 0 in the
     same launch.
     """
-    codes = isinstance(x, PackedInput)
-    read = (
-        (packed_words(x.packed), x.scale.contiguous(), x.global_scale) if codes else (x, None, None)
-    )
-    m, words = len(read[0]), kit.cdiv(k, 64) * 8
-    rows = empty_rows(kit.cdiv(m, tile) * tile, 8 * words, read[0].device)
+    (m, k), words = x.shape, kit.cdiv(x.shape[1], 64) * 8
+    rows = empty_rows(kit.cdiv(m, tile) * tile, 8 * words, x.device)
     _sort_rows_kernel[(m,)](
-        *read, rows.values.view(torch.uint8), rows.factors, zeros,
-        0 if zeros is None else len(zeros), K=k, WORDS=words, FMT=fmt,
-        BLOCKS=triton.next_power_of_2(k // fmt.block),
-        TILE=min(_WORDS, triton.next_power_of_2(words)), num_warps=4 if words <= _FEW else 8,
+        x, rows.values.view(torch.uint8), rows.factors, zeros, 0 if zeros is None else len(zeros),
+        K=k, WORDS=words, TILE=min(_WORDS, triton.next_power_of_2(words)),
         # The product finds the powers of its weights meanwhile.
-        **kit.launch(rows.values.device, True),
+        num_warps=4 if words <= _FEW else 8, **kit.launch(x.device, True),
     )  # fmt: skip
     return rows
 
@@ -90,13 +81,6 @@ def row_factor(shift, global_scale, FMT: tl.constexpr):
 
 
 @triton.jit
-def sorted_bits(bits, TILE: tl.constexpr):
-    """Return bits [TILE, 8] in the order of `sorted_rows`, flat."""
-    bits = tl.permute(tl.reshape(bits, (TILE // 8, 4, 4, 4)), (0, 2, 1, 3))
-    return tl.reshape(bits, (8 * TILE,))
-
-
-@triton.jit
 def row_divisor(largest):
     """Return the factor of a row and what `divided` takes, for its largest magnitudes."""
     factor = tl.maximum(tl.math.div_rn(tl.max(largest), _LARGEST), _LEAST)
@@ -115,49 +99,30 @@ def divided(value, divisor, inverse):
 
 @triton.jit(do_not_specialize=["count"])
 def _sort_rows_kernel(
-    x, scales, global_scale, out, factors, zeros, count,
-    K: tl.constexpr, WORDS: tl.constexpr, FMT: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    x, out, factors, zeros, count, K: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Make a row of x, of numbers if there are no scales, read once if TILE words are all of it."""
+    """Make a row of x, read once if TILE words are all of it."""
     kit.wait(OVERLAP, RELEASES)
     kit.clear(zeros, count)
     row = tl.program_id(0).to(tl.int64)
     out += row * (8 * WORDS)
-    if scales is None:
-        x += row * K
-        column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
-        largest = tl.abs(value)
-        for start in tl.static_range(TILE * 8, WORDS * 8, TILE * 8):
+    x += row * K
+    column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+    largest = tl.abs(value)
+    for start in tl.static_range(TILE * 8, WORDS * 8, TILE * 8):
+        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    factor, divisor, inverse = row_divisor(largest)
+    tl.store(factors + row, factor)
+    for start in tl.static_range(0, WORDS * 8, TILE * 8):
+        if WORDS > TILE:
             value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-        factor, divisor, inverse = row_divisor(largest)
-        tl.store(factors + row, factor)
-        for start in tl.static_range(0, WORDS * 8, TILE * 8):
-            if WORDS > TILE:
-                value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-            bits = sorted_bits(divided(value, divisor, inverse), TILE)
-            at = start + tl.arange(0, 8 * TILE)
-            tl.store(out + at, bits, mask=at < 8 * WORDS)
-    else:
-        SCALE: tl.constexpr = FMT.scale
-        blocks: tl.constexpr = K // FMT.block
-        x += row * (K // 8)
-        scales += row * blocks
-        i = tl.arange(0, BLOCKS)
-        every = tl.load(scales + i, mask=i < blocks, other=0)
-        shift = shift_from(tl.max(every.to(tl.int32), axis=0), FMT)
-        tl.store(factors + row, row_factor(shift, global_scale, FMT))
-        by = two_to_the(shift)
-        for start in range(0, WORDS, TILE):
-            lane = start + tl.arange(0, TILE)
-            word = tl.load(x + lane, mask=lane < K // 8, other=0)
-            byte = tl.load(scales + lane // (FMT.block // 8), mask=lane < K // 8, other=0)
-            bits = decode_e4m3(word, kit.decode_scale(byte, SCALE) * by, FMT)
-            bits = sorted_bits(tl.reshape(joined(bits), (TILE, 8)), TILE)
-            at = start * 8 + tl.arange(0, 8 * TILE)
-            tl.store(out + at, bits, mask=at < 8 * WORDS)
+        bits = tl.reshape(divided(value, divisor, inverse), (TILE // 8, 4, 4, 4))
+        bits = tl.reshape(tl.permute(bits, (0, 2, 1, 3)), (8 * TILE,))
+        at = start + tl.arange(0, 8 * TILE)
+        tl.store(out + at, bits, mask=at < 8 * WORDS)
 
 
 # A warp makes a row of codes: a lane reads sixteen, as many as a lane can store at once.
@@ -305,72 +270,6 @@ def _round_rows_kernel(
 
 _E4M3 = tl.constexpr(E4M3)
 
-# In `decode_e4m3`: eight times four bytes, four words, four float16.
-_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
-
-
-@triton.constexpr_function
-def e4m3_assembly(FMT):
-    """Return PTX for `decode_e4m3`: four words of eight codes, and a float16 step for each."""
-    # The magnitude of a code of two words stands where a float16 has its low exponent and high
-    # mantissa bits: its value times 2^-(14 + min_exponent), subnormals included.
-    mantissa_bits, min_exponent = FMT.element.minifloat
-    place = 10 - mantissa_bits
-    magnitudes = ((1 << FMT.element.bits - 1) - 1 << place) * 0x10001
-    grow = (15 + 14 + min_exponent << 10) * 0x10001
-    lines = ["{.reg .b32 t, two, u, b<4>, l<2>, h<2>;", ".reg .b16 v<16>;"]
-    lines.append(f"mov.b32 two, {grow:#x};")
-    for pair in range(2):
-        words, step = (f"${8 + 2 * pair}, ${9 + 2 * pair}", f"${12 + pair}")
-        for half, selector in enumerate(("0x5410", "0x7632")):
-            lines.append(f"prmt.b32 t, {words}, {selector};")
-            for code in range(4):
-                by = place - 4 * code
-                shift = f"shl.b32 u, t, {by};" if by > 0 else f"shr.u32 u, t, {-by};"
-                lines += [
-                    shift,
-                    f"and.b32 u, u, {magnitudes:#x};",
-                    "mul.rn.f16x2 u, u, two;",
-                    f"mul.rn.f16x2 u, u, {step};",
-                    f"cvt.rn.satfinite.e4m3x2.f16x2 v{8 * pair + 4 * half + code}, u;",
-                ]
-    # Byte b of the four words, whose signs follow the magnitudes.
-    lines += [
-        "prmt.b32 l0, $8, $9, 0x5140;",
-        "prmt.b32 l1, $10, $11, 0x5140;",
-        "prmt.b32 h0, $8, $9, 0x7362;",
-        "prmt.b32 h1, $10, $11, 0x7362;",
-    ]
-    for byte in range(4):
-        source = "l" if byte < 2 else "h"
-        selector = "0x5410" if byte % 2 == 0 else "0x7632"
-        lines.append(f"prmt.b32 b{byte}, {source}0, {source}1, {selector};")
-    for code in range(8):
-        lines += [
-            f"mov.b32 ${code}, {{v{code}, v{8 + code}}};",
-            f"shl.b32 u, b{code // 2}, 4;" if code % 2 == 0 else f"mov.b32 u, b{code // 2};",
-            "and.b32 u, u, 0x80808080;",
-            f"or.b32 ${code}, ${code}, u;",
-        ]
-    return "\n".join([*lines, "}"])
-
-
-@triton.jit
-def decode_e4m3(word, step, FMT: tl.constexpr):
-    """Return the eight codes in int32 words times float32 steps, rounded to E4M3: bits, uint8."""
-    # A product of code and step is exact in float16 unless E4M3 rounds it to zero.
-    ELEMENT: tl.constexpr = FMT.element
-    if kit.PTX:
-        bits = tl.inline_asm_elementwise(
-            e4m3_assembly(FMT), _CONSTRAINTS, [word, step.to(tl.float16)],
-            dtype=(tl.uint8,) * 8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        bits = ()
-        for i in tl.static_range(8):
-            bits = bits + (e4m3_bits(signed_value(word, i, ELEMENT) * step),)
-    return bits
-
 
 @triton.constexpr_function
 def float16_bits(value):
@@ -419,7 +318,8 @@ def table_assembly(FMT):
 @triton.jit
 def decode_sixteen(word, step, FMT: tl.constexpr):
     """Return the codes in int64 words times float32 steps as E4M3, in order: four int32."""
-    # As in `decode_e4m3`, but each magnitude is rounded once for all codes of a word.
+    # A product of code and step is exact in float16 unless E4M3 rounds it to zero. A magnitude is
+    # rounded once for all codes of a word.
     ELEMENT: tl.constexpr = FMT.element
     if kit.PTX:
         four = tl.inline_asm_elementwise(

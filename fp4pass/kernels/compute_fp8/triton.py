@@ -72,11 +72,11 @@ def multiply_fp8(
             'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
             f'{device} does not have. Call fp4pass.set_compute(model, "input").'
         )
-    m = len(x.packed if isinstance(x, PackedInput) else x)
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
-    if runs_wide(k, device) and (tiles := wide_config(m, n, k)):
-        out = torch.empty((m, n), dtype=dtype, device=device)
-        return multiply_with(tiles, x, weight, out, fmt)
+    if not isinstance(x, PackedInput) and runs_wide(k, device):
+        if tiles := wide_config(len(x), n, k):
+            out = torch.empty((len(x), n), dtype=dtype, device=device)
+            return multiply_with(tiles, x, weight, out, fmt)
     return multiply_dense(*expanded(x, weight, fmt), weight.bias, dtype)
 
 
@@ -88,10 +88,9 @@ def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None, dtype: torch.dt
 
 
 def multiply_with(
-    tiles: Tiles, x: Tensor | PackedInput, weight: PackedWeight, out: Tensor, fmt: Format
+    tiles: Tiles, x: Tensor, weight: PackedWeight, out: Tensor, fmt: Format
 ) -> Tensor:
     """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
-    (m, n), k = out.shape, 2 * weight.packed.shape[1]
-    weight, finished = in_words(weight), counters(m, n, tiles, out.device)
-    rows = sorted_rows(x, k, tiles.m, fmt, finished)
+    weight, finished = in_words(weight), counters(*out.shape, tiles, out.device)
+    rows = sorted_rows(x, tiles.m, finished)
     return multiply_wide(*rows, weight, finished, out, fmt, tiles)

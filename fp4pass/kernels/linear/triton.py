@@ -124,20 +124,43 @@ def linear_group_triton(
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
     if around.residual is not None:
         return _add(x, weights[0], around.residual, fmt, compute)
+    gated, parts = around.gate is not None, weights
+    if gated and len(weights) == 1:
+        # Halves of its rows; a global scale is that of both.
+        split = (
+            (each, each) if each is None or each.numel() == 1 else each.chunk(2)
+            for each in weights[0]
+        )
+        parts = [PackedWeight(*half) for half in zip(*split, strict=True)]
+    tiles = group_tiles(x, x.dtype, parts, fmt)
+    if gated and any(read.data_ptr() % 16 for each in parts for read in each[:2]):
+        # Programs read the codes and scales of both from one address each.
+        tiles = None
     norm = around.norm
-    if norm is not None and not norms_row(x, 0, fmt):
+    if norm is not None and (tiles is None or not norms_row(x, 0, fmt)):
         x, norm = rms_norm_triton(x, *norm[1:]), None
     elif norm is not None:
         norm = norm._replace(weight=norm.weight.contiguous())
-    if around.gate is not None:
-        return [_gated(x, weights, fmt, compute, Around(around.gate, None, *(norm or ())))]
-    if (tiles := group_tiles(x, x.dtype, weights, fmt)) is None:
-        x = x if norm is None else rms_norm_triton(x, *norm[1:])
+    if tiles is not None:
+        of_out = parts[:1] if gated else parts
+        out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in of_out]
+        if gated:
+            # Launched early, the programs of the next product would not be spread evenly.
+            tiles = replace(tiles, releases=tiles.in_gluon)
+        beside = Around(around.gate, None, *(norm or ())) if gated or norm else ALONE
+        multiply_few(InputRows.of_numbers(x), parts, out, fmt, tiles, beside)
+        return out
+    if not gated:
         return [linear_triton(x, each, fmt, compute) for each in weights]
-    out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in weights]
-    around = ALONE if norm is None else Around(None, None, *norm)
-    multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles, around)
-    return out
+    products = linear_group_triton(x, weights, fmt, compute)
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    y, n = gate.new_empty(gate.shape), gate.shape[-1]
+    if rows := gate.numel() // max(n, 1):
+        gate_kernel[(rows, kit.cdiv(n, _BLOCK))](
+            gate, up, y, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
+            ACTIVATION=around.gate, BLOCK=_BLOCK, **kit.launch(gate.device),
+        )  # fmt: skip
+    return [y]
 
 
 def _add(
@@ -155,40 +178,6 @@ def _add(
     around = Around(residual=residual.contiguous())
     multiply_few(InputRows.of_numbers(x), [weight], [total], fmt, tiles, around, squares)
     return [total, squares]
-
-
-def _gated(
-    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str, around: Around
-) -> Tensor:
-    """Return the activation of one product times another, of x or of its norm."""
-    halves = list(weights)
-    if len(halves) == 1:
-        # A global scale is that of both.
-        both = (
-            (each, each) if each is None or each.numel() == 1 else each.chunk(2)
-            for each in halves[0]
-        )
-        halves = [PackedWeight(*half) for half in zip(*both, strict=True)]
-    # Programs read the codes and scales of both from one address each, which has to be aligned.
-    read = (tensor for each in halves for tensor in each[:2])
-    tiles = group_tiles(x, x.dtype, halves, fmt)
-    if tiles is not None and all(each.data_ptr() % 16 == 0 for each in read):
-        out = x.new_empty((*x.shape[:-1], halves[0].packed.shape[0]))
-        # Launched early, the programs of the next product would not be spread evenly.
-        tiles = replace(tiles, releases=tiles.in_gluon)
-        multiply_few(InputRows.of_numbers(x), halves, [out], fmt, tiles, around)
-        return out
-    if around.norm is not None:
-        x = rms_norm_triton(x, *around.norm[1:])
-    products = linear_group_triton(x, weights, fmt, compute)
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    out, n = gate.new_empty(gate.shape), gate.shape[-1]
-    if rows := gate.numel() // max(n, 1):
-        gate_kernel[(rows, kit.cdiv(n, _BLOCK))](
-            gate, up, out, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
-            ACTIVATION=around.gate, BLOCK=_BLOCK, **kit.launch(gate.device),
-        )  # fmt: skip
-    return out
 
 
 def multiplies_row(x: Tensor, fmt: Format) -> bool:
