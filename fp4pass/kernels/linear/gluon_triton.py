@@ -64,14 +64,9 @@ def counters(m: int, n: int, tiles: Tiles, device: torch.device) -> Tensor | Non
 
 
 def multiply_wide(
-    x: Tensor,
-    x_factors: Tensor | None,
-    weight: PackedWeight,
-    finished: Tensor | None,
-    out: Tensor,
-    fmt: Format,
-    tiles: Tiles,
-) -> Tensor:
+    x: Tensor, x_factors: Tensor | None, weight: PackedWeight, finished: Tensor | None, out: Tensor,
+    fmt: Format, tiles: Tiles,
+) -> Tensor:  # fmt: skip
     """Fill `out` [M, N] with the product of sorted rows x and a weight, and return it."""
     # x: [R, K], of whole tiles of rows; if it is E4M3 it has factors, else it is bfloat16. weight:
     # `in_words`. finished: zeros in the place of `counters`.

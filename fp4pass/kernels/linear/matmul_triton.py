@@ -297,19 +297,3 @@ def gate_times_up(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """Return the activation of a gate times its factor, rounded where eager rounds but at last."""
     active = activate((narrow(gate, DTYPE),), ACTIVATION, DTYPE)[0]
     return narrow(active, DTYPE) * narrow(up, DTYPE)
-
-
-@triton.jit
-def gate_kernel(
-    gate, up, out, N, gate_stride, up_stride,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Multiply the activation of a part of a row and its factors."""
-    kit.wait(OVERLAP, RELEASES)
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(gate + row * gate_stride + n, mask=n < N, other=0.0).to(tl.float32)
-    factor = tl.load(up + row * up_stride + n, mask=n < N, other=0.0).to(tl.float32)
-    y = gate_times_up(x, factor, ACTIVATION, DTYPE)
-    tl.store(out + row * N + n, kit.rounded(y, DTYPE), mask=n < N)

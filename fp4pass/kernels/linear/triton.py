@@ -21,7 +21,7 @@ from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
 from ..compute_fp8.triton import multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
-from ..norm.naive import square_sums_ref, sums_of_squares
+from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
 from . import tiling
 from .decode_triton import InputRows, arranged
@@ -34,15 +34,12 @@ from .gluon_triton import (
     runs_wide,
     step_of_warps,
 )
-from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
+from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
 from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
 # The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
 supports = kit.supports_any
-
-# Columns of a program that multiplies a gate and its factor: measured on an H200.
-_BLOCK = 1024
 
 
 def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
@@ -77,13 +74,9 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
 
 
 def linear_quantized_triton(
-    x: Tensor,
-    x_rows: PackedInput,
-    weight: PackedWeight,
-    fmt: Format,
-    rotation: int = 0,
+    x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format, rotation: int = 0,
     compute: str = "input",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
     if fmt.element.bits == 8:
@@ -107,12 +100,9 @@ def linear_quantized_triton(
 
 
 def linear_group_triton(
-    x: Tensor,
-    weights: Sequence[PackedWeight],
-    fmt: Format,
-    compute: str = "input",
+    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str = "input",
     around: Around = ALONE,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Multiply activations and several packed weights, maybe at once (`linear_group_ref`)."""
     if around.factors is not None:
         factors = around.factors.reshape(-1).contiguous()
@@ -123,7 +113,16 @@ def linear_group_triton(
     if fmt.element.bits == 8 or x.dtype not in TERMS:
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
     if around.residual is not None:
-        return _add(x, weights[0], around.residual, fmt, compute)
+        step = step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt)
+        if not step:
+            return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+        n = len(weights[0].packed)
+        tiles = config(1, n, x.shape[-1], 1, shared_memory_of(x.device), step=step)
+        total = x.new_empty((*x.shape[:-1], n))
+        squares = sums_of_squares(total)
+        beside = Around(residual=around.residual.contiguous())
+        multiply_few(InputRows.of_numbers(x), weights, [total], fmt, tiles, beside, squares)
+        return [total, squares]
     gated, parts = around.gate is not None, weights
     if gated and len(weights) == 1:
         # Halves of its rows; a global scale is that of both.
@@ -141,43 +140,17 @@ def linear_group_triton(
         x, norm = rms_norm_triton(x, *norm[1:]), None
     elif norm is not None:
         norm = norm._replace(weight=norm.weight.contiguous())
-    if tiles is not None:
-        of_out = parts[:1] if gated else parts
-        out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in of_out]
-        if gated:
-            # Launched early, the programs of the next product would not be spread evenly.
-            tiles = replace(tiles, releases=tiles.in_gluon)
-        beside = Around(around.gate, None, *(norm or ())) if gated or norm else ALONE
-        multiply_few(InputRows.of_numbers(x), parts, out, fmt, tiles, beside)
-        return out
-    if not gated:
-        return [linear_triton(x, each, fmt, compute) for each in weights]
-    products = linear_group_triton(x, weights, fmt, compute)
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    y, n = gate.new_empty(gate.shape), gate.shape[-1]
-    if rows := gate.numel() // max(n, 1):
-        gate_kernel[(rows, kit.cdiv(n, _BLOCK))](
-            gate, up, y, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
-            ACTIVATION=around.gate, BLOCK=_BLOCK, **kit.launch(gate.device),
-        )  # fmt: skip
-    return [y]
-
-
-def _add(
-    x: Tensor, weight: PackedWeight, residual: Tensor, fmt: Format, compute: str
-) -> list[Tensor]:
-    """Return residual + product and its sums of squares."""
-    n, k = weight.packed.shape[0], x.shape[-1]
-    step = step_of_warps(x, x.dtype, x.numel() // k, k, fmt)
-    if not step:
-        total = residual + linear_triton(x, weight, fmt, compute)
-        return [total, square_sums_ref(total)]
-    tiles = config(1, n, k, 1, shared_memory_of(x.device), step=step)
-    total = x.new_empty((*x.shape[:-1], n))
-    squares = sums_of_squares(total)
-    around = Around(residual=residual.contiguous())
-    multiply_few(InputRows.of_numbers(x), [weight], [total], fmt, tiles, around, squares)
-    return [total, squares]
+    if tiles is None:
+        around = Around(around.gate)
+        return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+    shapes = [(*x.shape[:-1], each.packed.shape[0]) for each in (parts[:1] if gated else parts)]
+    out = [x.new_empty(shape) for shape in shapes]
+    if gated:
+        # Launched early, the programs of the next product would not be spread evenly.
+        tiles = replace(tiles, releases=tiles.in_gluon)
+    beside = Around(around.gate, None, *(norm or ())) if gated or norm else ALONE
+    multiply_few(InputRows.of_numbers(x), parts, out, fmt, tiles, beside)
+    return out
 
 
 def multiplies_row(x: Tensor, fmt: Format) -> bool:
@@ -192,12 +165,9 @@ def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
 
 
 def linear_quantized_group_triton(
-    x: Tensor,
-    x_rows: PackedInput,
-    weights: Sequence[PackedWeight],
-    fmt: Format,
+    x: Tensor, x_rows: PackedInput, weights: Sequence[PackedWeight], fmt: Format,
     compute: str = "input",
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
     others = x.dtype == torch.float64 or fmt.element.bits == 8
@@ -257,14 +227,9 @@ def multiply(
 
 
 def multiply_few(
-    x: InputRows,
-    weights: Sequence[PackedWeight],
-    out: Sequence[Tensor],
-    fmt: Format,
-    tiles: Tiles,
-    around: Around = ALONE,
-    squares: Tensor | None = None,
-) -> None:
+    x: InputRows, weights: Sequence[PackedWeight], out: Sequence[Tensor], fmt: Format, tiles: Tiles,
+    around: Around = ALONE, squares: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
     # A gate and its factor have one result. More rows than one have no norm and no residual, whose
     # sums of squares fill `squares`.

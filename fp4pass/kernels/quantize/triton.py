@@ -155,13 +155,9 @@ def max_finite(largest, word, DTYPE: tl.constexpr):
 
 
 def activate_quantize_triton(
-    x: Tensor,
-    up: Tensor | None,
-    activation: str,
-    global_scale: Tensor | None,
-    fmt: Format,
+    x: Tensor, up: Tensor | None, activation: str, global_scale: Tensor | None, fmt: Format,
     scale_method: str = "naive",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize the activation of `x`, times `up` if it is given (`activate_quantize_ref`)."""
     if not _serves(x, fmt, scale_method):
         given = (x, up, activation, global_scale, fmt, scale_method)
@@ -259,16 +255,9 @@ _NORM_WARPS = 16 * 132
 
 
 def norm_quantize_triton(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: str,
+    eps: float, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Quantize the norm of x, or of x + residual, and return that sum (`norm_quantize_ref`)."""
     # Means are summed in another order than there: inputs differ by a rounding.
     if kind != "rms" or not _serves(x, fmt, scale_method):
@@ -424,14 +413,9 @@ def normalize(words, weights, inverse, DTYPE: tl.constexpr):
 
 
 def _quantize_rows(
-    x: Tensor,
-    beside: Tensor | None,
-    weight: Tensor | None,
-    kind: str,
-    eps: float,
-    static: Tensor | None,
-    fmt: Format,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, beside: Tensor | None, weight: Tensor | None, kind: str, eps: float,
+    static: Tensor | None, fmt: Format,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum before a norm, [0] without one, E4M3 codes and scales."""
     # kind: "rms", before which `beside` is added, an activation, which it multiplies, or "".
     total = x.new_empty(x.shape if kind == "rms" and beside is not None else 0)
