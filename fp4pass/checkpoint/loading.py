@@ -34,7 +34,7 @@ from ..core.machine import require_device
 from ..core.progress import current, shown
 from ..errors import CheckpointError, OptionError, expected, some
 from ..graph.match import is_linear
-from ..nn.experts import QUANTIZED, QuantizedExperts, add_stack, stacks_of, weight_name
+from ..nn.experts import QUANTIZED, QuantizedExperts, add_stacks, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
@@ -367,7 +367,7 @@ class PackedFolder:
                 if whole.fmt.has_global_scale and not whole.config.weight_only:
                     missing += [n for n in records if join(n, INPUT_GLOBAL) not in state]
             if name in self.layers:
-                add_stack(stack)
+                add_stacks([stack])
         if missing:
             warnings.warn(
                 f"{len(missing)} linear layers of experts have no usable scale of their inputs "

@@ -137,9 +137,14 @@ rotary_attention = operator(
     shapes=lambda q, cache: q.new_empty((*q.shape[:3], cache.values.shape[3])),
     mutates=("keys", "values"),
 )
-all_reduce = operator(all_reduce_ref, shapes=lambda x: x.new_empty(x.shape))
+all_reduce = operator(
+    all_reduce_ref,
+    triton="kernels.reduce.triton:all_reduce_triton",
+    shapes=lambda x: x.new_empty(x.shape),
+)
 # Only a pass makes calls of it.
 all_reduce_add = operator(
     all_reduce_add_ref,
+    triton="kernels.reduce.triton:all_reduce_add_triton",
     shapes=lambda x: (x.new_empty(x.shape), sums_of_squares(x)),
 )

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.packing import empty_weight
 from ..kernels.dequantize.naive import dequantize_ref
-from ..kernels.search.gptq_reference import gptq_ref
-from ..kernels.search.joint_reference import joint_ref
+from ..kernels.search.joint_reference import gptq_ref, joint_ref
 from ..kernels.search.reference import search_ref, search_stack_ref
 from ..kernels.statistics.naive import observe_full_ref, observe_ref
 from .checks import (

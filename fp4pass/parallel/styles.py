@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
 from .. import ops
 from ..core.formats import WHOLE
-from ..errors import OptionError, ShapeError, StateError
+from ..errors import OptionError, ShapeError, StateError, expected
 from ..kernels.common.rounding import row_amax, scale_of
 from ..kernels.reduce.naive import LARGEST
 from ..nn import experts, linear
@@ -76,10 +76,9 @@ def as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return DTensor.from_local(x, mesh, [placement], run_check=False)
 
 
-def moved(x: Any, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
-    """Return a tensor, placed as `now` unless it is a DTensor, as `wanted`: a local part."""
-    whole = x if isinstance(x, DTensor) else as_dtensor(x, mesh, now)
-    return whole.redistribute(placements=[wanted]).to_local()
+def moved(x: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
+    """Return what this process has of a tensor that is placed as `now`, placed as `wanted`."""
+    return as_dtensor(x, mesh, now).redistribute(placements=[wanted]).to_local()
 
 
 def require_no_gradient(x: Tensor) -> None:
@@ -133,30 +132,15 @@ def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 class SplitLinear(SplitModule, QuantizedLinear):
-    """A quantized linear layer of which this process has whole blocks.
+    """A quantized linear layer of which this process has whole blocks."""
 
-    What a forward does beside its product is in bools: torch.compile checks at every call all that
-    it reads, and placements take many times longer.
-    """
-
-    packed_attributes = (
-        *QuantizedLinear.packed_attributes,
-        *("mesh", "split", "input_layout", "output_layout"),
-        *("moves_input", "sums", "moves_output", "is_local"),
-    )
-    # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
+    packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "is_whole")
+    # Of the weight [N, K] and its sizes, and what a layer reads and gives where it has a part.
     dim: ClassVar[int]
     divided: ClassVar[str]
-    wanted: ClassVar[Placement]
-    product: ClassVar[Placement]
+    layouts: ClassVar[tuple[Placement, Placement]]
 
-    # As the styles of torch have them.
-    input_layout: Placement
-    output_layout: Placement
-    is_local: bool  # give a plain tensor, not a DTensor
-    moves_input: bool
-    sums: bool
-    moves_output: bool
+    is_whole: bool  # the tensor of which it has a part is whole outside of it
 
     @property
     def weight(self) -> Tensor:
@@ -173,49 +157,33 @@ class ColumnLinear(SplitLinear):
     """A layer of which each process has some of the outputs."""
 
     dim, divided = 0, "out_features"
-    wanted = Replicate()
-    product = Shard(-1)
+    layouts = Replicate(), Shard(-1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs of this process, placed as the style says."""
-        input = _local_input(self, input)
+        """Return the outputs of this process, or of all."""
+        require_no_gradient(input)
         x = PackedLinear.checked_input(self, input)
         y = linear.output_of(self, input, x, linear.read_buffers(self), self.bias)
-        return _placed(self, y, None)
+        return moved(y, self.mesh, Shard(-1), Replicate()) if self.is_whole else y
 
 
 class RowLinear(SplitLinear):
     """A layer of which each process reads some of the inputs."""
 
     dim, divided = 1, "in_features"
-    wanted = Shard(-1)
-    product = Partial()
+    layouts = Shard(-1), Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output of the whole layer, placed as the style says."""
-        input = _local_input(self, input)
+        """Return the output of the whole layer."""
+        require_no_gradient(input)
+        if self.is_whole:
+            input = moved(input, self.mesh, Replicate(), Shard(-1))
         x = PackedLinear.checked_input(self, input)
         # One scale for the columns of all processes.
         weight = with_shared_scale(linear.read_buffers(self), self.config, x, self.mesh)
-        return _placed(self, linear.output_of(self, input, x, weight, None), self.bias)
-
-
-def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
-    require_no_gradient(input)
-    if not layer.moves_input and not isinstance(input, DTensor):
-        return input
-    return moved(input, layer.mesh, layer.input_layout, layer.wanted)
-
-
-def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a product as the style of a layer places it; a bias is added once, to the sum."""
-    if layer.sums:
-        y = summed(y, layer.mesh)
-    elif layer.moves_output:
-        y = moved(y, layer.mesh, layer.product, layer.output_layout)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y if layer.is_local else as_dtensor(y, layer.mesh, layer.output_layout)
+        y = summed(linear.output_of(self, input, x, weight, None), self.mesh)
+        # Once, to the sum.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], size: int) -> None:
@@ -325,34 +293,33 @@ class _LinearStyle:
                 "the plan; adapters have to be merged or removed before."
             )
         require_whole_blocks(name, module, self.kind, size)
-        if self.kind is RowLinear and self.output_layouts[0] == Shard(-1):
-            raise OptionError(f"{name}: outputs of rows are replicated, or split along tokens.")
+        given = self.input_layouts[0], self.output_layouts[0]
+        known = (self.kind.layouts, (Replicate(), Replicate()))
+        if isinstance(module, QuantizedLinear) and not (given in known and self.use_local_output):
+            wanted = f"layouts {known[0]} or {known[1]}, and a local output"
+            raise OptionError(expected(name, wanted, f"{given}"))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
         kind, fmt, split = self.kind, module.config.format, {linear.PACKED: self.kind.dim}
-        given, output = self.input_layouts[0], self.output_layouts[0]
-        is_other = output != kind.product
-        sums = is_other and kind.product == Partial() and output == Replicate()
         if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
             split[linear.SCALE] = kind.dim
         if module.bias is not None and kind is ColumnLinear:
             split["bias"] = 0
         sizes = {each: getattr(module, each) for each in ("out_features", "in_features")}
         sizes[kind.divided] //= device_mesh.size()
-        facts = {"input_layout": given, "output_layout": output, "sums": sums, **sizes}
-        facts |= {"moves_input": given != kind.wanted, "moves_output": is_other and not sums}
-        facts["is_local"] = self.use_local_output
-        split_module(module, kind, split, device_mesh, **facts)
+        is_whole = self.input_layouts[0] == self.output_layouts[0]
+        split_module(module, kind, split, device_mesh, is_whole=is_whole, **sizes)
         return module
 
 
 class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
     """Split a linear layer by its outputs, packed or not.
 
-    Takes the arguments of `torch.distributed.tensor.parallel.ColwiseParallel`.
+    Takes the arguments of `torch.distributed.tensor.parallel.ColwiseParallel`; a packed layer only
+    whole inputs, and gives plain tensors, its part or with `output_layouts=Replicate()` the whole.
 
     Raises:
         ShapeError: out_features is not a multiple of the number of ranks.
@@ -371,8 +338,9 @@ class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
 class RowwiseParallel(_LinearStyle, torch_parallel.RowwiseParallel):
     """Split a linear layer by its inputs, packed or not; no block of a packed weight is cut.
 
-    Takes the arguments of `torch.distributed.tensor.parallel.RowwiseParallel`. Inputs are
-    quantized with one global scale for all ranks, and the bias is added once.
+    Takes the arguments of `torch.distributed.tensor.parallel.RowwiseParallel`; a packed layer only
+    inputs of which each rank has its part, or with `input_layouts=Replicate()` the whole, and gives
+    the whole. Inputs are quantized with one global scale for all ranks.
 
     Raises:
         ShapeError: in_features is not a multiple of ranks x block (and rotation).

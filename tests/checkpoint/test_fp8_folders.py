@@ -14,7 +14,7 @@ from small_models import change, change_json
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.doctor.check import check_basics
+from fp4pass.doctor import check_folder
 from fp4pass.errors import CheckpointError, UnreadError
 from fp4pass.nn.linear import PACKED, SCALE
 
@@ -62,7 +62,7 @@ def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
     attention, rest, _ = SCHEMES[kind]
     reader = open_checkpoint(folder)
     assert reader.layers.keys() == dense.keys()
-    found = check_basics(folder, whole=False)
+    found = check_folder(folder, progress=False).findings
     # Gate and up have a global scale each in mixed ones.
     assert not found or "mixed" in kind
     model = fp4pass.load(folder, progress=False)

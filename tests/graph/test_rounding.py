@@ -12,7 +12,7 @@ from post_grad import compiled, run_passes
 from torch import Tensor, fx
 
 from fp4pass import ops
-from fp4pass.graph.inductor.rounding import round_rows
+from fp4pass.graph.inductor.products import round_rows
 
 ROWS, K, N = 70, 64, 32
 

@@ -90,6 +90,11 @@ def is_norm(source: fx.Node, bound: Bound) -> bool:
     )
 
 
+def norm_of(node: fx.Node) -> Bound | None:
+    """Return x, the weight and eps of the RMSNorm that a node is, or None."""
+    return next((each for each in match(rms_norm(), node) if is_norm(node, each)), None)
+
+
 def is_activation(source: fx.Node, bound: Bound) -> bool:
     """Return whether the input, and the factor beside it, have the shape of the result."""
     shape = source.meta["val"].shape

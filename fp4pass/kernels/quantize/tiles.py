@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common import tiles as kit
-from ..search.tiles import normalization, squared_error
+from ..search.triton import normalization, squared_error
 
 
 @triton.jit
@@ -243,7 +243,7 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
-    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/tiles.py)."""
+    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/triton.py)."""
     # Only powers of two may be so small that quotients are clipped.
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:
