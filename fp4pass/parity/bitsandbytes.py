@@ -30,7 +30,7 @@ from ..errors import (
     expected,
     unknown_name,
 )
-from ..graph.match import is_conv1d
+from ..graph.rewrite import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import PACKED, SCALE
 from ..nn.packed_linear import BufferLayout, PackedLinear, swap_class
