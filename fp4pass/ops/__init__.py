@@ -25,8 +25,7 @@ from ..kernels.norm.naive import add_rms_norm_ref, rms_norm_ref, sums_of_squares
 from ..kernels.quantize import naive as quantizers
 from ..kernels.reduce.naive import all_reduce_add_ref, all_reduce_ref
 from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
-from ..kernels.search.gptq_reference import gptq_ref
-from ..kernels.search.joint_reference import joint_ref
+from ..kernels.search.joint_reference import gptq_ref, joint_ref
 from ..kernels.search.reference import search_ref, search_stack_ref
 from ..kernels.statistics.naive import observe_full_ref, observe_ref
 from . import checks
@@ -209,10 +208,15 @@ rotary_attention = operator(
     shapes=lambda q, cache: q.new_empty((*q.shape[:3], cache.values.shape[3])),
     mutates=("keys", "values"),
 )
-all_reduce = operator(all_reduce_ref, shapes=lambda x: x.new_empty(x.shape))
+all_reduce = operator(
+    all_reduce_ref,
+    triton="kernels.reduce.triton:all_reduce_triton",
+    shapes=lambda x: x.new_empty(x.shape),
+)
 # Only a pass makes calls of it.
 all_reduce_add = operator(
     all_reduce_add_ref,
+    triton="kernels.reduce.triton:all_reduce_add_triton",
     shapes=lambda x: (x.new_empty(x.shape), sums_of_squares(x)),
 )
 
