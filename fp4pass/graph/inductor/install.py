@@ -13,10 +13,9 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from .argmax import split_argmax
 from .attention import fuse_attention, fuse_rotary
 from .fusions import fuse_quantizers
-from .merge import group_linears, join_counters, share_calls, share_observers
+from .merge import group_linears, join_counters, share_calls, share_observers, split_argmax
 from .products import fuse_experts, fuse_gates, fuse_norms, fuse_residuals, round_rows
 
 # The passes on every graph with operators of fp4pass, in their order.
