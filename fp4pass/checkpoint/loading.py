@@ -33,7 +33,7 @@ from .._compat.transformers_loading import mark_initialized, names_in_model
 from ..core.machine import require_device
 from ..core.progress import current, shown
 from ..errors import CheckpointError, OptionError, expected, some
-from ..graph.match import is_linear
+from ..graph.rewrite import is_linear
 from ..nn.experts import QUANTIZED, QuantizedExperts, add_stacks, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE

@@ -31,7 +31,7 @@ from ..errors import (
     some,
 )
 from ..graph.folds import fold_rotations
-from ..graph.match import weight_readers
+from ..graph.rewrite import weight_readers
 from ..methods import STATISTICS, Stats, resolve_method
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE, get_cache_format
