@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from .. import quantization as qn
 from .. import record as rec
 from ..api import convert
-from ..core import covering_globs, current, shown
+from ..core.names import covering_globs
+from ..core.progress import current, shown
 from ..distributed import ranks
 from ..errors import ABOVE_0, CalibrationError, OptionError, StateError, expected, some
 from ..errors import require_number as require

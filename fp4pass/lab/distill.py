@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import current, shown
+from ..core.progress import current, shown
 from ..errors import CalibrationError, NonFiniteError, StateError, require_number
 from ..record import unwrap
 from . import divergence as kls

@@ -16,12 +16,14 @@ from .. import ops
 from .. import quantization as qn
 from .. import record as rec
 from ..checkpoint import ConvertedState, finish_model
-from ..core import current, power_reaching, shown
+from ..core.formats import power_reaching
+from ..core.progress import current, shown
 from ..distributed import is_sharded
 from ..errors import CalibrationError, OptionError, StateError
 from ..evaluation import fast_dtype
 from ..methods import Gptq, Sse, Stats, resolve_method
-from ..nn import GLOBAL, PACKED, SCALE, QuantizedLinear, scale_bits
+from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..nn.packed_linear import scale_bits
 from ..quantization import LayerPlan, adapters
 from ..record import LinearConfig
 from . import divergence as kls

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.core import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.lab import Distillation, kl_loss
 from fp4pass.lab.distill import draw

@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.lab import Merged
 from fp4pass.methods import Stats, resolve_method
-from fp4pass.nn import PACKED, SCALE, QuantizedLinear
+from fp4pass.nn.linear import PACKED, SCALE, QuantizedLinear
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -13,10 +13,9 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from .argmax import split_argmax
 from .attention import fuse_attention, fuse_rotary
 from .fusions import fuse_quantizers
-from .merge import group_linears, join_counters, share_calls, share_observers
+from .merge import group_linears, join_counters, share_calls, share_observers, split_argmax
 from .products import fuse_experts, fuse_gates, fuse_norms, fuse_residuals, round_rows
 
 # The passes on every graph with operators of fp4pass, in their order.
@@ -52,7 +51,7 @@ def install_passes() -> None:
 
     `convert` and `load` do this. Call it for a converted model that arrives in another way, such as
     by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
-    nothing. A torch whose Inductor runs passes in another way gets none, and a logged warning.
+    nothing.
     """
     compat.chain_post_grad_pass(run_passes, cache_key)
 
@@ -60,7 +59,7 @@ def install_passes() -> None:
 def run_passes(graph: fx.Graph) -> None:
     """Run all passes on a graph with operators of fp4pass, and record their changes."""
     before = count_calls(graph)
-    if not before or not compat.passes_are_run.works():
+    if not before:
         return
     # Late, for most processes compile nothing.
     from ..._compat.inductor import call_by_name
