@@ -15,8 +15,7 @@ from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
 from ..checkpoint.saving import bytes_of, save
 from ..checkpoint.source_files import MANIFEST
-from ..core.atomic import require_free
-from ..core.files import path_of
+from ..core.files import path_of, require_free
 from ..core.progress import shown
 from ..distributed import ranks
 from ..errors import CalibrationError, OptionError, as_option, expected

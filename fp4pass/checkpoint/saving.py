@@ -23,8 +23,7 @@ from .. import ops
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
-from ..core.atomic import replacing
-from ..core.files import path_of
+from ..core.files import path_of, replacing
 from ..core.fingerprint import digest_of, dtype_name, fingerprint
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
