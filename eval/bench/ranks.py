@@ -197,7 +197,7 @@ STEPS = {
     "fp4pass.engine.layer_runner.Runner": ("observe", "advance"),
     "fp4pass.quantization.plan": ("summed_statistics", "collect"),
     "fp4pass.quantization.quantize": ("search_parts", "shared_tensors", "with_shared_scales"),
-    "fp4pass.distributed.ranks.Ranks": ("gather", "exchange", "broadcast"),
+    "fp4pass.distributed.Ranks": ("gather", "exchange", "broadcast"),
 }
 
 
@@ -302,9 +302,7 @@ def streams(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
             if RANK == 0 and name == "from the disk":
                 drop_cached(folder / "model")
             begin = settled()
-            fp4pass.quantize_checkpoint(
-                folder / "model", folder / "out", overwrite=True, card=False, **options
-            )
+            fp4pass.quantize_checkpoint(folder / "model", folder / "out", overwrite=True, **options)
             yield {"read": name, "layers": STREAMED, "seconds": settled() - begin}
 
 

@@ -15,7 +15,6 @@ from ..checkpoint import MANIFEST, load, open_checkpoint
 from ..checkpoint import transcode as write
 from ..checkpoint.float_models import load_float
 from ..doctor import check_folder
-from ..errors import VersionError
 from ..reporting.compare import compare
 from ..reporting.data import gather
 from ..reporting.text import calibrated_on, size
@@ -203,18 +202,12 @@ def serve(
     device: str = "auto",
     log_level: str = "error",
 ) -> None:
-    """Serve a folder with an OpenAI-compatible API and packed weights, one request at a time.
+    """Serve a folder with packed weights by an OpenAI-compatible API, until it is interrupted.
 
-    Serves chat completions and completions, streamed or not, and the list of models, until it is
-    interrupted. For many requests at once, serve the folder with vLLM.
+    For many requests at once, serve the folder with vLLM.
     """
-    try:
-        # Importing transformers takes a second.
-        from ..integrations.serving import serve as run
-    except ModuleNotFoundError as error:
-        raise VersionError(
-            f"The server needs {error.name}, which is missing: pip install 'fp4pass[serving]'."
-        ) from error
+    # Importing transformers takes a second.
+    from ..integrations.serving import serve as run
 
     def announce(name: str, address: str) -> None:
         # A program that started it reads this line.

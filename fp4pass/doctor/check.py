@@ -19,7 +19,9 @@ from ..checkpoint import (
     matches,
     well_formed,
 )
-from ..core import checksum, path_of, track
+from ..core.files import path_of
+from ..core.fingerprint import fingerprint as checksum
+from ..core.progress import track
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from .folder import Finding, Folder, read_folder
 from .numbers import check_numbers, check_order, check_sizes

@@ -32,7 +32,7 @@ from ..checkpoint import (
     well_formed,
 )
 from ..errors import CheckpointError, Fp4PassError, UnreadError
-from ..nn import INPUT_GLOBAL, PACKED, SCALE
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import SERVED, fused_problems
-from ..core import Format, element_table, scale_table, unpack_codes
-from ..nn import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..core.elements import element_table, scale_table
+from ..core.formats import Format
+from ..core.packing import unpack_codes
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .folder import EXPERT, Folder, Stored
 
 # Bits of the magnitudes in a byte of codes; minus zero is a zero, too.

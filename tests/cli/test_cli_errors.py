@@ -85,7 +85,7 @@ QUANTIZE_BAD = [
     ((TINY, "--data", CALIB, "--samples", "0"), "--samples: expected at least"),
     ((TINY, "--data", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
     ((TINY, "--data", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
-    ((TINY, "--data", "{bad}/blank.txt"), "expected text to learn from, got an empty text"),
+    ((TINY, "--data", "{bad}/blank.txt"), "expected text to learn from, got none"),
 ]
 
 OTHERS_BAD = [

@@ -96,11 +96,10 @@ def test_chats_of_a_file(source: Path, tmp_path: Path, options: tuple[str, ...])
     data = jsonl(tmp_path / "chats.jsonl", [{"id": 1, "messages": chat} for chat in chats])
     command = ("quantize", source, "-o", tmp_path / "q", *QUICK, "--data", data, *options)
     lines = run(*command).stderr
-    assert f"fp4pass: {data}: reads messages, of id, messages.\n" in lines
     assert "fp4pass: windows have 64 tokens, the context of the model, and not 512.\n" in lines
     (made,) = batches(chats, tokenizer(), seq_len=64)
     count = len(made["input_ids"])
-    assert f"{data} has {count} windows of up to 64 tokens, 128 were asked for.\n" in lines
+    assert f"{data} has {count} examples, 128 were asked for.\n" in lines
     # Padding is no token.
     found = run_json("inspect", tmp_path / "q")["calibration"]
     assert found["tokens"] == int(made["attention_mask"].sum()) < made["input_ids"].numel()
@@ -114,10 +113,10 @@ def test_images_of_a_file(tmp_path: Path) -> None:
     vision_model().save_pretrained(folder)
     processor().save_pretrained(folder)
     picture().save(tmp_path / "one.png")
-    data = jsonl(tmp_path / "rows.jsonl", [{"image": "one.png", "text": "a list"}] * 2)
+    data = jsonl(tmp_path / "rows.jsonl", [{"image": str(tmp_path / "one.png"), "text": "a"}] * 2)
     command = ("quantize", folder, "-o", tmp_path / "q", *QUICK, "--data", data)
     result = run(*command)
-    assert "reads text + image.\n" in result.stderr and "does not reach" not in result.stderr
+    assert "does not reach" not in result.stderr
     rows = run_json("inspect", tmp_path / "q")["layers"]
     assert any("vision_tower" in row["name"] for row in rows)
 
@@ -307,12 +306,11 @@ def test_all_of_a_source_is_in_the_output_or_named(
 ) -> None:
     folder, target = odd_folder(tmp_path / "m"), tmp_path / "q"
     result = run("quantize", folder, "-o", target, *PLAIN, *options)
-    assert f"{folder}: not copied: onnx/ (--copy-files" in result.stderr
+    assert f"{folder}: not copied: onnx/model.onnx (--copy-files" in result.stderr
     assert "mtp.fc.weight, mtp.norm.weight: LlamaForSequenceClassification" in result.stdout
     assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):
         assert (target / name).read_bytes() == (folder / name).read_bytes()
-    assert "| method | " in (target / "README.md").read_text()
     stored = open_checkpoint(target)
     tensors = dict(stored.tensors([*SPARE, "score.weight"]))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in SPARE.items())
@@ -336,24 +334,6 @@ def test_globs_of_more_files_are_an_option_of_what_writes_folders(tmp_path: Path
     result = run("quantize", folder, *wrong, code=2)
     assert f"--copy-files: expected a glob of files in {folder}, got '*.png'" in result.stderr
     assert not (tmp_path / "t").exists()
-
-
-def test_a_card_takes_the_place_of_that_of_the_model_unless_it_is_left_out(tmp_path: Path) -> None:
-    run("quantize", TINY, "-o", tmp_path / "q", *PLAIN)
-    card = (tmp_path / "q/README.md").read_text()
-    assert " packed 28 of 29 weights." in card
-    run("quantize", TINY, "-o", tmp_path / "r", *PLAIN, "--no-card")
-    assert (tmp_path / "r/README.md").read_bytes() == (TINY / "README.md").read_bytes()
-
-
-def test_a_model_is_not_begun_that_nobody_may_upload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    options = ("-o", tmp_path / "q", *PLAIN, "--push-to-hub", "me/tiny")
-    result = run("quantize", TINY, *options, code=2)
-    assert "no token of Hugging Face was found. Run `hf auth login`" in result.stderr
-    assert not any(tmp_path.iterdir())
 
 
 # ---- budget --------------------------------------------------------------------------------------

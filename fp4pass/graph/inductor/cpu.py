@@ -10,8 +10,7 @@ import torch
 from ... import ops
 from ..._compat.inductor import CppCall, lower_to_cpp
 from ...core.formats import get_format
-from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
-from ...kernels.cpu.operators import FEW_ROWS
+from ...kernels.cpu.operators import FEW_ROWS, HEADER, serves, tables, threads_for
 from ...kernels.linear.naive import ALONE, Around
 
 # The C++ types of a dtype in Inductor's code, and in few_rows.h.
@@ -86,7 +85,7 @@ def _call(
         bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
         threads=threads_for(rows * n * k // 4),
     )
-    source, inputs = HEADERS[0].read_text() + source, tuple(given.values())
+    source, inputs = HEADER.read_text() + source, tuple(given.values())
     return CppCall(source, tuple(kinds.values()), inputs, (*x.size[:-1], n), x.dtype)
 
 

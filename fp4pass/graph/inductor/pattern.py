@@ -138,7 +138,7 @@ def replace(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
 def insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
     """Insert a call, with the tensors that it gives; the rest of its meta is another node's."""
     node = graph.call_function(target, arguments)
-    values = (each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments)
+    values: Any = fx.map_arg(arguments, lambda node: node.meta["val"])
     node.meta = meta_of(like, val=target(*values))
     return node
 

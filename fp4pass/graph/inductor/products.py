@@ -1,8 +1,16 @@
-"""The passes that compute gates in the launch of their products: of an MLP, and of experts."""
+"""The passes that compute what is around products in their launches: gates, sums, norms, rounding.
+
+A product of one row adds its result to the residual, and returns sums of squares of that beside it.
+The next products read both in place of the norm. Where processes have parts of a product, what sums
+these does the same. The input of FP8 products of many rows is rounded once for all products that
+read it, by ATen calls, which Inductor puts into the kernel before.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +21,23 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import meta_of, statically_equal
 from ...core.formats import Format, get_format
+from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.linear.naive import ALONE, Around
+from ...kernels.reduce.naive import LARGEST
 from ...ops.registration import unserved
-from .fusions import ACTIVATIONS, UP, X, has_few_rows, is_like, on_gpu
+from .fusions import (
+    ACTIVATIONS,
+    UP,
+    X,
+    addends_of,
+    has_few_rows,
+    is_like,
+    norm_of,
+    on_gpu,
+)
 from .pattern import (
+    CAST,
+    FLOAT_DTYPES,
     Bound,
     Either,
     Narrow,
@@ -25,6 +46,7 @@ from .pattern import (
     add,
     call,
     dtype_of,
+    insert,
     match,
     mul,
     node_pass,
@@ -232,3 +254,175 @@ def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
             options = (gate.activation, interleaved, found.get("slope", 1.0), gate.shift, limit)
             return (x, ids, weights, *first.args[_STACK], *second.args[_STACK], *options, fmt)
     return None
+
+
+# A norm is worth a launch of its own where one of these reads it.
+PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_group)
+
+
+def is_one_row(product: fx.Node, normed: bool) -> bool:
+    """Return whether a product is of one row, by the kernel that computes what is around it."""
+    # normed: with a norm before it, else with a residual behind it.
+    x: Any
+    packed: Any
+    x, packed = product.args[:2]
+    if not on_gpu(x):
+        return False
+    if product.target is ops.all_reduce:
+        value = x.meta["val"]
+        return value.numel() * value.itemsize <= LARGEST
+    # Late, for most processes launch no kernel.
+    from ...kernels.linear.triton import multiplies_row, norms_row
+
+    fmt = format_of(product)
+    if not normed:
+        return multiplies_row(x.meta["val"], fmt)
+    weights = [packed] if isinstance(packed, fx.Node) else packed
+    return norms_row(x.meta["val"], sum(each.meta["val"].shape[0] for each in weights), fmt)
+
+
+@node_pass
+def fuse_residuals(node: fx.Node, eligible: Callable[[fx.Node, bool], bool] = is_one_row) -> bool:
+    """Compute sums and norms of one row in the launches of products; return how many norms."""
+    if dtype_of(node) != torch.bfloat16:
+        return False
+    if not all(statically_equal(size, 1) for size in node.meta["val"].shape[:-1]):
+        return False
+    place = _place(node)
+    if place is None or not eligible(place[0], False):
+        return False
+    if not all(eligible(user, True) for user in node.users):
+        return False
+    _replace(node, *place)
+    return True
+
+
+def _place(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
+    """Return product, residual, their sum, weight and eps of a norm that is theirs, or None."""
+    for user in norm.users:
+        # A product reads the norm once, and has none of its own around it.
+        is_product = user.target in PRODUCTS and not user.kwargs
+        if not is_product or user.args[0] is not norm or norm in user.args[1:]:
+            return None
+        if around_of(user).residual is not None:
+            return None
+    bound = norm_of(norm) if norm.users else None
+    total: Any = None if bound is None else bound["x"]
+    if bound is None or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    if not all(is_like(each, total, total.meta["val"].shape) for each in total.args):
+        return None
+    for product, residual in (total.args, total.args[::-1]):
+        is_sum = product.target is ops.all_reduce and not product.args[2]
+        adds = (is_sum or product.target is ops.linear) and not product.kwargs
+        if adds and len(product.users) == 1 and product is not residual:
+            return product, residual, total, bound["weight"], bound["eps"]
+    return None
+
+
+def _replace(
+    node: fx.Node, product: fx.Node, residual: fx.Node, total: fx.Node, weight: fx.Node, eps: float
+) -> None:
+    """Put the operators in the place of a product and a sum, and of those that read the norm."""
+    graph, (target, arguments) = node.graph, _added(product, residual)
+    with graph.inserting_before(total):
+        added = insert(graph, total, target, *arguments)
+        items = [insert(graph, total, operator.getitem, added, i) for i in range(2)]
+    total.replace_all_uses_with(items[0])
+    norm = AROUND(squares=items[1], norm_weight=weight, eps=eps)
+    for user in list(node.users):
+        if user.target is ops.linear:
+            put_group(user, items[0], [user], norm)
+            continue
+        _, *weights = user.args[:5]
+        fmt, compute = (*user.args[5:7], "input")[:2]
+        around = norm._replace(gate=around_of(user).gate)
+        replace(user, ops.linear_group, (items[0], *weights, fmt, compute, *around))
+
+
+def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator that adds a residual too, and its arguments."""
+    if product.target is ops.all_reduce:
+        x, group, _ = product.args
+        return ops.all_reduce_add, (x, residual, group)
+    x, packed, scale, global_scale, bias, fmt, *compute = product.args
+    weights = ([each] for each in (packed, scale, global_scale, bias))
+    options = (fmt, *(compute or ["input"]), *AROUND(residual=residual))
+    return ops.linear_group, (x, *weights, *options)
+
+
+@node_pass
+def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
+    """Make one call of each RMSNorm of few rows that products read, and its sum; count these."""
+    if dtype_of(node) not in FLOAT_DTYPES or not has_few_rows(node):
+        return False
+    if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
+        return False
+    bound = norm_of(node)
+    if bound is None or not eligible(node):
+        return False
+    graph, x, weight = node.graph, bound["x"], bound["weight"]
+    terms = addends_of(x, {weight})
+    if terms is None:
+        replace(node, ops.rms_norm, (x, weight, bound["eps"]))
+        return True
+    # In the place of the sum, too.
+    with graph.inserting_after(max(x, weight)):
+        fused = insert(graph, node, ops.add_rms_norm, *terms, weight, bound["eps"])
+    with graph.inserting_after(fused):
+        items = [
+            insert(graph, each, operator.getitem, fused, i) for i, each in enumerate((x, node))
+        ]
+    for each, item in zip((x, node), items, strict=True):
+        each.replace_all_uses_with(item)
+    return True
+
+
+# Where `linear` has the packed codes, and `compute` behind the weight and its format.
+_PACKED, _COMPUTE = 1, 6
+
+
+def is_dense(product: fx.Node, rows: int) -> bool:
+    """Return whether a product of so many rows is one of two dense operands, on a GPU."""
+    if not has_kernels(product):
+        return False
+    # Late, for most processes launch no kernel.
+    from ...kernels.compute_fp8.triton import multiplies_dense
+
+    packed: Any = product.args[_PACKED]
+    n, words = packed.meta["val"].shape
+    return multiplies_dense(rows, n, 2 * words, torch.bfloat16, product.meta["val"].device)
+
+
+def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_dense) -> int:
+    """Round inputs of FP8 products outside of them; return of how many products."""
+    products: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=ops.linear):
+        sizes = node.meta["val"].shape[:-1]
+        known = all(isinstance(size, int) for size in sizes) and dtype_of(node) == torch.bfloat16
+        if not known or node.kwargs or len(node.args) <= _COMPUTE:
+            continue
+        rows = math.prod(sizes)
+        if uses_fp8(str(node.args[_COMPUTE]), rows) and eligible(node, rows):
+            products[node.args[0]].append(node)
+    for readers in products.values():
+        # Another node than before, where that was replaced meanwhile.
+        x: Any = readers[0].args[0]
+        with graph.inserting_before(readers[0]):
+            rounded = _round(graph, readers[0], x)
+        for node in readers:
+            put_group(node, rounded[0], [node], AROUND(factors=rounded[1]))
+    if products:
+        graph.eliminate_dead_code()
+    return sum(map(len, products.values()))
+
+
+def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Insert what rounds rows to E4M3 as `quantize_rows_ref`; return them and their factors."""
+    wide = insert(graph, like, CAST, x, torch.float32)
+    sizes = insert(graph, like, aten.abs.default, wide)
+    largest = insert(graph, like, aten.amax.default, sizes, [-1], True)
+    factor = insert(graph, like, aten.div.Tensor, largest, E4M3_MAX)
+    factor = insert(graph, like, aten.clamp_min.default, factor, SMALLEST)
+    quotient = insert(graph, like, aten.div.Tensor, wide, factor)
+    return insert(graph, like, CAST, quotient, torch.float8_e4m3fn), factor
