@@ -19,7 +19,7 @@ from ..engine.recording import Recording, find_stacks, outside
 from ..errors import StateError
 from ..methods.base import MethodChoice
 from ..nn.kv_cache import KV_CACHE, CacheName
-from ..quantization import plan as checks
+from ..quantization import plan as planning
 from ..quantization.observers.batches import fast_dtype, run_batches
 from ..quantization.observers.kv_cache import observe_cache
 from ..quantization.plan import plan_layers, planned_row
@@ -78,15 +78,15 @@ def prepare(
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
     root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
-    before = checks.require_float(root, "prepare")
+    before = planning.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
-    checks.require_layers(plan)
+    planning.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
-        checks.require_observers(before, needs, rules, sequential)
+        planning.require_observers(before, needs, rules, sequential)
         known = before.recipe.get(KV_CACHE)
-        if kv_cache is not None and checks.cache_of(before, kv_cache) != known:
+        if kv_cache is not None and planning.cache_of(before, kv_cache) != known:
             raise StateError(
                 f"The model is prepared with kv_cache={known!r}. Give another to convert."
             )
@@ -97,7 +97,7 @@ def prepare(
         stacks = find_stacks(root, plan.layers)
         observed = outside(plan, stacks)
         recording = Recording(root, stacks, whole=bool(observed.layers))
-    checks.require_unpaired(observed.layers)
+    planning.require_unpaired(observed.layers)
     if kv_cache is not None:
         observe_cache(root, kv_cache)
     attach_observers(root, observed.layers, needs)
@@ -142,7 +142,6 @@ def calibrate(
         >>> fp4pass.convert(model, "nvfp4")[0].input_global_scale.shape
         torch.Size([1])
     """
-    unwrap(model, data)
     state = get_state(model)
     if not isinstance(state, PreparedState):
         raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
@@ -216,7 +215,7 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    root, rules = unwrap(model, fmt, method), check_rules(rules, options.get("weight_only"))
+    root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):

@@ -35,8 +35,15 @@ from ..core.files import parse_json, path_of
 from ..errors import CheckpointError, OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
-from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
-from ..record.state import ModelState, known_tokenizer
+from ..record.state import (
+    WEIGHTS,
+    ModelState,
+    known_tokenizer,
+    named_folder,
+    source_folder,
+    tensor_files,
+    tensor_shapes,
+)
 from .model_layers import COPIED, NOT_COPIED, is_left_over, is_transformers
 from .readers import Readers
 from .source_files import MANIFEST, read_tensors, without_scales

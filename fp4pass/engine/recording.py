@@ -66,10 +66,7 @@ class Call:
 
 
 class Stack:
-    """Layers, each of which is called with the result of the one before it.
-
-    Any other input that a layer has is recorded as it is.
-    """
+    """Layers, each called with the result of the one before it; other inputs are recorded."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
         # The pattern matches the names of all modules below the layers.
@@ -180,11 +177,7 @@ class Stack:
         self.calls.append(call)
 
     def skim(self, run: Callable[[], object]) -> bool:
-        """Record a call by `run`, most layers passed over; return whether that could be done.
-
-        Layers return their input: first all but two, then all but one. Arguments that are the same
-        both times do not come from other layers.
-        """
+        """Record a call by `run`, most layers passed over; return whether that could be done."""
         before, found = len(self.calls), []
         try:
             for count in (2, 1):
@@ -504,7 +497,6 @@ def _version(x: Tensor) -> int:
 
 
 def _is_filled(cache: Any) -> bool:
-    """Return whether a cache of transformers holds anything."""
     try:
         return bool(cache.get_seq_length())
     except ValueError:
@@ -513,14 +505,12 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None) -> Any:
-    """Return the argument in a place, None if there is none."""
     if isinstance(slot, int):
         return args[slot] if slot < len(args) else None
     return kwargs.get(str(slot))
 
 
 def _map_tensors(value: Any, function: Any) -> Any:
-    """Return the same with every tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -549,7 +539,6 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Return whether values are equal, tensors in each number."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return a is b or bool(a == b)

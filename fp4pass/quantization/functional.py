@@ -209,7 +209,6 @@ def error_metrics(
 
 
 def _square(x: Tensor) -> float:
-    """Return the sum of squares, in float64."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
@@ -331,6 +330,12 @@ def _block_hessians(
         raise NonFiniteError(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
+    # Sums in float32 or bfloat16 are off by so much.
+    off = largest.squeeze((1, 2)) * n * 1e-2
+    is_skewed = ((hessian - hessian.mT).abs().amax((1, 2)) > off).any()
+    if is_skewed or (torch.linalg.eigvalsh(hessian)[:, 0] < -off).any():
+        wanted = "sums of a a^T over inputs a, symmetric and positive semidefinite"
+        raise OptionError(expected(f"{caller}: block_hessian", wanted, "others"))
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 

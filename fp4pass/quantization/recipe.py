@@ -155,10 +155,7 @@ def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
 
 
 def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe in fp4pass.json as `Recipe.to_dict` does.
-
-    The name of a quality stays as it was written, whatever it means now.
-    """
+    """Return the recipe in fp4pass.json as `Recipe.to_dict` does, the quality as it was written."""
     name = {QUALITY: recipe[QUALITY]} if QUALITY in recipe else {}
     options = {key: value for key, value in recipe.items() if key != QUALITY}
     return {**name, **Recipe.from_dict(options).to_dict()}
@@ -167,10 +164,7 @@ def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def recipe_of(
     config: LinearConfig, rules: Sequence[Rule], tokens: int, before: PreparedState | None
 ) -> dict[str, Any]:
-    """Return the recipe of a conversion as plain values, for fp4pass.json.
-
-    tokens: the most that a layer saw; before: the state of `prepare`.
-    """
+    """Return the recipe of a conversion for fp4pass.json; tokens: the most that a layer saw."""
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:
         is_sequential = before is not None and before.recording is not None
@@ -181,7 +175,6 @@ def recipe_of(
 
 
 def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the calibration of all processes together."""
     each = ranks().gather(dict(seen))
     if len(each) == 1 or not any(each):
         return each[0]
@@ -236,7 +229,6 @@ def _read(
 
 
 def _with_method(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options with the method itself in place of its plain values."""
     method = options.get("method")
     return (
         {**options, "method": method_from_dict(method)} if isinstance(method, Mapping) else options

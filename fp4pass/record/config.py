@@ -251,10 +251,7 @@ class LinearConfig:
         return stored
 
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
-        """Return a copy with other options.
-
-        Another `fmt` is another scheme: it brings its own block and `weight_only`.
-        """
+        """Return a copy with other options; `fmt` brings its own block and `weight_only`."""
         check_options(options)
         block = {"block": None} if "fmt" in options else {}
         return dataclasses.replace(self, **{**block, **expand_scheme(options)})

@@ -69,15 +69,11 @@ class _Seen:
 
 
 class Observer(nn.Module):
-    """Accumulates the statistics of its inputs, and returns nothing.
+    """Accumulates the statistics `needs` of its inputs of width `columns`, and returns nothing.
 
-    It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
-    moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
-    that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
-    torch.compile would merge the tensors that two observers make in one graph.
-
-    It collects the fields `needs` of Stats of inputs of width `columns`; `sharers` is the number of
-    layers that a graph feeds it for, 0 for a hook.
+    It is a node of a graph, for `sharers` layers, or runs before a layer through `hook`. Its state
+    is no buffer, so that it is not saved and not cast. It is made before any call: torch.compile
+    would merge the tensors that two observers make in one graph.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
@@ -159,11 +155,7 @@ class Observer(nn.Module):
 
     @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe the input of a layer: a forward pre-hook with keyword arguments.
-
-        Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
-        first adds it, and the others take the result.
-        """
+        """Observe the input of a layer; those that have seen the same so far share the result."""
         # Not as a module, which would look for hooks of its own for every layer of every call.
         x = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
@@ -197,8 +189,7 @@ class Observer(nn.Module):
 class ExpertObserver:
     """Accumulates the statistics of a stack of experts, expert by expert.
 
-    second: whether the experts read activations of their own products; keep: keep the inputs in
-    place of whole Hessians, which takes less memory.
+    second: whether they read activations of their own products; keep: inputs, not whole Hessians.
     """
 
     sharers = 0
@@ -283,12 +274,10 @@ class ExpertObserver:
 
 
 def _hessian_name(needs: Sequence[str]) -> str:
-    """Return the Hessian to collect: the whole one has the blocks in it."""
     return "hessian" if "hessian" in needs else "block_hessian"
 
 
 def _hessians(total: Tensor, needs: Sequence[str]) -> dict[str, Any]:
-    """Return the statistics of a total [E, ...] of the Hessians that are collected."""
     if "hessian" in needs:
         return {"hessian": total, "block_hessian": torch.stack(list(map(diagonal_blocks, total)))}
     return {"block_hessian": total} if "block_hessian" in needs else {}
@@ -313,10 +302,7 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
 
 
 def collect(holders: Iterable[nn.Module], name: str) -> Stats:
-    """Return the statistics [E, ...] of modules with one weight, E 1 for a dense one, once each.
-
-    Raises CalibrationError if a calibration input held NaN or infinity.
-    """
+    """Return the statistics [E, ...] of modules with one weight, E 1 for a dense one, once each."""
     observers = dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ()))
     seen: list[Stats] = [o.stats() for o in observers if o.tokens]
     if not seen:

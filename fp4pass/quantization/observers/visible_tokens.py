@@ -126,7 +126,6 @@ _SLOT = threading.local()
 
 
 def _scope() -> Scope | None:
-    """Return the innermost call that runs in this thread, None outside of all."""
     return getattr(_SLOT, "scope", None)
 
 
