@@ -83,8 +83,8 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.quantize_checkpoint(model(), "o"), "in memory, call fp4pass.convert(model)"),
     (lambda: fp4pass.quantize_checkpoint("none", "o"), "Method 'hessian' needs calibration data"),
     # names of schemes and methods, in each other's place or as others spell them
-    (lambda: fp4pass.prepare(model(), "MXFP4"), "it is a scheme. Give fmt='mxfp4'."),
-    (lambda: fp4pass.convert(model(), "GPTQ"), "it is a method. Give method='gptq'."),
+    (lambda: fp4pass.prepare(model(), "MXFP4"), "Method 'MXFP4' does not exist"),
+    (lambda: fp4pass.convert(model(), "GPTQ"), "Scheme 'GPTQ' does not exist"),
     (lambda: convert(fmt="fp4"), "Did you mean 'nvfp4'?"),
     (lambda: convert(rules=[("0", {"fmt": None})]), "fmt: expected the name of a scheme, got None"),
     # options

@@ -85,12 +85,10 @@ def prepare(
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
         planning.require_observers(before, needs, rules, sequential)
-        known = before.recipe.get(KV_CACHE)
-        if kv_cache is not None and planning.cache_of(before, kv_cache) != known:
-            raise StateError(
-                f"The model is prepared with kv_cache={known!r}. Give another to convert."
-            )
-        set_state(root, dataclasses.replace(before, config=config))
+        recipe = dict(before.recipe)
+        if kv_cache is not None:
+            recipe[KV_CACHE] = planning.cache_of(before, kv_cache)
+        set_state(root, dataclasses.replace(before, config=config, recipe=recipe))
         return model
     recording, observed = None, plan
     if sequential:

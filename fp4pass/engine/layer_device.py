@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,6 @@ _PAGE = 1 << 12
 _Copies = Mapping[Tensor, tuple[Tensor, "Future[torch.cuda.Event]"]]
 
 
-class _Home(NamedTuple):
-    """A tensor at home, and the version of its copy when that was made."""
-
-    tensor: Tensor
-    version: int
-
-
 class LayerDevice:
     """Bring layers to a device and back; `keeps`: packed tensors go to a store, and not back."""
 
@@ -45,8 +38,8 @@ class LayerDevice:
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-read")
         self._copiers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-copy")
         self._next: tuple[nn.Module, _Copies] | None = None
-        # The home of each tensor of the layer that is placed.
-        self._before: dict[Tensor, _Home] = {}
+        # Of each tensor of the layer that is placed: that at home, and the version of the copy.
+        self._before: dict[Tensor, tuple[Tensor, int]] = {}
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -118,7 +111,7 @@ class LayerDevice:
         found = self._before
         for parameter in layer.parameters():
             if parameter.device != place and parameter not in found:
-                found[parameter] = _Home(parameter.data, 0)
+                found[parameter] = parameter.data, 0
                 parameter.data = brought(parameter)
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
@@ -126,7 +119,7 @@ class LayerDevice:
                 # One for all modules that share it.
                 copy = there[tensor] = there[tensor] if tensor in there else brought(tensor)
                 buffers[name] = copy
-                found[copy] = _Home(tensor, copy._version)
+                found[copy] = tensor, copy._version
 
     def _take_back(self, layer: nn.Module, home: torch.device) -> None:
         """Give a layer its tensors of before, which may be mapped, and move new ones home."""
@@ -134,13 +127,13 @@ class LayerDevice:
         parameters = dict.fromkeys(layer.parameters())
         for parameter in parameters | {x: None for x in before if isinstance(x, nn.Parameter)}:
             known = before.get(parameter)
-            parameter.data = parameter.data.to(home) if known is None else known.tensor
+            parameter.data = parameter.data.to(home) if known is None else known[0]
         kept = [m._buffers for m in layer.modules() if self.keeps and isinstance(m, QUANTIZED)]
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
             known = before.get(tensor)
-            if known is not None and known.version == tensor._version:
-                buffers[name] = known.tensor
+            if known is not None and known[1] == tensor._version:
+                buffers[name] = known[0]
             elif tensor.device != home and not any(buffers is each for each in kept):
                 buffers[name] = there[tensor] = there.get(tensor, tensor.to(home))
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .._compat import FAULTS
 from ..core.machine import memory_limits
 from ..distributed import ranks
-from ..errors import CalibrationError, StateError, as_option
+from ..errors import CalibrationError, StateError, as_option, some
 from ..nn.experts import add_stacks
 from ..ops.registration import opaque
 from ..quantization.observers.observer import observes
@@ -57,12 +57,6 @@ class Call:
     def of(self, index: int) -> Arguments | None:
         """Return the other arguments of layer `index`, None if it is not called."""
         return self.arguments[index if len(self.arguments) > 1 else 0]
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any of its tokens counts."""
-        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden)
-        return self.hidden[..., 0].numel() > 0 if rows is None else bool(rows.any())
 
 
 class Stack:
@@ -350,20 +344,12 @@ class Recording:
             for stack in self.stacks
             for index in sorted({index for call in stack.calls for index in call.given})
         ]
-        names = list(dict.fromkeys(itertools.chain(*ranks().gather(own))))
-        if names:
-            more = f" and {len(names) - 3} more layers" if len(names) > 3 else ""
+        if names := list(dict.fromkeys(itertools.chain(*ranks().gather(own)))):
             _log.warning(
-                "%s%s: the model calls them with more than the results of the layers before them, "
+                "%s: the model calls them with more than the results of the layers before them, "
                 "so they are calibrated on their inputs in the float model.",
-                ", ".join(names[:3]),
-                more,
+                some(names),
             )
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any token was recorded."""
-        return any(call.has_tokens for stack in self.stacks for call in stack.calls)
 
     def passed_by(self, plan: Plan) -> Plan:
         """Return the plan of the layers of stacks that no call came to."""

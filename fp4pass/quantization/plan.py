@@ -80,22 +80,17 @@ class KeptWeight:
     problem: str = ""  # why a layer cannot hold them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerPlan(LinearLayer):
     """A layer to quantize, and how."""
 
-    config: LinearConfig = field(kw_only=True)
-    # One for each matrix; known after `with_shared_scales`.
-    global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
-    # The scale of the tensor that layers share which engines fuse; None to choose its own.
-    tensor_scale: float | None = field(default=None, kw_only=True)
-    # Known after `with_statistics`: of its inputs, and the processes that search its parts.
-    stats: Stats = field(default_factory=Stats, kw_only=True)
-    # The codes that a source in FP8 has, which are taken in place of a search.
-    kept: KeptWeight | None = field(default=None, kw_only=True)
-    # Said in the report.
-    note: str = field(default="", kw_only=True)
-    searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
+    config: LinearConfig
+    global_scales: tuple[float, ...] = (1.0,)  # of each matrix, known after `with_shared_scales`
+    tensor_scale: float | None = None  # that layers share which engines fuse; None for its own
+    stats: Stats = field(default_factory=Stats)  # of its inputs, known after `with_statistics`
+    searchers: tuple[int, ...] = (0,)  # the processes that search its parts, known then, too
+    kept: KeptWeight | None = None  # codes of a source in FP8, taken in place of a search
+    note: str = ""  # for the report
 
     @property
     def owner(self) -> int:
@@ -150,7 +145,7 @@ class Plan:
             found.setdefault(layer.weight_key, []).append(layer)
         return list(found.values())
 
-    def map(self, change: Callable[[LayerPlan], LayerPlan]) -> Plan:
+    def map(self, change: Callable[[LayerPlan], LayerPlan | SkippedLayer]) -> Plan:
         """Return a plan with each layer changed."""
         return Plan(tuple(change(e) if isinstance(e, LayerPlan) else e for e in self.entries))
 
@@ -343,7 +338,7 @@ def with_unreached(plan: Plan) -> Plan:
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 
-    return Plan(tuple(settled(e) if isinstance(e, LayerPlan) else e for e in plan.entries))
+    return plan.map(settled)
 
 
 def _has_statistics(layer: LayerPlan) -> bool:

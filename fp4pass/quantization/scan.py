@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, fx, nn
@@ -69,11 +69,11 @@ class LinearLayer:
         return self.name or "the model"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SkippedLayer(LinearLayer):
     """A layer that stays as it is, with the reason."""
 
-    skip_reason: str = field(kw_only=True)
+    skip_reason: str
 
 
 def scan_layers(model: nn.Module) -> list[LinearLayer]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..core.formats import FORMATS, Format
 from ..errors import OptionError, as_option, named, nearest, unknown_name
-from ..methods import METHODS, Gptq, Hessian, Sse
+from ..methods import Gptq, Hessian, Sse
 
 # The names that type checkers know; a test holds them equal to those of `schemes`.
 Scheme = (
@@ -46,8 +46,6 @@ def scheme_fields(name: object) -> dict[str, Any]:
     if base in known:
         return {**known[base], "fmt": weight_format(str(name))}
     problem = f"{named('fmt')}: Scheme {name!r} does not exist"
-    if base in METHODS:
-        raise OptionError(f"{problem}: it is a method. Give {as_option('method', base)}.")
     near = nearest(_ELSEWHERE.sub("", base.replace("weight_only", "a16")), known)
     raise OptionError(f"{problem}.{near} Known: {', '.join(sorted(known))}.")
 

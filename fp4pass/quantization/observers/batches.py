@@ -122,13 +122,11 @@ def require_tokens(model: nn.Module, batch: Any, name: str) -> None:
 
 def _vocabulary(model: nn.Module) -> int | None:
     """Return how many rows the table of a model's tokens has, None where that is not known."""
-    root: Any = unwrap(model)
+    find: Any = getattr(unwrap(model), "get_input_embeddings", lambda: None)
     try:
-        table = root.get_input_embeddings()
-    # Other models lack the method; those of transformers raise the second if they find no table.
+        table = find()
     except (AttributeError, NotImplementedError):
-        tables = [each for each in root.modules() if isinstance(each, nn.Embedding)]
-        table = tables[0] if len(tables) == 1 else None
+        return None
     # One with modules of its own has further rows there.
     is_whole = isinstance(table, nn.Embedding) and not table._modules
     return table.num_embeddings if is_whole else None

@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -109,11 +109,6 @@ class Observer(nn.Module):
         """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
         return self._seen.state
 
-    def replace(self, state: State) -> None:
-        """Set the statistics."""
-        self._seen.holders -= 1
-        self._seen = _Seen(state, is_empty=False)
-
     def forward(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Add an input x [..., K] of the layers; reference: the same tokens in the float model."""
         # An exported graph has no observer to write to, and its fake tensors must not stay here.
@@ -123,10 +118,7 @@ class Observer(nn.Module):
         if x.shape[-1:] != (self.columns,):
             # The layer raises for it.
             return
-        if torch.compiler.is_compiling():
-            self._observe(x, reference)
-            return
-        with _LOCK:
+        with nullcontext() if torch.compiler.is_compiling() else _LOCK:
             self._observe(x, reference)
 
     def _observe(self, x: Tensor, reference: Tensor | None) -> None:
@@ -142,7 +134,8 @@ class Observer(nn.Module):
         observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
         for name, total in zip(self._others, state[3:], strict=True):
             STATISTICS[name]["update"](total, x.detach(), reference)
-        self.replace(state)
+        self._seen.holders -= 1
+        self._seen = _Seen(state, is_empty=False)
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
@@ -308,16 +301,12 @@ def collect(holders: Iterable[nn.Module], name: str) -> Stats:
     if not seen:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
-    finite = all(math.isfinite(each.input_amax) for each in seen)
-    if not finite or not all(
-        total.isfinite().all() for total in stats.collected_tensors().values()
-    ):
-        what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
-        if not finite:
-            what = "held NaN or infinity"
+    is_finite = all(total.isfinite().all() for total in stats.collected_tensors().values())
+    if not is_finite or not all(math.isfinite(each.input_amax) for each in seen):
         raise CalibrationError(
-            f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
-            "layer they come from, then prepare and calibrate again."
+            f"{name or 'the model'}: its inputs held NaN, infinity or squares that float32 cannot "
+            "hold during calibration. Find the batch or the layer they come from, then prepare and "
+            "calibrate again."
         )
     return stats
 
