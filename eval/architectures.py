@@ -10,7 +10,9 @@ each row (eval/pages/architectures.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import logging
 import re
@@ -24,11 +26,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from typer.testing import CliRunner
-
 from eval.record import Results, facts
 from fp4pass.checkpoint.readers import Readers
-from fp4pass.cli.app import app
+from fp4pass.cli.app import run
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 
@@ -146,9 +146,11 @@ def by_command(model: Any, scratch: Path, found: Mapping[str, Any]) -> str:
             model.save_pretrained(source)
         except Exception as error:
             return f"transformers does not save it: {type(error).__name__}: {str(error)[:100]}"
-        result = CliRunner().invoke(app, ["quantize", *words])
-    if result.exit_code:
-        lines = (result.stderr or repr(result.exception)).strip().splitlines()
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            code = run(["quantize", *words])
+    if code:
+        lines = said.getvalue().strip().splitlines()
         return lines[-1].replace(str(source), "MODEL").replace(str(out), "out")
     layers = layers_of(json.loads((out / "fp4pass.json").read_text("utf-8")))
     if layers["packed"] != found["packed"]:

@@ -111,7 +111,7 @@ def interpreter_remembers_builtins() -> Iterator[None]:
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the references on the CPU, where the products have the bits of dense ones."""
-    monkeypatch.setattr("fp4pass.kernels.cpu.library.load", lambda: ({}, "not for this test"))
+    monkeypatch.setattr("fp4pass.kernels.cpu.operators.load", lambda: ({}, "not for this test"))
 
 
 @pytest.fixture

@@ -150,7 +150,6 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
     "fp4pass.integrations.PackedConfig": transformers_model,
     "fp4pass.integrations.quantized_cache": transformers_model,
-    "fp4pass.lab.Candidate": with_stack,
     "fp4pass.lab.Allocation": with_stack,
     "fp4pass.parallel.ExpertParallel": lambda _: {
         "mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)

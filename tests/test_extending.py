@@ -67,8 +67,7 @@ USES = {
     "An option": """
     import json
     from torch.nn import functional as F
-    import typer.testing
-    from fp4pass.cli.app import app
+    from fp4pass.cli.app import parser
     options = {"fmt": "mxfp4:16", "method": "sse"}
     plain, clipped = fp4pass.convert(model(), **options), {**options, "clip": 0.5}
     recipe = fp4pass.Recipe(fp4pass.LinearConfig(**clipped))
@@ -87,8 +86,8 @@ USES = {
     assert torch.equal(fp4pass.load(folder, model=model())(x), converted(x))
     from fp4pass.integrations import Fp4PassConfig
     assert Fp4PassConfig(clip=0.5).to_dict()["clip"] == 0.5
-    shown = typer.testing.CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "200"})
-    assert "--clip" in shown.output and "Largest magnitude of inputs" in shown.output
+    shown = " ".join(parser("quantize").format_help().split())
+    assert "--clip" in shown and "Largest magnitude of inputs" in shown
     """,
 }
 

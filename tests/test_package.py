@@ -34,7 +34,7 @@ loaded = fp4pass.load(folder + "/out", model=other)
 x = torch.randn(3, 64)
 assert torch.equal(loaded(x), model(x))
 write_report(model, folder + "/report.html")
-from fp4pass.kernels.cpu.library import load
+from fp4pass.kernels.cpu.operators import load
 assert load()[1] is None, load()[1]
 files = {m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "fp4pass"}
 print(version("fp4pass"), *{f for f in files if not f.startswith(sys.argv[1])})

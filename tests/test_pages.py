@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import pages
 import pytest
 import torch
@@ -23,7 +24,7 @@ from pages import ROOT, Block
 import fp4pass
 from fp4pass import errors
 
-for package in ("transformers", "typer", "datasets"):
+for package in ("transformers", "yaml", "datasets"):
     pytest.importorskip(package)
 
 ALL = [*pages.PAGES, *pages.RECIPES]
@@ -38,11 +39,9 @@ SHELL = [
 
 @functools.cache
 def subcommands() -> dict[str, Any]:
-    import typer
+    from fp4pass.cli.app import COMMANDS, parser
 
-    from fp4pass.cli.app import app
-
-    return typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {name: parser(name)._option_string_actions.keys() for name in COMMANDS}
 
 
 def wrong(words: list[str]) -> str | None:
@@ -50,10 +49,9 @@ def wrong(words: list[str]) -> str | None:
     if "fp4pass" in words and words[-1] != "fp4pass":
         rest = words[words.index("fp4pass") + 1 :]
         if words[0] == "fp4pass" or words[words.index("fp4pass") - 1] == "-m":
-            command = subcommands().get(rest[0])
-            if command is None:
+            known = subcommands().get(rest[0])
+            if known is None:
                 return f"no command {rest[0]}"
-            known = {name for each in command.params for name in each.opts + each.secondary_opts}
             given = {word.partition("=")[0] for word in rest if word.startswith("-")}
             return f"{rest[0]} has no {given - known}" if given - known else None
     module = re.search(r"-m (fp4pass[\w.]*)", " ".join(words))
@@ -212,13 +210,7 @@ def run_block(block: Block, names: dict[str, Any], again: bool) -> None:
 def run_command(words: list[str], again: bool) -> None:
     """A command of a page: fp4pass in this process, others in one of their own."""
     if words[0] == "fp4pass":
-        from typer.testing import CliRunner
-
-        from fp4pass.cli.app import app
-
-        result = CliRunner().invoke(app, words[1:])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
+        result = commands.run(*words[1:], code=None)
         code, output = result.exit_code, result.output
     else:
         words = [sys.executable, *words[1:]] if words[0] == "python" else words

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.checkpoint.transcode import transcode
+from fp4pass.checkpoint import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, ShapeError, StateError
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 from fp4pass.methods import Stats

@@ -6,8 +6,8 @@
 
 Models have the sizes of those of eval/bench/generate.py, but N layers, and heavy-tailed random
 weights in NVFP4, those of the head too. A step is the model, its static cache and the choice of the
-token, in one CUDA graph, after 512 tokens. It is compiled anew for each column, where
-FP4PASS_SKIP_PASSES leaves out the passes of the columns behind it. Times are microseconds of a
+token, in one CUDA graph, after 512 tokens. It is compiled anew for each column,
+without the passes of the columns behind it. Times are microseconds of a
 replay of that graph (`timed` of eval/bench/decode.py). The columns of a row compile at a time and
 are measured one after another, each in a process of its own.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +29,7 @@ from eval.bench.generate import MODELS, SMALL, nvfp4_head
 from eval.bench.harness import number, parser_for, random_model, write_table
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
-from fp4pass.graph.inductor.install import SWITCH
+from fp4pass.graph.inductor import install
 
 # Each adds its passes to those of the columns before it.
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -84,7 +83,8 @@ def measure(args: argparse.Namespace) -> None:
     (name,), (rows,) = args.models, args.rows
     names = list(COLUMNS)
     behind = names[names.index(args.one) + 1 :]
-    os.environ[SWITCH] = ",".join(itertools.chain.from_iterable(COLUMNS[each] for each in behind))
+    left_out = set(itertools.chain.from_iterable(COLUMNS[each] for each in behind))
+    install.PASSES = tuple(each for each in install.PASSES if each.__name__ not in left_out)
     kind, config = MODELS[name]
     config = config | {"num_hidden_layers": args.layers} | (SMALL if args.tiny else {})
     model = random_model(kind, config)

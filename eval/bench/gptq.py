@@ -44,15 +44,18 @@ from eval.bench.harness import (
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.search.gptq_reference import (
+from fp4pass.kernels.search.joint_reference import (
+    REFERENCE,
     ROWS,
+    Chooser,
     cost_alone,
     damp,
+    make_metric,
     make_problem,
+    normalize,
     rows_together,
     solve,
 )
-from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 

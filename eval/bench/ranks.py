@@ -197,7 +197,7 @@ STEPS = {
     "fp4pass.engine.layer_runner.Runner": ("observe", "advance"),
     "fp4pass.quantization.plan": ("summed_statistics", "collect"),
     "fp4pass.quantization.quantize": ("search_parts", "shared_tensors", "with_shared_scales"),
-    "fp4pass.distributed.ranks.Ranks": ("gather", "exchange", "broadcast"),
+    "fp4pass.distributed.Ranks": ("gather", "exchange", "broadcast"),
 }
 
 

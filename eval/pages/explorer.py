@@ -22,7 +22,7 @@ Found = Mapping[str, Any]
 ABOUT = ("model", "parameters", "dtype", "machine", "versions", "command", "confidence")
 
 # Measures of a text, each with an interval.
-INTERVALS = ("perplexity", "bits_per_byte", "kl", "top_p_kl", "top1")
+INTERVALS = ("perplexity", "bits_per_byte", "kl", "top1")
 # Differences to the original and to the method naive, by their names in the table.
 DIFFERENCES = {
     "change": ("change", "perplexity_ratio"),

@@ -19,7 +19,7 @@ from eval.pages.memory import QWEN3_4B, gb, read, row
 from eval.pages.tables import origin, table, write_between
 from fp4pass.core.formats import NVFP4
 from fp4pass.distributed import divide
-from fp4pass.kernels.search.gptq_reference import ROWS
+from fp4pass.kernels.search.joint_reference import ROWS
 from fp4pass.quantization.plan import search_seconds
 
 ONE, TWO, REDUCE, FSDP, DECODE, *STREAM = (

@@ -3,13 +3,14 @@
     python -m eval.quality.budget --model FOLDER --calib calib.txt --text eval.txt --json OUT
     python -m eval.quality.budget --json FILE ... --table docs/budget.md --picture docs/budget.png
 
-Groups are measured once for all budgets. Each choice is measured again, and with it the best
-uniform model of at most its bytes, on a text that chose nothing.
+Each choice is measured again, and with it the best uniform model of at most its bytes, on a text
+that chose nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ import fp4pass
 from eval.charts import Panel, Points, Scale, arrange, write_png
 from eval.pages.tables import table, write_between
 from eval.record import Results, facts
-from fp4pass.lab import SCHEMES, Allocation, Candidate
-from fp4pass.lab.allocate import measured
+from fp4pass.lab import SCHEMES, Allocation
+from fp4pass.lab.allocate import FLOAT, Candidate, cheapest, total
+from fp4pass.record import scheme_fields
 
 BITS, KLS = (4.75, 5.0, 5.5, 6.0), (0.01,)
 
@@ -73,30 +75,37 @@ def run(args: argparse.Namespace) -> None:
     results = Results(args.json[0], about, again=True)
     text = args.text.read_text("utf-8")
     test = fp4pass.evaluation.token_windows(tokenizer, text, window=args.seq_len, windows=args.test)
-    start = time.perf_counter()
     budgets = [{"bits": each} for each in args.bits] + [{"kl": each} for each in args.kl]
-    with measured(
-        model,
-        args.schemes,
-        args.windows,
-        args.held_out,
-        {"data": args.calib.read_text("utf-8"), "tokenizer": tokenizer, "seq_len": args.seq_len},
-        {"method": args.method},
-    ) as trials:
-        results.about["seconds_of_groups"] = round(time.perf_counter() - start, 1)
-        for i, budget in enumerate(budgets):
-            start = time.perf_counter()
-            found = trials.choose(budget)
-            seconds = round(time.perf_counter() - start, 1)
-            if i == 0:
-                plain = found.to_dict()
-                results.about |= {name: plain[name] for name in ("text", "curve")}
-                results.about["test_tokens"] = test.numel()
-                results.about["groups"] = [
-                    {name: group[name] for name in ("layers", "weights", "costs")}
-                    for group in plain["groups"]
-                ]
-            results.put({**row(found), "seconds": seconds, **tested(trials, found, model, test)})
+    options: dict[str, Any] = {"windows": args.windows, "held_out": args.held_out}
+    options |= {"data": args.calib.read_text("utf-8"), "tokenizer": tokenizer}
+    options |= {"schemes": args.schemes, "method": args.method, "seq_len": args.seq_len}
+    for budget in budgets:
+        start = time.perf_counter()
+        found = fp4pass.allocate(model, **budget, **options)
+        seconds = round(time.perf_counter() - start, 1)
+        plain = found.to_dict()
+        results.about |= {"text": plain["text"], "curve": curve_of(found)}
+        results.about["test_tokens"] = test.numel()
+        results.about["groups"] = [
+            {name: group[name] for name in ("layers", "weights", "costs")}
+            for group in plain["groups"]
+        ]
+        more = tested(found, model, test, args.method)
+        results.put({**row(found), "seconds": seconds, **more})
+
+
+def curve_of(found: Allocation, points: int = 24) -> list[dict[str, float]]:
+    """Return bits, bytes and predicted KL of the best choices by prediction, the smallest first."""
+    costs = [group.costs for group in found.groups]
+    weights = sum(group.weights for group in found.groups)
+    sizes = [[cost.bytes for cost in each.values()] for each in costs]
+    low, high = sum(map(min, sizes)), sum(map(max, sizes))
+    best = {cheapest(costs, low + (high - low) * i / points, "bytes") for i in range(points + 1)}
+    sums = sorted((total(costs, each) for each in best if each), key=lambda each: each.bytes)
+    return [
+        {"bits": 8 * each.bytes / weights, "bytes": each.bytes, "predicted": each.kl}
+        for each in sums
+    ]
 
 
 def row(found: Allocation) -> dict[str, Any]:
@@ -111,11 +120,16 @@ def row(found: Allocation) -> dict[str, Any]:
     }
 
 
-def tested(trials: Any, found: Allocation, model: Any, test: Tensor) -> dict[str, Any]:
+def tested(found: Allocation, model: Any, test: Tensor, method: str) -> dict[str, Any]:
     """Return the KL of a choice and of the best uniform one on text that chose nothing."""
 
     def evaluated(each: Candidate) -> Any:
-        packed = trials.model.convert(trials.recipe(each.schemes))
+        rules = [
+            (name, None if scheme == FLOAT else scheme_fields(scheme))
+            for group, scheme in zip(found.groups, each.schemes, strict=True)
+            for name in group.layers
+        ]
+        packed = fp4pass.convert(copy.deepcopy(model), method=method, rules=rules, progress=False)
         return fp4pass.evaluate(packed, None, test, model, progress=False)
 
     ours = evaluated(found.chosen)
@@ -174,7 +188,7 @@ def curve(found: Mapping[str, Any]) -> Panel:
             [one["kl"] for one in each],
             label=label,
             color=color,
-            y_ends=[(one["low"] or one["kl"], one["high"] or one["kl"]) for one in each],
+            y_ends=[(one.get("low") or one["kl"], one.get("high") or one["kl"]) for one in each],
         )
 
     line = Points(

@@ -41,7 +41,7 @@ from fp4pass.core.formats import FORMATS
 from fp4pass.evaluation import Difference, Evaluation, cut_windows, output_errors, token_windows
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm"
-MEASURES = ("perplexity", "bits_per_byte", "kl", "top_p_kl", "top1")
+MEASURES = ("perplexity", "bits_per_byte", "kl", "top1")
 
 
 def opened(args: argparse.Namespace, dtype: Any = "auto") -> tuple[Any, Any]:

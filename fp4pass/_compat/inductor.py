@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from . import part
 
 
 @dataclass(frozen=True)
@@ -19,12 +16,10 @@ class CppCall:
 
     Attributes:
         source: the function `void NAME(parameters)`, with NAME where its name stands.
-        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result, then
-            those of `numbers`.
+        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result.
         inputs: tensors of the graph; the function gets their contiguous data.
         size: the shape of the result.
         dtype: that of the result.
-        numbers: integers that the function gets too.
     """
 
     source: str
@@ -32,44 +27,6 @@ class CppCall:
     inputs: tuple[Any, ...]
     size: tuple[int, ...]
     dtype: torch.dtype
-    numbers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class DenseProduct:
-    """x W^T + bias, where C++ makes W [N, K] for this product alone."""
-
-    x: Described
-    weight: CppCall
-    bias: Described | None
-
-
-@part(
-    "torch",
-    "C++ for packed weights in compiled graphs",
-    "On a CPU compiled code calls operators for them, each some microseconds later.",
-)
-def _writes_cpp() -> None:
-    from torch._inductor import ir, lowering
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen as Wrapper
-
-    # As the code below calls them; other parameters than these are errors.
-    inspect.signature(Wrapper.generate_kernel_call).bind(
-        *(None, "name", []), device=None, triton=False, arg_types=[]
-    )
-    inspect.signature(Wrapper.define_kernel).bind(
-        *(None, "name", "source"), gpu=False, cpp_definition=""
-    )
-    inspect.signature(lowering.make_fallback).bind(None, layout_constraint=None, warn=False)
-    inspect.signature(lowering.register_lowering).bind(None, type_promotion_kind=None)
-    inspect.signature(ir.FixedLayout).bind(None, torch.float32, [], [])
-    inspect.signature(ir.ExternKernelOut).bind(None, [])
-    _ = (
-        ir.ExternKernel.require_contiguous,
-        ir.FlexibleLayout.contiguous_strides,
-        ir.TensorBox.create,
-    )
-    _ = Wrapper.next_kernel_suffix, lowering.tag_to_layout_constraint
 
 
 def call_by_name(operators: Iterable[Any]) -> None:
@@ -79,8 +36,6 @@ def call_by_name(operators: Iterable[Any]) -> None:
     string, and what they were computed from, again at each use: after 36 layers that does not end.
     Operators that Inductor knows stay as they are.
     """
-    if not _writes_cpp.works():
-        return
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
@@ -90,18 +45,16 @@ def call_by_name(operators: Iterable[Any]) -> None:
             lowering.make_fallback(each, layout_constraint=constraint, warn=False)
 
 
-def lower_to_cpp(
-    operator: Any, lower: Callable[..., Sequence[CppCall | DenseProduct] | None]
-) -> None:
+def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) -> None:
     """Have Inductor make C++ of an operator's calls on a CPU, where `lower` finds some.
 
     `lower` gets the arguments, whose tensors have a `size` and a `dtype` here, and returns a call
-    or a product for each result, or None to leave the operator as it is. So it stays where a size
+    for each result, or None to leave the operator as it is. So it stays where a size
     is symbolic. Registering again changes nothing.
     """
     from torch._inductor import lowering
 
-    if not _writes_cpp.works() or operator in lowering.lowerings:
+    if operator in lowering.lowerings:
         return
     call_by_name([operator])
     fallback = lowering.lowerings[operator]
@@ -142,20 +95,10 @@ def _described(argument: Any) -> Any:
     return Described(argument, tuple(size), argument.get_dtype())
 
 
-def _node(call: CppCall | DenseProduct) -> Any:
-    """Return the node of a call, or of a product as Inductor has it for F.linear."""
+def _node(call: CppCall) -> Any:
+    """Return the node of a call."""
     from torch._inductor import ir
-    from torch._inductor.lowering import lowerings
 
-    if isinstance(call, DenseProduct):
-        aten, x = torch.ops.aten, call.x
-        rows = lowerings[aten.view](x.node, [-1, x.size[-1]])
-        weight = lowerings[aten.permute](_node(call.weight), [1, 0])
-        if call.bias is None:
-            y = lowerings[aten.mm](rows, weight)
-        else:
-            y = lowerings[aten.addmm](call.bias.node, rows, weight)
-        return lowerings[aten.view](y, [*x.size[:-1], call.weight.size[0]])
     inputs = [ir.ExternKernel.require_contiguous(each.node) for each in call.inputs]
     first: Any = inputs[0]
     size = list(call.size)
@@ -181,7 +124,7 @@ def _call_class() -> Any:
             arguments = [_reference(each) for each in self.inputs]
             wrapper.generate_kernel_call(
                 name,
-                [*arguments, self.get_name(), *map(str, self.call.numbers)],
+                [*arguments, self.get_name()],
                 device=self.get_device(),
                 triton=False,
                 arg_types=list(self.call.parameters),

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..checkpoint.float_models import load_tokenizer, model_class
-from ..errors import CalibrationError, OptionError, ShapeError, as_option, expected
+from ..errors import CalibrationError, OptionError, as_option, expected
 from ..record.state import PreparedState, get_state, source_folder, unwrap
-from .documents import IMAGE_MARK, Document, content_parts
 from .windows import tokenize
 
 _log = logging.getLogger(__name__)
 
 # Tokens of a window.
 SEQ_LEN = 512
+
+# Raised by templates and processors that refuse an example.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One example of calibration data."""
+
+    text: str | None = None  # read where there is no chat, or no chat template for it
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a chat, with the keys "role" and "content"
+    tools: tuple[Any, ...] = ()  # JSON schemas that a chat can use
+    ids: tuple[int, ...] = ()  # tokens, where they are known
+    has_images: bool = False  # parts of messages are images
+    where: str = "data"  # it stands, for errors
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.ids or (self.text or "").strip())
+
+    @property
+    def characters(self) -> int:
+        """The number of characters, four for each known token."""
+        if self.messages:
+            return sum(len(str(message.get("content") or "")) for message in self.messages)
+        return len(self.text or "") or 4 * len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -49,15 +70,13 @@ class Target:
     @staticmethod
     def of_config(config: Any) -> Target:
         """Return the facts of a model that is not loaded."""
-        reads = getattr(model_class(config), "main_input_name", "input_ids")
-        return Target(config, reads)
+        return Target(config, getattr(model_class(config), "main_input_name", "input_ids"))
 
     @property
     def context(self) -> int | None:
         """The number of positions that the model has, None where its config does not say it."""
-        if self.config is None:
-            return None
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        text = None if self.config is None else self.config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
     def require_text(self) -> None:
@@ -81,17 +100,6 @@ class Target:
         )
         return self.context
 
-    def require_context(self, windows: Tensor) -> None:
-        """Raise ShapeError for token windows [n, length] that the model has no positions for."""
-        if not windows.numel():
-            raise CalibrationError(f"data: expected token windows, got {list(windows.shape)}.")
-        if self.context is not None and windows.shape[1] > self.context:
-            raise ShapeError(
-                f"data: windows have {windows.shape[1]} tokens, but the context of the model is "
-                f"{self.context}. Cut them: data.reshape(-1, {self.context}), or give token ids "
-                "[tokens] and seq_len."
-            )
-
 
 class Processor:
     """The tokenizer of documents, or a processor of texts and images, found when it is needed."""
@@ -108,7 +116,14 @@ class Processor:
 
         Raises OptionError for neither.
         """
-        found = self._beside() if self._given is None else self._given
+        found = self._given
+        root: Any = None if self._model is None else unwrap(self._model)
+        folder = None if root is None or found is not None else source_folder(root)
+        if folder is not None and folder.is_dir():
+            found = load_tokenizer(str(folder))
+            # The cache of the hub may have the weights of a model alone.
+            if found is None and str(root.name_or_path) != str(folder):
+                found = load_tokenizer(str(root.name_or_path))
         if found is None:
             raise OptionError(
                 "tokenizer: expected one for data that is text, got none, and none lies in a "
@@ -116,16 +131,6 @@ class Processor:
                 "of tensors."
             )
         return found
-
-    def _beside(self) -> Any:
-        root: Any = None if self._model is None else unwrap(self._model)
-        folder = None if root is None else source_folder(root)
-        if folder is None or not folder.is_dir():
-            return None
-        found = load_tokenizer(str(folder))
-        # The cache of the hub may have the weights of a model alone.
-        name = str(root.name_or_path)
-        return load_tokenizer(name) if found is None and name != str(folder) else found
 
     @property
     def tokenizer(self) -> Any:
@@ -148,7 +153,7 @@ class Processor:
 
     def of_chats(self, documents: Sequence[Document]) -> list[list[int]]:
         """Return the tokens of chats, as their template has them."""
-        texts = [render_chat(document, self.processor) for document in documents]
+        texts = [self._rendered(document, tokenize=False) for document in documents]
         # The template has written special tokens.
         options = {"add_special_tokens": False, "verbose": False}
         return self.tokenizer(texts, **options)["input_ids"] if texts else []
@@ -159,114 +164,67 @@ class Processor:
             return str(self.tokenizer.decode(document.ids, skip_special_tokens=True))
         if not self.is_chat(document):
             return document.text or ""
-        return render_chat(document, self.processor).removeprefix(self.tokenizer.bos_token or "")
+        found = self._rendered(document, tokenize=False)
+        return str(found).removeprefix(self.tokenizer.bos_token or "")
 
     def of_images(self, document: Document) -> Mapping[str, Tensor]:
         """Return the batch of one that the processor makes of a document with images.
 
         Raises CalibrationError if the processor reads no images, or refuses the document.
         """
-        processor = self.processor
-        is_image_processor = hasattr(processor, "image_mean") or hasattr(processor, "do_resize")
-        if not is_image_processor and not hasattr(processor, "image_processor"):
+        made: Any
+        if hasattr(self.processor, "image_processor"):
+            made = self._rendered(document, tokenize=True, return_dict=True, return_tensors="pt")
+        elif hasattr(self.processor, "image_mean") or hasattr(self.processor, "do_resize"):
+            parts = [p for m in document.messages for p in m["content"] if isinstance(p, Mapping)]
+            images = [p.get("image", p.get("url")) for p in parts if p.get("type") == "image"]
+            made = _made(document.where, self.processor, images=images, return_tensors="pt")
+        else:
             raise CalibrationError(
-                f"{document.where}: an image, but {type(processor).__name__} reads text alone. "
-                "Pass the processor of the model, transformers.AutoProcessor.from_pretrained(...), "
-                "as tokenizer=."
+                f"{document.where}: an image, but {type(self.processor).__name__} reads text "
+                "alone. Pass the processor of the model, "
+                "transformers.AutoProcessor.from_pretrained(...), as tokenizer=."
             )
-        images = [_loaded(image, document.where) for image in document.images]
-        given: dict[str, Any] = {"images": images, "return_tensors": "pt"}
-        if not is_image_processor:
-            text = _image_text(document, processor)
-            given["text"] = [text]
-            bos = getattr(processor.tokenizer, "bos_token", None)
-            if bos and text.startswith(bos):
-                given["add_special_tokens"] = False
-        try:
-            made = processor(**given)
-        except (ValueError, TypeError, LookupError, RuntimeError, OSError, StopIteration) as error:
-            raise CalibrationError(
-                f"{document.where}: {type(processor).__name__} refuses it: {error!s:.300}. Correct "
-                "it, or leave it out."
-            ) from error
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+
+    def _rendered(self, document: Document, **options: Any) -> Any:
+        """Return what a chat template makes of a document: the processor's, or its tokenizer's."""
+        owner = self.processor if _has_template(self.processor) else self.tokenizer
+        if not _has_template(owner):
+            raise CalibrationError(
+                f"{document.where}: a chat, but the tokenizer has no chat template. Set "
+                "tokenizer.chat_template, as that of the instruct version of the model, or give "
+                "texts."
+            )
+        chat = [
+            {**message, "content": _shaped(message["content"], owner is not self.tokenizer)}
+            for message in document.messages
+        ]
+        tools = list(document.tools) or None
+        return _made(document.where, owner.apply_chat_template, chat, tools=tools, **options)
+
+
+def _made(where: str, call: Any, *args: Any, **options: Any) -> Any:
+    """Return what a processor or a template makes of an example. Raises CalibrationError."""
+    from jinja2 import TemplateError
+
+    try:
+        return call(*args, **options)
+    except (TemplateError, *_REFUSALS) as error:
+        kind = type(getattr(call, "__self__", call)).__name__
+        raise CalibrationError(
+            f"{where}: {kind} refuses it: {error!s:.300}. Correct it, or leave it out."
+        ) from error
 
 
 def _has_template(reader: Any) -> bool:
     return bool(getattr(reader, "chat_template", None))
 
 
-def render_chat(document: Document, processor: Any) -> str:
-    """Return the text that a chat template makes of a document, special tokens included.
-
-    The template is that of the processor, or of its tokenizer. Raises CalibrationError.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    reads_parts = _has_template(processor) and tokenizer is not processor
-    owner = processor if reads_parts else tokenizer
-    if not _has_template(owner):
-        raise CalibrationError(
-            f"{document.where}: a chat, but the tokenizer has no chat template. Set "
-            "tokenizer.chat_template, as that of the instruct version of the model, or give texts."
-        )
-    shape = _as_parts if reads_parts else _as_text
-    chat = [{**message, "content": shape(message["content"])} for message in document.messages]
-    plain = (ValueError, TypeError, KeyError, AttributeError, IndexError)
-    try:
-        import jinja2
-
-        tools = list(document.tools) or None
-        return str(owner.apply_chat_template(chat, tools=tools, tokenize=False))
-    except ImportError as error:
-        raise CalibrationError(
-            f"{document.where}: chat templates need jinja2: pip install jinja2."
-        ) from error
-    except (jinja2.TemplateError, *plain) as error:
-        raise CalibrationError(
-            f"{document.where}: the chat template refuses it: {error}. Change its turns, or leave "
-            "it out."
-        ) from error
-
-
-def _as_parts(content: Any) -> Any:
-    """Return the content of a message as a list of parts, which templates of processors read."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _as_text(content: Any) -> Any:
-    """Return the content of a message as a string where all of its parts are text."""
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
+def _shaped(content: Any, in_parts: bool) -> Any:
+    """Return the content of a message as its template reads it: as parts, or text as a string."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if in_parts else content
+    if not in_parts and all(part.get("type") == "text" for part in content):
+        return "\n".join(part["text"] for part in content)
     return content
-
-
-def _image_text(document: Document, processor: Any) -> str:
-    """Return the text of a document, with the token that its processor reads an image at."""
-    token = getattr(processor, "image_token", None) or IMAGE_MARK
-    if document.messages and (_has_template(processor) or document.text is None):
-        return render_chat(document, processor)
-    text = (document.text or "").replace(IMAGE_MARK, token)
-    missing = len(document.images) - text.count(token)
-    if _has_template(processor) and missing == len(document.images):
-        content = [*({"type": "image"},) * missing, *content_parts(text)]
-        asked = {"role": "user", "content": content}
-        return render_chat(dataclasses.replace(document, messages=(asked,)), processor)
-    return token * max(missing, 0) + text
-
-
-def _loaded(image: Any, where: str) -> Any:
-    """Read an image that is a path, a URL or bytes; return others as they are."""
-    from transformers.image_utils import load_image
-
-    if isinstance(image, Mapping):
-        # As `datasets` has those that it does not decode.
-        image = image["path"] if image.get("bytes") is None else image["bytes"]
-    try:
-        if isinstance(image, bytes):
-            from PIL import Image
-
-            return Image.open(io.BytesIO(image)).convert("RGB")
-        return load_image(str(image)) if isinstance(image, str | Path) else image
-    except (OSError, ValueError) as error:
-        raise CalibrationError(f"{where}: its image cannot be read: {error!s:.200}.") from error

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import CalibrationError, OptionError, require_number
+from ..errors import CalibrationError, OptionError, ShapeError, require_number
 from ..quantization.observers.batches import require_tokens
-from .documents import Document
-from .processor import SEQ_LEN, Processor, Target
+from .processor import SEQ_LEN, Document, Processor, Target
 from .rows import Rows, source_of
 from .sample import sample
 
@@ -57,7 +56,7 @@ def batches(
               messages or conversations, and tools; text; prompt, question or instruction (and
               input or context) with response, completion, answer or output; images or image,
               alone or beside these;
-            - a path: .txt, .jsonl, .csv, .json, .parquet, or a folder that `save_to_disk` wrote;
+            - a path: .txt, or what `datasets.load_dataset` opens: .jsonl, .csv, .json, .parquet;
             - `name[:config][:split]` of `datasets`;
             - None: the model samples texts of its own.
         tokenizer: of transformers, or the processor of a model that reads images; by default that
@@ -113,39 +112,38 @@ def examples(
     The other arguments are those of `batches`. Raises CalibrationError if there is nothing to learn
     from, or a document is not as expected; OptionError if the model needs more than text.
     """
+    length = target.fitting(seq_len)
     if isinstance(source, Tensor):
         target.require_text()
-        if source.ndim == 2:
-            target.require_context(source)
-            return list(source.long())
-        cut = _stream_windows([source.tolist()], target.fitting(seq_len))
-        if not cut:
-            raise CalibrationError("data: expected token ids [tokens], got none.")
-        return _choose(cut, samples, seed)
-    seq_len = target.fitting(seq_len)
-    documents = source.documents(samples * seq_len, samples, seed)
-    pictures = [document for document in documents if document.images]
-    plain = [document for document in documents if not document.images]
+        if not source.numel():
+            raise CalibrationError(f"data: expected token ids, got {list(source.shape)}.")
+        if source.ndim == 1:
+            return _choose(_stream_windows([source.tolist()], length), samples, seed)
+        if target.context is not None and source.shape[1] > target.context:
+            raise ShapeError(
+                f"data: windows have {source.shape[1]} tokens, but the context of the model is "
+                f"{target.context}. Cut them: data.reshape(-1, {target.context}), or give token "
+                "ids [tokens] and seq_len."
+            )
+        return list(source.long())
+    documents = source.documents(samples * length, samples, seed)
+    # Of images the rows are chosen before they are read.
+    pictures = [document for document in documents if document.has_images]
+    known = [list(document.ids) for document in documents if document.ids]
+    others = [each for each in documents if not (each.ids or each.has_images)]
     windows: list[Tensor] = []
-    if plain:
+    if known or others:
         target.require_text()
-        known = [list(document.ids) for document in plain if document.ids]
-        others = [document for document in plain if not document.ids]
-        chats = [document for document in others if reader.is_chat(document)]
         texts = [document for document in others if not reader.is_chat(document)]
-        windows = _stream_windows(reader.of_texts(texts), seq_len)
-        windows += _whole_windows([*known, *reader.of_chats(chats)], seq_len)
+        chats = [document for document in others if reader.is_chat(document)]
+        windows = _stream_windows(reader.of_texts(texts), length)
+        windows += _whole_windows([*known, *reader.of_chats(chats)], length)
         if not windows:
             raise CalibrationError(f"{source.name}: expected text to learn from, got no tokens.")
-    # Of images the rows are chosen before they are read.
     chosen: list[Any] = _choose([*pictures, *windows], samples, seed)
-    made: list[Example] = [
-        reader.of_images(each) if isinstance(each, Document) else each for each in chosen
-    ]
-    if len(made) < samples:
-        what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
-        _log.info("%s has %s %s, %s were asked for.", source.name, len(made), what, samples)
-    return made
+    if len(chosen) < samples:
+        _log.info("%s has %s examples, %s were asked for.", source.name, len(chosen), samples)
+    return [reader.of_images(each) if isinstance(each, Document) else each for each in chosen]
 
 
 def _stream_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:

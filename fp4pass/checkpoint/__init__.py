@@ -6,7 +6,6 @@
 
 # ruff: noqa: F401
 
-from .beside import TOKENIZER_FILES
 from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import (
@@ -28,7 +27,7 @@ from .loading import load
 from .model_layers import finish as finish_model
 from .reader import CheckpointReader, dense_problem, is_packed, open_checkpoint
 from .readers import SERVED
-from .saving import save
+from .saving import save, transcode
 from .source_files import (
     MANIFEST,
     config_changes,
@@ -37,7 +36,6 @@ from .source_files import (
     unread_layers,
     well_formed,
 )
-from .transcode import transcode
 
 __all__ = [
     "LAYOUTS",

@@ -26,13 +26,11 @@ from .._compat.transformers import config_faults
 from .._compat.transformers_loading import Later, Pending, made_later, names_in_model, other_tensors
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
-from ..nn.experts import ExpertStack, stacks_of
 from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.plan import KeptWeight, keep_weight
 from .beside import LISTED, files_to_copy, part_folders
-from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_part, joined_record
-from .model_layers import stacks_in, whole_record
-from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem
+from .layouts import CACHE_SCALES, LAYOUTS, join
+from .reader import CheckpointReader, is_packed, open_checkpoint
 from .source_files import opened, require_float, unread_names
 
 _log = logging.getLogger(__name__)
@@ -222,8 +220,11 @@ class Fp8Weight:
 
     def states(self) -> list[QuantState]:
         """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
-        parts = self.reader.parts(self.layer, (PACKED, SCALE))
-        return _states(self.record, parts[PACKED], parts[SCALE])
+        record, parts = self.record, self.reader.parts(self.layer, (PACKED, SCALE))
+        codes, scales = parts[PACKED], parts[SCALE]
+        assert codes is not None and scales is not None, "open_checkpoint requires both"
+        bits, dtype = scales.view(record.fmt.scale.dtype), getattr(torch, record.weight_dtype)
+        return [QuantState(codes, bits, 1.0, record.fmt, record.shape, dtype)]
 
     def input_scales(self) -> tuple[float, ...]:
         """Return the one scale of inputs, () where each token has its own."""
@@ -249,7 +250,7 @@ def open_float_source(source: str) -> FloatSource | None:
     folder = Path(source)
     if not folder.is_dir() or not is_packed(folder, known=True):
         return None
-    reader = open_checkpoint(folder, any_blocks=True)
+    reader = open_checkpoint(folder)
     # transformers has no single layers where the float model has a stack.
     is_read = reader.layout.engines and not reader.said("whole")
     layers = reader.layers.values()
@@ -258,71 +259,14 @@ def open_float_source(source: str) -> FloatSource | None:
     return FloatSource(reader)
 
 
-def _states(layer: PackedLayer, codes: Tensor | None, scales: Tensor | None) -> list[QuantState]:
-    """Return the codes and scales of a matrix, or those of each expert."""
-    assert codes is not None and scales is not None, "open_checkpoint requires both"
-    bits, dtype = scales.view(layer.fmt.scale.dtype), getattr(torch, layer.weight_dtype)
-    shape = layer.shape[-2:]
-    pairs = zip(codes, bits, strict=True) if layer.is_stacked else [(codes, bits)]
-    return [QuantState(own, scale, 1.0, layer.fmt, shape, dtype) for own, scale in pairs]
-
-
 def _keep_weights(model: Any, source: FloatSource) -> None:
-    """Have the layers and stacks of a model know the FP8 codes that their weights are made of."""
-    reader = source.reader
-    if any(layer.tile for layer in reader.layers.values()):
-        return
+    """Have the linear layers of a model know the FP8 codes that their weights are made of."""
     weights, modules = source.weights(), dict(model.named_modules())
     for disk, name in names_in_model(model, weights).items():
         module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
         if type(module) is nn.Linear:
-            key = weight.record.fmt.key
-            kept = KeptWeight(key, key, weight.states, weight.input_scales)
-            keep_weight(module, "weight", kept)
-    stacks = stacks_in(model, reader.layers)
-    for path, owner in modules.items():
-        for key, stack in stacks_of(owner).items() if stacks else ():
-            if pieces := stacks.get(join(path, key)):
-                kept = _kept_stack(reader, join(path, key), pieces, stack)
-                keep_weight(stack.holder, stack.last, kept)
-
-
-def _kept_stack(
-    reader: CheckpointReader, name: str, pieces: Sequence[Piece], stack: ExpertStack
-) -> KeptWeight:
-    """Return what a stack is made of; one of tensor scales has a scale for each row."""
-    records = {piece.name: reader.layers[piece.name] for piece in pieces}
-    first, problem = records[pieces[0].name], ""
-    whole = whole_record(first, stack)
-    try:
-        whole = joined_record(name, pieces, records, whole)
-    except UnreadError as error:
-        problem = str(error).partition(". ")[0].removeprefix(f"{name}: ")
-
-    def states() -> list[QuantState]:
-        parts = [reader.parts(piece.name, (PACKED, SCALE)) for piece in pieces]
-        codes, scales = (
-            join_part(name, pieces, records, whole, part, [each[part] for each in parts])
-            for part in (PACKED, SCALE)
-        )
-        return _states(whole, codes, scales)
-
-    def input_scale(layer: str) -> Tensor | None:
-        stored = reader.names(layer).get(INPUT_GLOBAL)
-        for _, tensor in reader.tensors([stored] if stored else []):
-            # One that calibration never reached has none.
-            if not packed_problem(INPUT_GLOBAL, tensor, records[layer]):
-                return reader.parts(layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
-        return None
-
-    def input_scales() -> tuple[float, ...]:
-        if not whole.static_inputs:
-            return ()
-        found = [input_scale(piece.name) for piece in pieces]
-        joined = join_part(name, pieces, records, whole, INPUT_GLOBAL, found)
-        return () if joined is None else tuple(joined.tolist())
-
-    return KeptWeight(first.fmt.key, whole.fmt.key, states, input_scales, problem)
+            kept = KeptWeight(weight.record.fmt.key, weight.states, weight.input_scales)
+            keep_weight(module, kept)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

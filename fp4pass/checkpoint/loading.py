@@ -9,18 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from .._compat.torch import model_class
@@ -34,12 +30,11 @@ from .._compat.transformers import (
     whole_modules,
 )
 from .._compat.transformers_loading import mark_initialized, names_in_model
-from ..core.files import path_of
 from ..core.machine import require_device
 from ..core.progress import current, shown
-from ..errors import CheckpointError, OptionError, expected, nearest, some
-from ..graph.match import is_linear
-from ..nn.experts import QUANTIZED, QuantizedExperts, add_stack, stacks_of, weight_name
+from ..errors import CheckpointError, OptionError, expected, some
+from ..graph.rewrite import is_linear
+from ..nn.experts import QUANTIZED, QuantizedExperts, add_stacks, stacks_of, weight_name
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
@@ -76,7 +71,6 @@ def load(
     *,
     model: nn.Module | None = None,
     device_map: Any = None,
-    offload_folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Read a checkpoint with packed weights; the model that is returned is in eval mode.
@@ -89,9 +83,8 @@ def load(
             or ModelOpt layout.
         model: a float model of the same architecture to load into, in place; by default it is
             built from the config of a transformers checkpoint.
-        device_map: a device, or "auto" or a dict as for accelerate, where "disk" is a place too; by
-            default the CPU.
-        offload_folder: for what is on the disk; by default one that goes with the model.
+        device_map: a device, or "auto" or a dict as for accelerate, without a disk; by default the
+            CPU.
         progress: as for `convert`.
 
     Raises:
@@ -105,17 +98,18 @@ def load(
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))
         True
     """
-    place = _single_device(device_map)
+    is_map = device_map is None or device_map in _BALANCED or isinstance(device_map, Mapping)
+    place = None if is_map else _device(device_map)
     reader = open_checkpoint(directory)
     given = None if model is None else unwrap(model)
     skeleton = build_skeleton(reader) if given is None else given
+    if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
+        raise CheckpointError("The model to load into is converted already; give a float model.")
     folder = PackedFolder(skeleton, reader)
     with torch.inference_mode(False), shown("load", progress):
         current().expect(len(reader.files), "tensors")
         tensors = folder.read(name for name in folder.disk.files if name not in folder.carried)
         tensors |= {each.parameter: each.weight() for each in folder.dense}
-    if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
-        raise CheckpointError("The model to load into is converted already; give a float model.")
     folder.join_stacks(tensors)
     tensors |= reader.cache_scales
     folder.hold_cache(tensors)
@@ -154,7 +148,7 @@ def load(
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:
-        _dispatch(skeleton, device_map, offload_folder)
+        _dispatch(skeleton, device_map)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
@@ -256,11 +250,9 @@ class PackedFolder:
         names = model_names(model, reader)
         own = {disk: name for disk, name in names.items() if disk not in self._pieces}
         self.disk = reader.with_names(own)
-        self._leave_ignored()
-        if is_part:
-            self._leave_heads()
-        self.dense = self._dense_here(names)
-        self.disk = self.disk.without({each.layer for each in self.dense})
+        self.dense = []
+        self._ignored: list[Row] = []
+        self._sort_layers(names, is_part)
         self.layers = dict(self.disk.layers)
         self.carried = self._carried()
         self._packed = self.disk.packed_names()
@@ -272,69 +264,63 @@ class PackedFolder:
         """The folder with the layers of the model."""
         return dataclasses.replace(self.disk, layers=self.layers)
 
-    def _leave_ignored(self) -> None:
-        """Leave out layers that the class of the model ignores.
+    def _sort_layers(self, names: Mapping[str, str], is_part: bool) -> None:
+        """Leave out layers that the class ignores or lacks, and those that are dense in it."""
+        model, disk = self.model, self.disk
+        modules = dict(model.named_modules(remove_duplicate=False))
+        known = {*modules, *(n for n, _ in model.named_parameters(remove_duplicate=False))}
+        spare = [join(name, "weight") for name in disk.layers if name not in modules]
+        # Others that match the same pattern, as those of multi-token prediction, go with them.
+        used = [
+            each for each in ignored_tensors(model) if any(re.search(each, name) for name in spare)
+        ]
 
-        Others that match the same pattern, as those of multi-token prediction, go with them.
-        """
-        known = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
-        spare = [join(name, "weight") for name in self.disk.layers if name not in known]
-        patterns = ignored_tensors(self.model)
-        used = [each for each in patterns if any(re.search(each, name) for name in spare)]
-
-        def is_left(name: str) -> bool:
+        def is_ignored(name: str) -> bool:
             return any(re.search(each, name) for each in used)
 
-        left = {n: each for n, each in self.disk.layers.items() if is_left(join(n, "weight"))}
-        why = f"{model_class(self.model).__name__} has no place for it{NOT_COPIED}"
-        self._ignored = [Row(name, each.shape, skip_reason=why) for name, each in left.items()]
-        if used:
-            self.disk = self.disk.without(left)
-            files = {name: path for name, path in self.disk.files.items() if not is_left(name)}
-            self.disk = dataclasses.replace(self.disk, files=files)
-
-    def _leave_heads(self) -> None:
-        """Leave out packed heads that a base model lacks; layers of its body stay."""
-        known = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
-        known |= {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        out = [name for name in self.disk.layers if name not in known | self._pieces]
-        heads = [name for name in out if not any(map(str.isdigit, name.split(".")))]
-        self.disk = self.disk.without(heads)
-
-    def _dense_here(self, names: Mapping[str, str]) -> list[DenseHere]:
-        """Return the packed layers that the model has no linear layer for."""
-        found, keeps = [], stays_float32(self.model)
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        # The parameters of a graph are in modules that nobody calls.
-        is_graph = isinstance(self.model, fx.GraphModule)
-        for name, layer in () if is_graph else self.disk.layers.items():
+        gone, keeps = set[str](), stays_float32(model)
+        for name, layer in disk.layers.items():
             parameter = names.get(join(name, "weight"), join(name, "weight"))
             path, _, key = parameter.rpartition(".")
             module = modules.get(path)
             weight = None if module is None else module._parameters.get(key)
-            if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
-                continue
-            if key != "weight" or not is_linear(module):
+            if is_ignored(join(name, "weight")):
+                why = f"{model_class(model).__name__} has no place for it{NOT_COPIED}"
+                self._ignored.append(Row(name, layer.shape, skip_reason=why))
+                gone.add(name)
+            elif is_part and name not in known | self._pieces:
+                # A head that a base model lacks; layers of its body stay.
+                if not any(map(str.isdigit, name.split("."))):
+                    gone.add(name)
+            elif (
+                module is not None
+                and weight is not None
+                and tuple(weight.shape) == layer.dense_shape
+                and not (key == "weight" and is_linear(module))
+                # The parameters of a graph are in modules that nobody calls.
+                and not isinstance(model, fx.GraphModule)
+            ):
                 why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
                 row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
                 dtype = torch.float32 if keeps(parameter) else weight.dtype
-                found.append(DenseHere(self.disk, name, parameter, dtype, row))
-        return found
+                self.dense.append(DenseHere(disk, name, parameter, dtype, row))
+                gone.add(name)
+        disk = disk.without(gone)
+        files = {name: path for name, path in disk.files.items() if not is_ignored(name)}
+        self.disk = dataclasses.replace(disk, files=files)
 
     def _carried(self) -> dict[str, str]:
         """Return the tensors that go beyond the model, with their names on disk."""
         known, patterns = self.model.state_dict(), ignored_tensors(self.model)
-        if self.disk.own is not None:
-            found = [name for name in self.disk.own.get("carried", ()) if name not in known]
-        else:
+        found: Iterable[str] = self.disk.said("carried")
+        if self.disk.own is None:
             found = [
                 name
                 for name in self.disk.plain()
-                if name not in known
-                and any(re.search(each, name) for each in patterns)
+                if any(re.search(each, name) for each in patterns)
                 and not is_left_over(self.model, name)
             ]
-        return {name: self.disk.on_disk.get(name, name) for name in found}
+        return {n: self.disk.on_disk.get(n, n) for n in found if n not in known}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return checked tensors of the folder, by their names in a state dict.
@@ -359,29 +345,29 @@ class PackedFolder:
         Raises CheckpointError for experts that a stack cannot hold.
         """
         missing = list[str]()
-        for path, owner in list(self.model.named_modules()):
-            for key, stack in stacks_of(owner).items():
-                name = join(path, key)
-                if pieces := self._stacks.get(name):
-                    records = {piece.name: self.layers.pop(piece.name) for piece in pieces}
-                    for piece in pieces:
-                        wanted = (piece.stop - piece.start, stack.dense.shape[2])
-                        if (got := records[piece.name].shape) != wanted:
-                            what = f"a weight of {wanted}, as the model has"
-                            raise CheckpointError(
-                                f"{self.disk.folder}: {expected(piece.name, what, got)} The sizes "
-                                "in config.json are not those of these weights."
-                            )
-                    places = [join(piece.name, part) for piece in pieces for part in BUFFERS]
-                    state = {each: tensors.pop(each) for each in places if each in tensors}
-                    whole = whole_record(records[pieces[0].name], stack)
-                    whole, joined = join_layers(name, pieces, records, whole, state)
-                    self.layers[name] = whole
-                    tensors |= joined
-                    if whole.fmt.has_global_scale and not whole.config.weight_only:
-                        missing += [n for n in records if join(n, INPUT_GLOBAL) not in state]
-                if name in self.layers:
-                    add_stack(stack)
+        owners = [(path, stacks_of(owner)) for path, owner in self.model.named_modules()]
+        stacks = {join(path, key): stack for path, own in owners for key, stack in own.items()}
+        for name, stack in stacks.items():
+            if pieces := self._stacks.get(name):
+                records = {piece.name: self.layers.pop(piece.name) for piece in pieces}
+                for piece in pieces:
+                    wanted = (piece.stop - piece.start, stack.dense.shape[2])
+                    if (got := records[piece.name].shape) != wanted:
+                        what = f"a weight of {wanted}, as the model has"
+                        raise CheckpointError(
+                            f"{self.disk.folder}: {expected(piece.name, what, got)} The sizes "
+                            "in config.json are not those of these weights."
+                        )
+                places = [join(piece.name, part) for piece in pieces for part in BUFFERS]
+                state = {each: tensors.pop(each) for each in places if each in tensors}
+                whole = whole_record(records[pieces[0].name], stack)
+                whole, joined = join_layers(name, pieces, records, whole, state)
+                self.layers[name] = whole
+                tensors |= joined
+                if whole.fmt.has_global_scale and not whole.config.weight_only:
+                    missing += [n for n in records if join(n, INPUT_GLOBAL) not in state]
+            if name in self.layers:
+                add_stacks([stack])
         if missing:
             warnings.warn(
                 f"{len(missing)} linear layers of experts have no usable scale of their inputs "
@@ -479,12 +465,11 @@ class PackedFolder:
         rows = [each.row for each in self.dense]
         names, own = {row.name for row in rows}, self.disk.own
         if own is not None:
-            report = Report.from_dict(own["report"])
             # A class of another head has other layers.
             known = {*self.model.state_dict(), *(name for name, _ in self.model.named_modules())}
             rows += [
                 row
-                for row in report.rows
+                for row in Report.from_dict(own["report"]).rows
                 if row.name not in names
                 and (row.name in known or row.skip_reason.endswith((COPIED, NOT_COPIED)))
             ]
@@ -500,55 +485,41 @@ class PackedFolder:
                 rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
         why = f"{model_class(self.model).__name__} has no place for it{COPIED}"
         rows += [Row(n, shape, skip_reason=why) for n, (shape, _) in tensor_facts(files).items()]
-        rows += self._ignored
         declared = self.disk.config.get("quantization_config") or {}
         producer = declared.get("producer") or declared.get("version")
         held = {} if self._cache is None else {KV_CACHE: self._cache}
         recipe = {"loaded": self.disk.layout.name, "producer": producer, **held}
-        finish(self.model, recipe, rows, carried=files)
+        finish(self.model, recipe, [*rows, *self._ignored], carried=files)
 
 
 # Device maps.
 
 
-def _single_device(device_map: Any) -> torch.device | None:
-    """Return the device that a device map names, None for several. Raises OptionError."""
-    if device_map is None or isinstance(device_map, Mapping) or device_map in _BALANCED:
-        return None
+def _device(name: Any) -> torch.device:
+    """Return a device of this machine. Raises OptionError for anything else."""
     try:
-        device = torch.device(device_map)
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
         what = f"a device such as 'cuda:0', one of {maps}"
-        raise OptionError(expected("device_map", what, device_map)) from error
+        raise OptionError(expected("device_map", what, name)) from error
     require_device(str(device), "device_map=")
     return device
 
 
 def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise OptionError unless a map gives every module a place, and has no other names."""
-    known = {*model.state_dict(), *(n for n, _ in model.named_modules(remove_duplicate=False))}
-    for name, place in device_map.items():
-        if name not in known:
-            wanted = f"names of modules{nearest(name, known)}"
-            raise OptionError(expected("device_map", wanted, repr(name)))
-        if place != "disk" and _single_device(place) is None:
-            raise OptionError(expected("device_map", f"a device for {name!r}", repr(place)))
-    for name in model.state_dict():
-        if _place_of(name, device_map) is None:
-            raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
+    """Raise OptionError unless a map gives every module a device."""
+    from accelerate.utils import check_device_map
+
+    for place in device_map.values():
+        _device(place)
+    try:
+        check_device_map(model, dict(device_map))
+    except ValueError as error:
+        raise OptionError(f"device_map: {error}") from error
 
 
-def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the place of a tensor, by the nearest module above it that a map names."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
-
-
-def _dispatch(
-    model: nn.Module, device_map: Any, offload_folder: str | os.PathLike[str] | None
-) -> None:
+def _dispatch(model: nn.Module, device_map: Any) -> None:
     """Put a model where a device map of several devices says, in place."""
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
@@ -561,30 +532,12 @@ def _dispatch(
         # Packed weights are buffers.
         device_map = infer_auto_device_map(model, max_memory=memory, offload_buffers=True, **whole)
     devices = set(device_map.values())
-    if len(devices) == 1 and "disk" not in devices:
+    if "disk" in devices:
+        raise OptionError("device_map: the devices and the CPU have no room for the whole model.")
+    if len(devices) == 1:
         model.to(devices.pop())
-        return
-    index = _on_disk(model, device_map, offload_folder) if "disk" in devices else None
-    dispatch_model(model, device_map, offload_index=index, offload_buffers=True)
-
-
-def _on_disk(
-    model: nn.Module, device_map: Mapping[str, Any], folder: str | os.PathLike[str] | None
-) -> dict[str, dict[str, str]]:
-    """Write what a device map has on the disk, and return accelerate's index of it."""
-    if folder is None:
-        target = Path(tempfile.mkdtemp(prefix="fp4pass-"))
-        weakref.finalize(model, rmtree, target, ignore_errors=True)
     else:
-        target = path_of(folder, "offload_folder")
-        target.mkdir(parents=True, exist_ok=True)
-    index = {}
-    for name, tensor in model.state_dict().items():
-        if _place_of(name, device_map) == "disk":
-            file = target / f"{name}.safetensors"
-            save_file({name: tensor.detach().cpu().contiguous()}, file)
-            index[name] = {"safetensors_file": str(file), "weight_name": name}
-    return index
+        dispatch_model(model, device_map, offload_buffers=True)
 
 
 # The float model that is loaded into: built from its config, and checked.
@@ -644,13 +597,11 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
 def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
     """Return the names that transformers gives to what has another name on disk."""
     if reader.own is not None:
-        found: Mapping[str, str] = reader.own.get("renamed", {})
-    else:
-        names = [*(join(layer, "weight") for layer in reader.layers), *reader.plain()]
-        if set(skeleton.state_dict()).issuperset(names):
-            return {}
-        found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
-    return with_layers(found)
+        return with_layers(reader.said("renamed"))
+    names = [*(join(layer, "weight") for layer in reader.layers), *reader.plain()]
+    if not hasattr(skeleton, "base_model_prefix") or set(skeleton.state_dict()).issuperset(names):
+        return {}
+    return with_layers(names_in_model(skeleton, names))
 
 
 def fit_tensors(
@@ -661,7 +612,7 @@ def fit_tensors(
 ) -> None:
     """Bring what another library wrote to the tensors and dtypes of the model, in place.
 
-    Raises CheckpointError for a dense tensor that cannot be, or is not finite.
+    Raises CheckpointError for a dense tensor that is not finite.
     """
     # Ties become aliases; what the model ignores goes, and scales of a cache that it has not.
     for target, source in tied_weights(skeleton).items():
@@ -673,6 +624,7 @@ def fit_tensors(
             # The name that a model lists first is the written one.
             aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     is_kept = stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     rounded = []
@@ -685,6 +637,9 @@ def fit_tensors(
                 rounded.append(name)
         elif name.endswith(CACHE_SCALES) or any(re.search(each, name) for each in patterns):
             del tensors[name]
+            continue
+        if problem := dense_problem(tensors[name], is_buffer=name not in parameters):
+            raise CheckpointError(f"{reader.folder}: {name}: {problem}")
     if rounded:
         warnings.warn(
             f"{len(rounded)} dense tensors are rounded to the dtype that config.json says "
@@ -692,10 +647,6 @@ def fit_tensors(
             "dtype: fp4pass.load(dir, model=model).",
             stacklevel=3,
         )
-    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-    for name, tensor in tensors.items():
-        if problem := dense_problem(tensor, is_buffer=name not in parameters):
-            raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 
 def module_for(
@@ -728,11 +679,10 @@ def check_skeleton(
     wanted = set(own) - {weight_name(name, modules[name]) for name in names}
     plain = {name for name in (*tensors, *aliases) if name not in packed}
     if plain != wanted:
-        missing = sorted(wanted - plain) or "nothing"
-        extra = sorted(plain - wanted) or "nothing"
         raise CheckpointError(
-            f"{reader.folder} is of another architecture than the model: it lacks {missing} and "
-            f"has {extra} beyond it."
+            f"{reader.folder} is of another architecture than the model: it lacks "
+            f"{sorted(wanted - plain) or 'nothing'} and has {sorted(plain - wanted) or 'nothing'} "
+            "beyond it."
         )
     for name in plain:
         saved = tensors[aliases.get(name, name)]

@@ -66,7 +66,7 @@ from .layouts import (
     has_whole_tiles,
     join,
 )
-from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
+from .readers import Facts, of_stock, pretrained_problem
 from .savers import asked_for
 from .source_files import require_writable
 
@@ -188,22 +188,21 @@ def require_equal_parts(
 
 
 def split_note(root: nn.Module, plan: Plan) -> str:
-    """Return that a plan gives layers that engines fuse several schemes, "" if it does not.
-
-    `save` refuses them in the layouts of engines.
-    """
+    """Return that a plan gives layers that engines fuse several schemes, "" if it does not."""
     if not is_transformers(root):
         return ""
     layers = {
         layer.name: PackedLayer(layer.config, "float32", False, layer.shape)
         for layer in plan.layers
     }
-    found = dict(fused_problems(layers, [layer.name for layer in plan.skipped]))
-    return "".join(
+    found = [*fused_problems(layers, [layer.name for layer in plan.skipped])]
+    if not found:
+        return ""
+    parent, problem = found[0]
+    return (
         f"{parent}: {problem}{f' ({len(found)} modules are so)' if len(found) > 1 else ''}. "
         "Serving engines multiply by these as by one matrix, so that save will refuse them in the "
         f"layouts of engines; give them one scheme by {as_option('rules')}."
-        for parent, problem in list(found.items())[:1]
     )
 
 
@@ -244,18 +243,15 @@ class NamesOnDisk:
         weights = {weight_name(name, module): module for name, module in packed.items()}
         # Each once, in the order of the model.
         names = names_on_disk(root, dict.fromkeys([*dense, *weights]))
-        found = {name: disk for name, disk in names.items() if disk != name}
-        stacks = {
-            name: disk
-            for name, disk in found.items()
-            if isinstance(weights.get(name), QuantizedExpertStack)
-        }
-        layers = {
-            name.removesuffix(_WEIGHT): disk.removesuffix(_WEIGHT)
-            for name, disk in found.items()
-            if name not in stacks and name.endswith(_WEIGHT) and disk.endswith(_WEIGHT)
-        }
-        tensors = {name: disk for name, disk in found.items() if name not in weights}
+        tensors, layers, stacks = dict[str, str](), dict[str, str](), dict[str, str]()
+        for name, disk in ((name, disk) for name, disk in names.items() if disk != name):
+            if isinstance(weights.get(name), QuantizedExpertStack):
+                stacks[name] = disk
+                continue
+            if name not in weights:
+                tensors[name] = disk
+            if name.endswith(_WEIGHT) and disk.endswith(_WEIGHT):
+                layers[name.removesuffix(_WEIGHT)] = disk.removesuffix(_WEIGHT)
         return cls(tensors, layers, {**stacks, **whole})
 
     @property
@@ -285,11 +281,9 @@ def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[st
     stacks = dict(_all_stacks(model, layers)) if is_transformers(model) else {}
     # The names of the halves of each expert: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
-    halves, owners = {}, list[tuple[str, int]]()
-    for name, (experts, _) in stacks.items():
-        first = len(owners)
-        owners += [(name, half) for half in range(2 * experts)]
-        halves[name] = torch.arange(first, len(owners)).view(experts, 2, 1)
+    owners = [(name, half) for name, (n, _) in stacks.items() for half in range(2 * n)]
+    numbered = torch.arange(len(owners)).split([2 * n for n, _ in stacks.values()])
+    halves = {name: own.view(-1, 2, 1) for name, own in zip(stacks, numbered, strict=True)}
     found: dict[str, SplitStack] = {}
     kept = set()
     for disk, numbers in (tensors_on_disk(model, halves) if halves else {}).items():
@@ -352,21 +346,19 @@ def split_layers(
     whole: dict[str, str] = {}
     known = split_stacks(model, layers)
     for name, layer in layers.items():
-        if not layer.is_stacked:
-            written[name] = layer
-            continue
-        if name not in known:
+        pieces = known[name].pieces if name in known else []
+        if layer.is_stacked and not pieces:
             whole[name] = f"folders of {model_class(model).__name__} have them under other names"
-        elif not has_whole_tiles(known[name].pieces, layer.fmt):
-            size = known[name].pieces[0].stop - known[name].pieces[0].start
+        elif layer.is_stacked and not has_whole_tiles(pieces, layer.fmt):
+            size = pieces[0].stop - pieces[0].start
             whole[name] = f"gate and up of {size} rows share blocks of {layer.fmt.rows} rows"
-        elif not _is_uniform(name, layers, model):
+        elif layer.is_stacked and not _is_uniform(name, layers, model):
             whole[name] = "another stack of their layer is not packed alike"
-        if name in whole:
+        if name in whole or not layer.is_stacked:
             written[name] = layer
             continue
         split[name] = known[name]
-        for piece in known[name].pieces:
+        for piece in pieces:
             shape = (piece.stop - piece.start, layer.shape[2])
             written[piece.name] = dataclasses.replace(
                 layer, shape=shape, transposed=False, stored_shape=()
@@ -489,7 +481,6 @@ class SaveMethod:
     """A `save_pretrained` that checks a model before its class saves it."""
 
     root: Any
-    check: Callable[..., None]  # called with the model, `reason` and the options of the call
     reason: str  # why the model cannot be saved so, "" if it can
 
     @property
@@ -498,9 +489,31 @@ class SaveMethod:
         return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the model and save it."""
-        self.check(self.root, self.reason, **kwargs)
-        return type(self.root).save_pretrained(self.root, *args, **kwargs)
+        """Save the model, or raise an error for what others cannot load.
+
+        Of a model that transformers has put adapters on `save_pretrained` writes these alone.
+        """
+        root, state, of_diffusers = self.root, get_state(self.root), is_diffusers(self.root)
+        if state is not None and (of_diffusers or not saves_adapters(root)):
+            if self.reason:
+                raise CheckpointError(
+                    f"{self.reason} Save the model with fp4pass.save(model, dir) instead."
+                )
+            if of_diffusers and has_adapters(root):
+                raise StateError(
+                    "The model has adapters of PEFT around packed layers, and nothing reads a "
+                    "folder of both. Save the adapters by model.save_lora_adapter(...), and the "
+                    "packed model before they are put on."
+                )
+            if kwargs.get("use_flashpack"):
+                raise OptionError(expected("use_flashpack", "False: it casts packed weights", True))
+            layers = describe_layers(root, state)
+            require_no_others(root, {root.get_submodule(name) for name in layers})
+            if not of_diffusers:
+                with asked_for():
+                    tensors = root.state_dict()
+                require_made_by_config(root, layers, tensors)
+        return type(root).save_pretrained(root, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -511,15 +524,13 @@ class DeclaredConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of it; in a folder, with what stock transformers needs beside."""
+        model = None if torch.compiler.is_compiling() else saving_model()
         # A forward that looks at its config is traced with it, and saves nothing.
-        if torch.compiler.is_compiling():
-            return copy.deepcopy(dict(self.data))
-        model = saving_model()
         state = None if model is None else get_state(model)
-        if model is None or state is None or saves_adapters(model):
-            return copy.deepcopy(dict(self.data))
-        facts = Facts(model, describe_layers(model, state), self.data)
-        return copy.deepcopy({**self.data, **of_stock(facts)[1]})
+        entries: Mapping[str, Any] = {}
+        if model is not None and state is not None and not saves_adapters(model):
+            entries = of_stock(Facts(model, describe_layers(model, state), self.data))[1]
+        return copy.deepcopy({**self.data, **entries})
 
 
 def finish(
@@ -569,9 +580,8 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     except CheckpointError as error:
         refused = str(error)
     ignore = ignored_names(root, state)
-    facts = Facts(root, layers, ignore=ignore, refused=refused)
-    reason = problem(SAVE_PRETRAINED, facts)
-    root.__dict__["save_pretrained"] = SaveMethod(root, _check, reason)
+    reason = pretrained_problem(Facts(root, layers), ignore, refused)
+    root.__dict__["save_pretrained"] = SaveMethod(root, reason)
     if reason:
         return
     config: Any = root.config
@@ -601,23 +611,6 @@ def _enable_in_parts(root: nn.Module, state: ModelState) -> None:
             enable_dequantize(part)
 
 
-def _check(root: Any, reason: str, **options: Any) -> None:
-    """Raise CheckpointError for what others cannot load.
-
-    Of a model that transformers has put adapters on `save_pretrained` writes these alone.
-    """
-    state = get_state(root)
-    if state is None or saves_adapters(root):
-        return
-    if reason:
-        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
-    layers = describe_layers(root, state)
-    require_no_others(root, {root.get_submodule(name) for name in layers})
-    with asked_for():
-        tensors = root.state_dict()
-    require_made_by_config(root, layers, tensors)
-
-
 def _declare_in_config(root: nn.Module, state: ModelState) -> None:
     """Have the config of a model of diffusers describe what is packed; alone, as it writes it."""
     layers = describe_layers(root, state)
@@ -636,25 +629,4 @@ def _declare_in_config(root: nn.Module, state: ModelState) -> None:
         skipped.setdefault(row.skip_reason, []).append(row.name)
     declared = {"quant_method": IN_CONFIG, "version": __version__, "schemes": [*schemes.values()]}
     declare(root, {**declared, "skipped": skipped, "recipe": dict(state.recipe)})
-    root.__dict__["save_pretrained"] = SaveMethod(root, _check_in_config, reason)
-
-
-def _check_in_config(
-    root: Any, reason: str, *, use_flashpack: bool = False, **options: Any
-) -> None:
-    """Raise an error unless `save_pretrained` of a model of diffusers can write it."""
-    state = get_state(root)
-    if state is None:
-        return
-    if reason:
-        raise CheckpointError(f"{reason} Save the model with fp4pass.save(model, dir) instead.")
-    if has_adapters(root):
-        raise StateError(
-            "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
-            "both. Save the adapters by model.save_lora_adapter(...), and the packed model before "
-            "they are put on."
-        )
-    if use_flashpack:
-        raise OptionError(expected("use_flashpack", "False: it casts packed weights", True))
-    layers = describe_layers(root, state)
-    require_no_others(root, {root.get_submodule(name) for name in layers})
+    root.__dict__["save_pretrained"] = SaveMethod(root, reason)

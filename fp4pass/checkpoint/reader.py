@@ -17,7 +17,7 @@ from ..core.atomic import interrupted
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
-from ..errors import CheckpointError, UnreadError, expected, nearest, some
+from ..errors import CheckpointError, UnreadError, expected, nearest
 from ..nn.experts import dequantize_stack
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
@@ -263,12 +263,6 @@ class CheckpointReader:
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
         bits, config = scale.view(record.fmt.scale.dtype), record.config
-        if record.tile:
-            native = record.fmt.element.native
-            for side, size in enumerate(record.tile):
-                bits = bits.repeat_interleave(size, side).narrow(side, 0, record.shape[side])
-            codes = packed if native is None else packed.view(native)
-            return (codes.float() * bits).to(dtype)
         if not record.is_stacked:
             packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
         weight = StoredWeight(packed, bits, parts[GLOBAL], None)
@@ -289,7 +283,7 @@ def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, any_version: bool = False, any_blocks: bool = False
+    directory: str | os.PathLike[str], *, any_version: bool = False
 ) -> CheckpointReader:
     """Open a folder with packed weights in any layout.
 
@@ -298,7 +292,6 @@ def open_checkpoint(
     Args:
         directory: the folder.
         any_version: read one with the fp4pass.json of another version as if it had none.
-        any_blocks: read FP8 in other blocks than 128 x 128, which is only made dense.
 
     Raises:
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
@@ -324,13 +317,6 @@ def open_checkpoint(
         if own is not None:
             Report.from_dict(own["report"])
         cached = cache_format_in(reader)
-    odd = [name for name, layer in reader.layers.items() if layer.tile and not any_blocks]
-    if odd:
-        raise UnreadError(
-            f"{folder}: {some(odd)}: expected fp8_block in blocks of 128 x 128, got "
-            f"{reader.layers[odd[0]].scheme}. fp4pass transcode --to bf16 makes it dense, and "
-            "fp4pass quantize takes it for a float model."
-        )
     reader = _with_directions(reader)
     return reader if cached is None else _with_cache_names(reader)
 
@@ -382,7 +368,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     layout.ignored(declared)
     reader = CheckpointReader(folder, layout, config, None, layers, files)
     read = reader.packed_names()
-    require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
+    require_all_read(folder, shapes, read)
     if not layers:
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")
     _check_shapes(reader, shapes)
@@ -502,32 +488,26 @@ def dense_problem(tensor: Tensor, is_buffer: bool) -> str:
 
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
-    found, fmt = "", layer.fmt
+    fmt, is_bad = layer.fmt, False
     if part == PACKED and fmt.element.native is not None:
         values = torch.tensor(fmt.element.values, dtype=torch.float32)
-        if values.isnan()[tensor.view(torch.uint8).flatten().int()].any():
-            found = "NaN"
+        is_bad = bool(values.isnan()[tensor.view(torch.uint8).flatten().int()].any())
     elif part == SCALE and fmt.has_float_scale:
-        if not ((tensor.float() >= 0) & tensor.isfinite()).all():
-            found = "NaN or a negative scale"
-    elif part == SCALE and (tensor.view(torch.uint8) > fmt.scale.last).any():
-        found = "NaN or a negative scale"
-    if found:
+        is_bad = not ((tensor.float() >= 0) & tensor.isfinite()).all()
+    elif part == SCALE:
+        is_bad = bool((tensor.view(torch.uint8) > fmt.scale.last).any())
+    if is_bad:
         return (
-            f"it holds {found}. The checkpoint is damaged, or its weights were not finite when it "
-            "was written. Copy it again, or quantize a model that is finite."
+            f"it holds {'NaN' if part == PACKED else 'NaN or a negative scale'}. The checkpoint is "
+            "damaged, or its weights were not finite when it was written. Copy it again, or "
+            "quantize a model that is finite."
         )
     # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
     is_global = part in (GLOBAL, INPUT_GLOBAL)
     if is_global and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all():
-        remedy = "Copy the folder again, or quantize the model again"
-        if part == INPUT_GLOBAL:
-            remedy = (
-                "An expert that calibration never reached looks like this; fp4pass transcode --to "
-                "bf16 needs no scale of inputs"
-            )
         return (
             f"expected a positive finite number with a finite reciprocal, got {tensor.tolist()}. "
-            f"{remedy}."
+            "Copy the folder again, or quantize the model again; fp4pass transcode --to bf16 needs "
+            "no scale of inputs."
         )
     return ""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -280,32 +280,16 @@ def unread_layers(shapes: Shapes, read: Container[str] = ()) -> dict[str, list[s
     }
 
 
-def require_all_read(
-    folder: Path,
-    shapes: Shapes,
-    read: Container[str],
-    group_of: Callable[[str], str] = lambda layer: "",
-) -> None:
-    """Raise UnreadError for weights that are quantized and not read.
-
-    group_of: returns what a config calls the scheme of a layer, "" if it does not say.
-    """
-    groups: dict[str, dict[str, list[str]]] = {}
-    for layer, tensors in unread_layers(shapes, read).items():
-        groups.setdefault(group_of(layer), {})[layer] = tensors
-    if not groups:
-        return
-    found = []
-    for group, layers in groups.items():
+def require_all_read(folder: Path, shapes: Shapes, read: Container[str]) -> None:
+    """Raise UnreadError for weights that are quantized and not read."""
+    if layers := unread_layers(shapes, read):
         name, tensors = next(iter(layers.items()))
-        held = f"{name} has {', '.join(sorted(tensors))}"
-        found.append(f"{f'{group}: ' if group else ''}{some(list(layers))} ({held})")
-    raise UnreadError(
-        f"{folder}: fp4pass does not read {sum(map(len, groups.values()))} of its quantized "
-        f"layers: {'; '.join(found)}. It reads nvfp4, mxfp4 and FP8 that "
-        "their config declares. Load the folder with the library that wrote it, or quantize the "
-        "float model that it was made of."
-    )
+        raise UnreadError(
+            f"{folder}: fp4pass does not read {len(layers)} of its quantized layers: "
+            f"{some(list(layers))} ({name} has {', '.join(sorted(tensors))}). It reads nvfp4, "
+            "mxfp4 and FP8 that their config declares. Load the folder with the library that wrote "
+            "it, or quantize the float model that it was made of."
+        )
 
 
 def require_float(folder: Path, paths: Iterable[Path] | None = None) -> None:

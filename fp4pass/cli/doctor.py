@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from .._compat import LIBRARIES, all_parts, is_newer, is_older
+from .._compat import LIBRARIES, is_newer, is_older
 from .._version import __version__
 from ..core.formats import FORMATS, NVFP4
 from ..core.machine import has_fp4_tensor_cores
-from ..kernels.cpu.library import load, serves
-from ..ops.registration import OPERATORS, unserved
+from ..kernels.cpu.operators import load, serves
+from ..ops.registration import unserved
 from . import screen
 
 # Compute capability from which GPUs have tensor cores for it.
@@ -28,21 +28,46 @@ COMPILERS = {
     "C": ("CC", ("gcc", "clang"), "the launchers of Triton's kernels"),
 }
 
-PLAIN = "plain PyTorch"
 
-
-def doctor(as_json: screen.Json = False) -> None:
+def doctor(json: bool = False) -> None:
     """Show what runs packed weights on this machine, and why some formats run slower code.
 
     Compiles the C++ kernels of the CPU, if no earlier process did.
     """
-    found = _find()
-    if as_json:
+    _, problem = load()
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    plain = [name for name, fmt in FORMATS.items() if not serves(torch.float32, fmt)]
+    falls_back = [f"Products on the CPU run in plain PyTorch: {problem}"] if problem else []
+    for gpu in gpus:
+        if gpu["reason"]:
+            falls_back.append(f"{gpu['name']} runs plain PyTorch: {gpu['reason']}.")
+        if not gpu["fp8"]:
+            falls_back.append(
+                f'{gpu["name"]} has no FP8 tensor cores: computing in "fp8" is an error there.'
+            )
+    falls_back.append(f"{', '.join(plain)} run in plain PyTorch on a CPU: no kernel supports them.")
+    found: dict[str, Any] = {
+        "fp4pass": __version__,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in LIBRARIES},
+        "tested": {name: [each.oldest, each.newest] for name, each in LIBRARIES.items()},
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "compilers": {name: _compiler(name) for name in COMPILERS},
+        "cpu": {
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "kernels": "plain PyTorch" if problem else "C++",
+            "reason": problem,
+        },
+        "gpus": gpus,
+        "falls_back": falls_back,
+    }
+    if json:
         screen.print_json(found)
         return
-    versions = found["versions"]
-    print(f"fp4pass {versions.pop('fp4pass')}, Python {versions.pop('python')}")
-    for name, version in versions.items():
+    print(f"fp4pass {__version__}, Python {found['python']}")
+    for name, version in found["versions"].items():
         tested, remark = LIBRARIES[name], ""
         if version and is_newer(version, tested.newest):
             remark = ", newer than the tested ones"
@@ -54,62 +79,14 @@ def doctor(as_json: screen.Json = False) -> None:
     for name, compiler in found["compilers"].items():
         print(f"{name} compiler: {compiler or 'none'}, for {COMPILERS[name][2]}")
     cpu = found["cpu"]
-    threads = "1 thread" if cpu["threads"] == 1 else f"{cpu['threads']} threads"
-    print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, {threads})")
-    for gpu in found["gpus"]:
-        memory = f"{gpu['memory_gb']:.0f} GB"
-        print(f"GPU: {gpu['name']}, {memory}, {gpu['capability']}: {gpu['kernels']}")
-        cores = ", ".join(f"{name} {'yes' if gpu[name] else 'no'}" for name in ("fp8", "fp4"))
-        print(f"  tensor cores for {cores}")
-    if not found["gpus"]:
-        print("GPU: none")
-    print("Falls back:" if found["falls_back"] else "Nothing falls back.")
-    for line in found["falls_back"]:
-        print(f"  {line}")
-
-
-def _find() -> dict[str, Any]:
-    """Return what there is and what falls back, as --json prints it."""
-    _, reason = load()
-    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
-    formats = {}
-    for name, fmt in FORMATS.items():
-        on_gpu = None
-        if gpus:
-            device = torch.device("cuda", 0)
-            kernel = OPERATORS["linear"].triton
-            on_gpu = PLAIN if kernel is None or unserved(device, fmt, kernel) else "Triton"
-        on_cpu = "C++" if reason is None and serves(torch.float32, fmt) else PLAIN
-        formats[name] = {"cpu": on_cpu, "gpu": on_gpu}
-    lines = [f"Products on the CPU run in plain PyTorch: {reason}"] if reason else []
+    print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, threads: {cpu['threads']})")
     for gpu in gpus:
-        if gpu["reason"]:
-            lines.append(f"{gpu['name']} runs plain PyTorch: {gpu['reason']}.")
-        if not gpu["fp8"]:
-            lines.append(
-                f'{gpu["name"]} has no FP8 tensor cores: computing in "fp8" is an error there.'
-            )
-    plain = [name for name, fmt in FORMATS.items() if not serves(torch.float32, fmt)]
-    plain = [name for name in plain if formats[name]["gpu"] != "Triton"]
-    if plain:
-        lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel supports them.")
-    versions = {name: _version(name) for name in LIBRARIES}
-    return {
-        "versions": {"fp4pass": __version__, "python": platform.python_version(), **versions},
-        "tested": {name: [each.oldest, each.newest] for name, each in LIBRARIES.items()},
-        "cuda": torch.version.cuda,
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "compilers": {name: _compiler(name) for name in COMPILERS},
-        "cpu": {
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "kernels": "C++" if reason is None else PLAIN,
-            "reason": reason,
-        },
-        "gpus": gpus,
-        "formats": formats,
-        "falls_back": [*lines, *(str(part) for part in all_parts() if not part.works())],
-    }
+        cores = ", ".join(f"{name} {'yes' if gpu[name] else 'no'}" for name in ("fp8", "fp4"))
+        print(f"GPU: {gpu['name']}, {gpu['memory_gb']:.0f} GB, {gpu['capability']}: ", end="")
+        print(f"{gpu['kernels']}; tensor cores for {cores}")
+    if not gpus:
+        print("GPU: none")
+    print("\n  ".join(("Falls back:", *falls_back)))
 
 
 def _version(library: str) -> str | None:
@@ -128,7 +105,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "capability": f"compute capability {capability[0]}.{capability[1]}",
         "fp8": torch.version.cuda is not None and capability >= FP8,
         "fp4": has_fp4_tensor_cores(index),
-        "kernels": "Triton" if reason is None else PLAIN,
+        "kernels": "Triton" if reason is None else "plain PyTorch",
         "reason": reason,
     }
 

@@ -9,26 +9,12 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from typer import Option
 
 from ..core.progress import above_bar
 from ..errors import some
 from ..reporting.text import finite
 
 OK, MISMATCH, BAD_INPUT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
-
-# Of a table that goes into a file or a pipe, where no terminal cuts it.
-_PIPE_WIDTH = 200
-
-# That a name has in any terminal.
-_NAME = 20
-
-Json = Annotated[bool, Option("--json", help="Print the result as JSON on stdout.")]
 
 
 def note(text: str) -> None:
@@ -48,18 +34,15 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, as logging calls it."""
-        note(self.format(record))
+        note(f"fp4pass: {record.getMessage()}")
 
 
 @contextmanager
 def news() -> Iterator[None]:
     """Print warnings, and what is said of data, time and files, as lines on stderr."""
     log, notes = logging.getLogger("fp4pass"), _Lines()
-    rooms = [
-        logging.getLogger(f"fp4pass.{name}")
-        for name in ("calibration", "checkpoint", "engine.one_call", "lab")
-    ]
-    notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
+    names = ("calibration", "checkpoint", "engine.one_call", "lab")
+    rooms = [logging.getLogger(f"fp4pass.{name}") for name in names]
     log.addHandler(notes)
     for room in rooms:
         room.setLevel(logging.INFO)
@@ -71,36 +54,31 @@ def news() -> Iterator[None]:
             room.setLevel(logging.NOTSET)
 
 
-def print_json(data: Mapping[str, Any]) -> None:
+def print_json(data: Mapping[str, object]) -> None:
     """Print the whole result on stdout; numbers that JSON does not have are null."""
     print(json.dumps(finite(data), indent=2))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout; in a narrow terminal the first column is shortened."""
-    cut = "COLUMNS" in os.environ or sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if cut else _PIPE_WIDTH
-    others = zip(*(row[1:] for row in (header, *rows)), strict=True)
-    rest = sum(max(map(len, column)) + 2 for column in others)
-    names = [row[0] for row in rows]
-    prefix = ""
-    if rest + max(map(len, names), default=0) > width:
+    """Print a table on stdout; where a terminal is too narrow, names lose what all begin with.
+
+    A heading that ends in a space is that of text, as the first is; others are of numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    if sum(widths) + 2 * len(widths) > shutil.get_terminal_size((200, 0)).columns and rows:
         # The modules that all names begin with.
-        common = os.path.commonprefix(names)  # noqa: RUF071, of characters
-        prefix = common[: common.rfind(".") + 1]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for i, heading in enumerate(header):
-        # A heading that ends in a space is that of text, as the first is; others are of numbers.
-        text = i == 0 or heading.endswith(" ")
-        side: Any = "left" if text else "right"
-        table.add_column(heading.strip(), justify=side, overflow="fold", no_wrap=i > 0)
-    for name, *cells in rows:
-        table.add_row(name.removeprefix(prefix), *cells)
-    # No number is cut: what is wider still goes on in the next line of the terminal.
-    console = Console(width=max(width, rest + _NAME), highlight=False, markup=False, emoji=False)
-    if prefix:
-        print(f"(all names begin with {prefix})")
-    console.print(table)
+        common = os.path.commonprefix([row[0] for row in rows])  # noqa: RUF071, of characters
+        if prefix := common[: common.rfind(".") + 1]:
+            print(f"(all names begin with {prefix})")
+            widths[0] -= len(prefix)
+            rows = [(row[0].removeprefix(prefix), *row[1:]) for row in rows]
+    rule = ["-" * width for width in widths]
+    for line in (header, rule, *rows):
+        cells = [
+            cell.strip().ljust(width) if i == 0 or header[i].endswith(" ") else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
 
 
 def print_reasons(reasons: Mapping[str, str]) -> None:

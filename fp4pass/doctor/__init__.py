@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .check import FolderCheck, check_folder
-from .kinds import KINDS, Finding, Kind
+from .folder import KINDS, Finding, Kind
 
 __all__ = ["KINDS", "Finding", "FolderCheck", "Kind", "check_folder"]

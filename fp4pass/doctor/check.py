@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import CACHE_SCALES, MANIFEST, dense_problem, well_formed
-from ..core import checksum, path_of, track
-from ..errors import CheckpointError, UnreadError, some
-from .config import build_model, check_config, check_ignored, check_model
-from .folder import Folder, read_folder
-from .kinds import Finding
-from .numbers import Statistics, check_fused, check_missing_inputs, check_numbers, check_sizes
-from .order import check_order
-
-# Kinds of what lies beside the weights: they say nothing of layers that were not judged.
-_BESIDE = ("tokenizer-missing", "chat-template-missing")
-
-# Kinds that no folder may have, whatever its float model is like.
-_NEVER = (
-    *("checksum", "scale-nan", "codes-nan", "global-bad", "input-bad", "input-missing"),
-    *("dense-bad", "fused-scales", "fused-schemes", "ignore-packed"),
+from ..checkpoint import (
+    CACHE_SCALES,
+    MANIFEST,
+    config_changes,
+    dense_problem,
+    matches,
+    well_formed,
 )
+from ..core.files import path_of
+from ..core.fingerprint import fingerprint as checksum
+from ..core.progress import track
+from ..errors import CheckpointError, Fp4PassError, UnreadError, some
+from .folder import Finding, Folder, read_folder
+from .numbers import check_numbers, check_order, check_sizes
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class FolderCheck:
 
     Attributes:
         folder: where it is.
-        layout: the name of the layout of its tensors.
+        layout: the name of the layout of its tensors, "unknown" where a damaged config hides it.
         layers: how many packed layers it has.
         tensors: how many tensors.
         bytes: of all tensors, which were read once.
@@ -59,22 +57,17 @@ class FolderCheck:
     findings: tuple[Finding, ...]
     not_judged: tuple[str, ...] = ()
 
-    @property
-    def mismatches(self) -> dict[str, str]:
-        """The findings as text, by the tensor, the layer or the file."""
-        return mismatches(self.findings)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
 
         Example:
             >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
-            >>> fp4pass.doctor.check_folder("out").to_dict()["mismatches"]
-            {}
+            >>> fp4pass.doctor.check_folder("out").to_dict()["findings"]
+            []
         """
         findings = [each.to_dict() for each in self.findings]
-        own = {**vars(self), "folder": str(self.folder), "findings": findings}
-        return own | {"not_judged": list(self.not_judged), "mismatches": self.mismatches}
+        facts = {**vars(self), "folder": str(self.folder), "findings": findings}
+        return facts | {"not_judged": list(self.not_judged)}
 
 
 def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) -> FolderCheck:
@@ -100,74 +93,39 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         >>> found.layout, found.findings
         ('compressed-tensors', ())
     """
-    folder = path_of(directory, "directory")
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder.")
+    path = path_of(directory, "directory")
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is not a folder.")
+    found, findings = read_folder(path)
+    if found is None:
+        unread: tuple[str, ...] = ("all else: the layout is not known",)
+        return FolderCheck(path, "unknown", 0, 0, 0, False, tuple(findings), unread)
+    unread = ()
+    if found.unread:
+        unread = (f"{len(found.unread)} layers in formats that fp4pass does not read",)
     with torch.no_grad():
-        found = read_folder(folder)
-        model, why = build_model(found)
-        not_judged = [f"the model that the config makes: {why}"] if why and found.config else []
-        if found.unread:
-            count = len(found.unread)
-            not_judged.append(f"{count} layers in formats that fp4pass does not read")
         _check_sums(found)
-        kept, wrong = _check_layers(found, progress=progress)
+        kept, wrong = {}, set[str]()
+        for layer in track(list(found.records), "check", unit="layers", show=progress):
+            before = len(found.findings)
+            kept[layer] = check_numbers(found, layer)
+            wrong |= {layer} if len(found.findings) > before else set()
         norms = _check_dense(found)
         check_sizes(found, kept, wrong)
         check_order(found, kept, norms)
-        with well_formed(folder / "config.json"):
-            check_config(found, model)
-        if not any(each.kind == "names" for each in found.findings):
-            check_model(found, model)
-    if found.unread and all(each.kind in _BESIDE for each in found.findings):
+    _check_config(found)
+    if found.unread and not found.findings:
         raise _unread_error(found)
     return FolderCheck(
-        folder,
+        path,
         found.layout.name,
         len(found.records),
         len(found.tensors),
         sum(each.nbytes for each in found.tensors.values()),
         found.own is not None,
         tuple(found.findings),
-        tuple(not_judged),
+        unread,
     )
-
-
-def check_basics(directory: Path, *, whole: bool) -> dict[str, str]:
-    """Return what no folder may have, whatever its float model is like, as `mismatches` has it.
-
-    whole: compare checksums, too; else codes are not read.
-    """
-    with torch.no_grad():
-        found = read_folder(directory)
-        if whole:
-            _check_sums(found)
-        kept, wrong = _check_layers(found, only_scales=True)
-        _check_dense(found)
-        check_fused(found, kept, wrong | check_missing_inputs(found))
-        check_ignored(found)
-    return mismatches(each for each in found.findings if each.kind in _NEVER)
-
-
-def mismatches(findings: Any) -> dict[str, str]:
-    """Return findings as text, by the tensor, the layer or the file."""
-    found: dict[str, str] = {}
-    for each in findings:
-        text = str(each).removeprefix(f"{each.where}: ")
-        found[each.where] = f"{found[each.where]}; {text}" if each.where in found else text
-    return found
-
-
-def _check_layers(
-    found: Folder, only_scales: bool = False, progress: bool = True
-) -> tuple[dict[str, Statistics], set[str]]:
-    """Note what is wrong with the numbers of layers; return their statistics and the wrong ones."""
-    kept, wrong = dict[str, Statistics](), set[str]()
-    for layer in track(list(found.records), "check", unit="layers", show=progress):
-        before = len(found.findings)
-        kept[layer] = check_numbers(found, layer, only_scales)
-        wrong |= {layer} if len(found.findings) > before else set()
-    return kept, wrong
 
 
 def _check_sums(found: Folder) -> None:
@@ -210,14 +168,43 @@ def _check_dense(found: Folder) -> dict[str, Tensor]:
     return norms
 
 
+def _check_config(found: Folder) -> None:
+    """Note what the configs say of layers, and is not so."""
+    for file, said in found.declarations.items():
+        with well_formed(found.path / file):
+            ignored = found.layout.ignored(said) or ()
+            for name in (name for name in found.records if ignored and matches(name, ignored)):
+                pattern = next(each for each in ignored if matches(name, [each]))
+                what = f"expected a dense layer, as {pattern!r} says, got a packed one"
+                found.say("ignore-packed", name, what, file)
+    for name in _missed(found):
+        what = "expected a packed layer, as the quantization_config says, got a dense one"
+        found.say("ignore-misses", name, what, "config.json")
+    for key, (was, now) in config_changes(found.config, found.own).items():
+        what = f"expected {was:.80}, as saved, got {now:.80}"
+        found.say("config-changed", key, what, "config.json")
+
+
+def _missed(found: Folder) -> Iterator[str]:
+    """Yield dense layers that the config declares packed, of roles that are packed elsewhere."""
+    if found.declared is None or not found.layout.engines or found.layout.stacks:
+        return
+    roles = {name.rpartition(".")[2] for name in found.records}
+    ignored = found.layout.ignored(found.declared) or ()
+    for name in found.dense_layers():
+        if name.rpartition(".")[2] in roles and not matches(name, ignored):
+            try:
+                found.layout.scheme(name, found.declared)
+            except Fp4PassError:
+                continue
+            yield name
+
+
 def _unread_error(found: Folder) -> UnreadError:
     """Return the error for a folder of which some layers were not judged and nothing is wrong."""
     listed = [f"{layer} ({', '.join(sorted(names))})" for layer, names in found.unread.items()]
-    declared, count = found.declared or {}, len(listed)
-    groups = {found.layout.group(layer, declared) if declared else "" for layer in found.unread}
-    said = ", ".join(sorted(filter(None, groups)))
+    count = len(listed)
     return UnreadError(
         f"{found.path}: fp4pass does not read {count} of its quantized layers: "
-        f"{said and f'{said}: '}{some(listed)}. {count} layers are so: they were not judged. Check "
-        "them with the library that wrote the folder."
+        f"{some(listed)}. They were not judged. Check them with the library that wrote the folder."
     )

@@ -1,4 +1,7 @@
-"""Read a folder without believing it: its files, its config, and the parts of its layers."""
+"""Read a folder without believing it: its files, its config, and the parts of its layers.
+
+Each fault is of a kind, with its meaning for a user and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from torch import Tensor
 from ..checkpoint import (
     LAYOUTS,
     MANIFEST,
-    WEIGHTS,
     Layout,
     PackedLayer,
     expected_shapes,
@@ -29,11 +31,8 @@ from ..checkpoint import (
     unread_layers,
     well_formed,
 )
-from ..core import FORMATS
-from ..errors import CheckpointError, Fp4PassError, UnreadError, some
-from ..nn import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..record import LinearConfig
-from .kinds import Finding
+from ..errors import CheckpointError, Fp4PassError, UnreadError
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
@@ -45,6 +44,157 @@ EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.*)$")
 
 # Sizes of 8 bits or less: codes, whatever a writer calls them.
 _BYTES = ("U8", "I8", "F8_E8M0", "F4")
+
+
+class Kind(NamedTuple):
+    """A kind of damage: its consequence for a user of the folder, and the remedy.
+
+    Example:
+        >>> fp4pass.doctor.KINDS["scale-nan"].meaning
+        'Every product with this layer is NaN, or has the wrong sign.'
+    """
+
+    meaning: str
+    remedy: str
+
+
+_COPY = "Copy the folder again"
+_QUANTIZE = "Quantize the float model again: fp4pass quantize MODEL -o OUT"
+_CALIBRATE = "Calibrate and quantize the float model again"
+_EXPORT = "Export the folder again"
+
+# The kinds with their meaning, by their remedy.
+_REMEDIES = {
+    _COPY: {
+        "file-missing": "The weights are incomplete; readers stop, or fill in random numbers.",
+        "file-damaged": "The file was cut off or changed; readers stop at it.",
+        "json-damaged": "No reader gets past this file.",
+        "checksum": "The tensor is not the one that was saved.",
+        "tensor-missing": "Readers stop, or leave random numbers there.",
+        "codes-zero": "Rows of weights are lost, as by an incomplete download.",
+        "expert-missing": "The router sends tokens to a missing expert.",
+    },
+    f"{_COPY}, with its index": {
+        "index": "Readers look for tensors in the wrong file, or not at all.",
+    },
+    f"{_COPY}, without files of another one": {
+        "duplicate": "Which of two tensors of one name is read depends on the reader.",
+    },
+    f"{_COPY}, with its config.json": {
+        "config-changed": "fp4pass refuses a folder whose config.json was changed after saving.",
+    },
+    f"{_COPY}, or: {_QUANTIZE}": {
+        "companion-missing": "Codes mean nothing without their scales; some engines use "
+        "uninitialized memory.",
+        "orphan": "Scales without codes: the layer is lost, or a dense one has remains of a packed "
+        "one.",
+        "shape": "Codes and scales do not fit each other; readers stop.",
+        "scale-size": "Products with these blocks are infinite, or noise.",
+        "dense-bad": "Outputs are NaN.",
+        "fused-scales": "Engines fuse these layers into one matrix and keep the larger global "
+        "scale for all, so the others are read at the wrong size.",
+    },
+    _QUANTIZE: {
+        "scale-nan": "Every product with this layer is NaN, or has the wrong sign.",
+        "codes-nan": "Every product with this layer is NaN.",
+        "scale-zero": "Weights of these blocks are read as zeros.",
+        "scale-uncalibrated": "All blocks are read at one size; outputs are noise.",
+        "global-bad": "The whole layer is read as NaN, infinity or zeros.",
+        "weights-size": "No trained model has weights of this size.",
+        "dead": "A layer or an expert of zeros adds nothing to any token.",
+        "cache-scale": "Keys or values of the cache are read as NaN or zeros.",
+    },
+    _CALIBRATE: {
+        "input-bad": "Inputs of this layer are quantized to NaN, zeros or infinity in 4-bit "
+        "products.",
+        "input-missing": "Engines that quantize inputs refuse the folder, or choose a scale. An "
+        "expert that calibration never reached looks like this.",
+    },
+    f"{_CALIBRATE}, or keep inputs in floating point": {
+        "input-uncalibrated": "Input scales were never calibrated: inputs are clipped or lost.",
+    },
+    f"{_EXPORT} with the reciprocal": {
+        "global-direction": "It multiplies where the layout divides, or the reverse; outputs are "
+        "NaN or noise.",
+        "input-direction": "It multiplies where the layout divides, or the reverse; inputs become "
+        "zeros or are clipped.",
+    },
+    f"{_EXPORT} in the order and the dtypes of its layout": {
+        "dtype": "Readers cast the numbers to the dtype that they expect, and change them.",
+        "codes-order": "Codes are in another order than the layout's (nibbles swapped, or halves "
+        "of a block interleaved): outputs are nonsense.",
+        "rows-order": "Rows of this layer are not in the order of the columns that read them.",
+        "scale-order": "Scales are stored in the tiles of a kernel (128 x 4), not row by row.",
+    },
+    f"{_EXPORT} from the model inside the wrapper": {
+        "names": "Every name has a wrapper's prefix: readers find no tensor of the model.",
+    },
+    f"{_EXPORT} with one of the two": {
+        "twice": "The layer is both packed and dense; which one is read depends on the reader.",
+    },
+    "Quantize them alike, by a rule for all of them": {
+        "fused-schemes": "Engines fuse these layers into one matrix, which has one scheme.",
+    },
+    "Take it off the list of dense layers": {
+        "ignore-packed": "Readers make a dense layer there, find no weight, and leave random "
+        "numbers.",
+    },
+    "Put it on the list of dense layers": {
+        "ignore-misses": "Readers make a packed layer there, find no codes, and leave random "
+        "numbers.",
+    },
+}
+
+KINDS = {
+    name: Kind(meaning, remedy)
+    for remedy, kinds in _REMEDIES.items()
+    for name, meaning in kinds.items()
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a folder.
+
+    Attributes:
+        kind: the name of an entry of `KINDS`.
+        where: the tensor, the layer or the file.
+        file: the file that it is in, "" for one that is not there.
+        found: what was expected there, and what there is.
+
+    Example:
+        >>> fp4pass.doctor.Finding("dead", "a.weight", "model.safetensors", "got zeros").meaning
+        'A layer or an expert of zeros adds nothing to any token.'
+    """
+
+    kind: str
+    where: str
+    file: str
+    found: str
+
+    @property
+    def meaning(self) -> str:
+        """The consequence for a user of the folder."""
+        return KINDS[self.kind].meaning
+
+    @property
+    def remedy(self) -> str:
+        """The way out for a user of the folder."""
+        return KINDS[self.kind].remedy
+
+    def __str__(self) -> str:
+        place = f"{self.file}: " if self.file and self.file != self.where else ""
+        return f"{self.where}: {place}{self.found}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values.
+
+        Example:
+            >>> found = fp4pass.doctor.Finding("dead", "a.weight", "model.safetensors", "zeros")
+            >>> sorted(found.to_dict())
+            ['file', 'found', 'kind', 'meaning', 'remedy', 'where']
+        """
+        return {**vars(self), "meaning": self.meaning, "remedy": self.remedy}
 
 
 class Stored(NamedTuple):
@@ -75,9 +225,8 @@ class Folder:
     path: Path
     config: Mapping[str, Any]  # {} without one, or where it is damaged
     own: Mapping[str, Any] | None  # fp4pass.json; of another version it is as none
-    sides: Mapping[str, Mapping[str, Any]]  # the other files that declare a layout
     layout: Layout  # that of the tensors
-    declared: Mapping[str, Any] | None  # the quantization_config, where one is of the tensors
+    declarations: Mapping[str, Mapping[str, Any]]  # the quantization_config in each file of one
     tensors: Mapping[str, Stored]
     findings: list[Finding]
     # The layers whose parts fit each other, and their tensors.
@@ -98,6 +247,11 @@ class Folder:
         """Return what the config says of the model, or of its part for text."""
         text = self.config.get("text_config")
         return self.config.get(key) or (text.get(key) if isinstance(text, Mapping) else None)
+
+    @property
+    def declared(self) -> Mapping[str, Any] | None:
+        """The quantization_config that counts."""
+        return next(iter(self.declarations.values()), None)
 
     @property
     def packed(self) -> set[str]:
@@ -133,15 +287,16 @@ class Folder:
         return sorted(layers - set(self.records))
 
 
-def read_folder(path: Path) -> Folder:
+def read_folder(path: Path) -> tuple[Folder | None, list[Finding]]:
     """Read what a folder has, and note what of it cannot be read or does not fit.
 
-    Raises CheckpointError for a folder without packed weights.
+    None where its layout is not known, for what names it is damaged. Raises CheckpointError for a
+    folder without packed weights.
     """
     findings: list[Finding] = []
     config = _json(path / "config.json", findings) or {}
-    sides = {name: _json(path / name, findings) for name in side_files()}
-    known = {name: each for name, each in sides.items() if each is not None}
+    files = {"config.json": config.get("quantization_config")}
+    files |= {name: _json(path / name, findings) for name in side_files()}
     own, records = None, {}
     try:
         if (own := read_manifest(path, any_version=True)) is not None:
@@ -151,18 +306,22 @@ def read_folder(path: Path) -> Folder:
         own, what = None, f"expected what save wrote: {error}"
         findings.append(Finding("json-damaged", MANIFEST, MANIFEST, what))
     with well_formed(path / "config.json"):
-        declared = config.get("quantization_config") or next(iter(known.values()), None)
-        chosen = None if own is None else LAYOUTS.get(str(own["layout"]))
-        if chosen is None and isinstance(declared, Mapping):
-            chosen = next((each for each in LAYOUTS.values() if each.detect(declared)), None)
-        tensors = _tensors(path, WEIGHTS if chosen is None else chosen.weights, findings)
-        layout = _layout_of(path, chosen, declared, tensors, findings)
-        if own is None and chosen is not layout:
-            declared = None
-        found = Folder(path, config, own, known, layout, declared, tensors, findings)
+        said = {name: each for name, each in files.items() if isinstance(each, Mapping) and each}
+        kinds = [each for each in LAYOUTS.values() if any(map(each.detect, said.values()))]
+        layout = next(iter(kinds), None) if own is None else LAYOUTS.get(str(own["layout"]))
+        if layout is None and not findings:
+            # It says why.
+            open_checkpoint(path, any_version=True)
+        if layout is None:
+            return None, findings
+        tensors = _tensors(path, layout.weights, findings)
+        declared = {name: each for name, each in said.items() if layout.detect(each)}
+        found = Folder(path, config, own, layout, declared, tensors, findings)
         _find_layers(found, records)
         _check_names(found)
-    return found
+    if not (found.records or findings or found.unread):
+        raise CheckpointError(f"{path} holds no packed weight. Load it with transformers.")
+    return found, findings
 
 
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any] | None:
@@ -238,52 +397,6 @@ def _read_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def _layout_of(
-    folder: Path,
-    chosen: Layout | None,
-    declared: Any,
-    tensors: Mapping[str, Stored],
-    findings: list[Finding],
-) -> Layout:
-    """Return the layout of the tensors; note where the config says another one, or none."""
-
-    def codes(layout: Layout) -> list[str]:
-        last, scales = layout.parts[PACKED], layout.parts[SCALE]
-        return [
-            name
-            for name, each in tensors.items()
-            if name.endswith(last)
-            and each.kind == "U8"
-            and f"{name.removesuffix(last)}{scales}" in tensors
-        ]
-
-    if chosen is not None and codes(chosen):
-        return chosen
-    others = [each for each in LAYOUTS.values() if each.engines and each is not chosen]
-    fits = next(filter(codes, others), None)
-    if chosen is not None and fits is None:
-        return chosen
-    if fits is None or (declared is not None and chosen is None):
-        if declared is None:
-            raise CheckpointError(
-                f"{folder} is not quantized as far as it says: it has neither {MANIFEST} nor a "
-                "quantization_config in config.json, and no codes of a layout that fp4pass knows. "
-                "Load it with transformers."
-            )
-        # Of another library: opening it says so.
-        open_checkpoint(folder, any_version=True)
-        raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")
-    names = some(codes(fits), 2)
-    if declared is None:
-        kind = "config-absent"
-        what = f"expected a quantization_config, got none beside tensors of {fits.name} ({names})"
-    else:
-        kind, said = "config-layout", declared.get("quant_method") or getattr(chosen, "name", "?")
-        what = f"expected quant_method {fits.name}, whose tensors there are ({names}), got {said!r}"
-    findings.append(Finding(kind, "config.json", "config.json", what))
-    return fits
-
-
 def _find_layers(found: Folder, records: Mapping[str, PackedLayer]) -> None:
     """Find the packed layers and note what is wrong with their parts; `records` are of save."""
     if found.own is None and not found.layout.engines:
@@ -346,46 +459,21 @@ def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> PackedLaye
             what = f"expected {found.name_of(layer, SCALE)} beside it, got none"
             found.say("companion-missing", codes, what)
         return None
-    record = _record_by_shape(found, held)
-    if found.declared is not None:
-        shapes = {each.name: (each.shape, each.kind) for each in held.values()}
-        # Codes of another dtype of a byte are a finding, and no other format.
-        if codes.kind in _BYTES:
-            shapes[codes.name] = (codes.shape, layout.dtypes.get(PACKED, "U8"))
-        dtype = str(found.fact("dtype") or found.fact("torch_dtype") or "bfloat16")
-        try:
-            known = read_layers(layout, found.declared, shapes, dtype.removeprefix("torch."))
-            record = known.get(layer)
-        except UnreadError:
-            record = None
-        except CheckpointError as error:
-            found.say("shape" if record is None else "block-size", held[SCALE], str(error))
-            return record
-        if record is None:
-            found.unread[layer] = listed
-    elif record is None:
-        what = f"scales {list(held[SCALE].shape)} fit no format for codes {list(codes.shape)}"
-        found.say("shape", held[SCALE], what)
-    return record
-
-
-def _record_by_shape(found: Folder, held: Mapping[str, Stored]) -> PackedLayer | None:
-    """Return how a layer is packed as far as its tensors alone say, None if they do not."""
-    codes, scale, stacks = held[PACKED], held[SCALE], found.layout.stacks
-    if len(codes.shape) < 2 or not scale.shape or not scale.shape[-1]:
+    shapes = {each.name: (each.shape, each.kind) for each in held.values()}
+    # Codes of another dtype of a byte are a finding, and no other format.
+    if codes.kind in _BYTES:
+        shapes[codes.name] = (codes.shape, layout.dtypes.get(PACKED, "U8"))
+    dtype = str(found.fact("dtype") or found.fact("torch_dtype") or "bfloat16")
+    try:
+        known = read_layers(layout, found.declared or {}, shapes, dtype.removeprefix("torch."))
+    except UnreadError:
+        known = {}
+    except CheckpointError as error:
+        found.say("shape", held[SCALE], str(error))
         return None
-    columns = 2 * codes.shape[-1] * (codes.shape[-2] if stacks else 1)
-    block, rest = divmod(columns, scale.shape[-1])
-    rows = codes.shape[:2] if stacks else codes.shape[:1]
-    for fmt in map(FORMATS.__getitem__, found.layout.formats or ("nvfp4", "mxfp4")):
-        # Scales in E4M3 come with a global one, those in E8M0 without.
-        kind = "F8_E4M3" if fmt.has_global_scale else "U8"
-        fits = scale.kind == kind and fmt.element.bits == 4
-        if fits and not rest and block in fmt.blocks and (GLOBAL in held) == fmt.has_global_scale:
-            only = not fmt.has_global_scale or INPUT_GLOBAL not in held
-            config = LinearConfig(fmt.name, None, only, block)
-            return PackedLayer(config, "bfloat16", stacks, (*rows, columns))
-    return None
+    if layer not in known:
+        found.unread[layer] = listed
+    return known.get(layer)
 
 
 def _fits(found: Folder, layer: str, held: Mapping[str, Stored], record: PackedLayer) -> bool:

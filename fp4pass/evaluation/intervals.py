@@ -11,34 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ABOVE_0, require_number
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The sums over the tokens of each unit, a document or a window.
-SUMS = ("tokens", "bytes", "nll", "kl", "top_p_kl", "top1", "delta_p", "delta_p2")
+SUMS = ("tokens", "bytes", "nll", "kl", "top1")
 
 # Units from which on an interval gives a verdict. Those of 95 % hold the truth in 91 to 94 % of
 # simulations of 8 to 20 documents, in 88 % of those of 4, in 74 % of those of 3.
 VERDICT_UNITS = 10
 
-# Resampled numbers that exist at once: 32 MB.
-_BATCH = 1 << 22
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Options of the bootstrap."""
-
-    confidence: float = 0.95  # probability that an interval is to hold the true value, in (0, 1)
-    resamples: int = 2000  # how many times the units are drawn, at least 1
-    seed: int = 0  # of the generator that draws them
-
-    def __post_init__(self) -> None:
-        number = "a number between 0 and 1, such as 0.95"
-        require_number("confidence", number, self.confidence, float, ABOVE_0, 1 - 2**-53)
-        require_number("resamples", "at least 1", self.resamples, least=1)
-        require_number("seed", "an integer from 0 on", self.seed, least=0)
+# Resampled numbers that exist at once: 32 MB; how many times units are drawn, and from what.
+_BATCH, _RESAMPLES, _SEED = 1 << 22, 2000, 0
 
 
 @dataclass(frozen=True)
@@ -64,17 +47,17 @@ class Change:
     significant: bool | None
 
 
-def intervals(sums: Array, options: Bootstrap) -> dict[str, tuple[float, float]]:
+def intervals(sums: Array, confidence: float = 0.95) -> dict[str, tuple[float, float]]:
     """Return the interval of each finite measure of sums [units, SUMS]; none for a single unit."""
-    return _bca(lambda tables: _measures(tables[0]), sums[None], options)
+    return _bca(lambda tables: _measures(tables[0]), sums[None], confidence)
 
 
-def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]:
+def changes(sums: Array, others: Array, confidence: float = 0.95) -> dict[str, Change]:
     """Return `sums` minus `others`, [units, SUMS] each, of each measure that both have."""
     tables = np.stack([sums, others])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         values = _compare(tables.sum(1))
-    found = _bca(_compare, tables, options)
+    found = _bca(_compare, tables, confidence)
     changed = {}
     for name, value in values.items():
         if np.isnan(value):
@@ -90,15 +73,12 @@ def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]
 
 def _measures(sums: Array) -> dict[str, Array]:
     """Return the measures [...] of sums [..., SUMS], nan where a sum is."""
-    tokens, size, nll, kl, top_p_kl, top1, delta_p, delta_p2 = np.moveaxis(sums, -1, 0)
+    tokens, size, nll, kl, top1 = np.moveaxis(sums, -1, 0)
     return {
         "perplexity": np.exp(nll / tokens),
         "bits_per_byte": nll / math.log(2) / size,
         "kl": kl / tokens,
-        "top_p_kl": top_p_kl / tokens,
         "top1": top1 / tokens,
-        "delta_p": delta_p / tokens,
-        "rms_delta_p": np.sqrt(delta_p2 / tokens),
     }
 
 
@@ -110,7 +90,7 @@ def _compare(tables: Array) -> dict[str, Array]:
 
 
 def _bca(
-    measures: Callable[[Array], Mapping[str, Array]], tables: Array, options: Bootstrap
+    measures: Callable[[Array], Mapping[str, Array]], tables: Array, confidence: float
 ) -> dict[str, tuple[float, float]]:
     """Return BCa intervals of measures of sums [k, units, SUMS], resampled for all k together."""
     units = tables.shape[1]
@@ -138,11 +118,11 @@ def _bca(
             paired=True,
             vectorized=True,
             axis=-1,
-            n_resamples=options.resamples,
+            n_resamples=_RESAMPLES,
             batch=max(1, _BATCH // columns.size),
-            confidence_level=_widened(options.confidence, units),
+            confidence_level=_widened(confidence, units),
             method="BCa",
-            rng=np.random.default_rng(options.seed),
+            rng=np.random.default_rng(_SEED),
         )
     ends = zip(*result.confidence_interval, result.bootstrap_distribution, strict=True)
     found = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from .. import ops
 from ..core.progress import shown
 from ..errors import StateError
 from ..nn.experts import (
-    ExpertStack,
     QuantizedExperts,
     QuantizedExpertStack,
     packed_stacks,
@@ -133,59 +132,37 @@ def _call_stacks(
 
 
 def _measure_stack(
-    sums: list[float],
-    module: QuantizedExpertStack,
-    activations: bool,
-    original: ExpertStack,
-    x: Tensor,
-    ids: Tensor,
+    sums: list[float], module: QuantizedExpertStack, activations: bool, *inputs: Any
 ) -> None:
-    """Count the inputs x [T, K] or [T, k, K] of experts ids [T, k]."""
+    """Count the inputs x [T, K] or [T, k, K] of experts ids [T, k] of a float stack."""
+    original, x, ids = inputs
     weights = [original.dense.float(), module.view.of(module.weight).to(x.device).float()]
     y, rounded = (ops.experts_dense(x.float(), ids, weight, None) for weight in weights)
     if activations:
         there = module.weight_packed.device
         rounded = module(x.to(there), ids.to(there)).to(y.device).float()
-    _add(sums, y - rounded, y)
+    _add(sums, rounded, y)
 
 
-def _measure(
-    sums: list[float],
-    module: QuantizedLinear,
-    activations: bool,
-    original: Any,
-    args: Sequence[Tensor],
-    output: Tensor,
-) -> None:
-    """Count one call of a linear layer."""
-    visible = visible_rows(args[0])
-    x = args[0].flatten(0, -2)  # [T, K]
+def _measure(sums: list[float], module: QuantizedLinear, activations: bool, *call: Any) -> None:
+    """Count one call of a float linear layer: the layer, its arguments and its output."""
+    original, args, _ = call
+    visible, x = visible_rows(args[0]), args[0].flatten(0, -2)  # [T, K]
     x = x if visible is None else x[visible]
-    # [N, K]
-    weight, packed = (
-        (each.t() if module.transposed else each).to(x.device).float()
-        for each in (original.weight, module.weight)
-    )
-    y = x.float() @ weight.t()
+    weights = (each.t() if module.transposed else each for each in (original.weight, module.weight))
+    y, rounded = (x.float() @ each.to(x.device).float().t() for each in weights)
     if activations:
-        difference = y - _output(module, x).to(y.device)
-    else:
-        difference = x.float() @ (weight - packed).t()
-    _add(sums, difference, y)
+        config, inputs = module.config, x
+        # A layer with folded rotations reads and writes what its neighbours rotate.
+        if config.folded:
+            inputs = ops.rotate(x, config.rotation)
+        rounded = module(inputs.to(module.weight_packed.device)).float()
+        rounded = rounded if module.bias is None else rounded - module.bias.float()
+        if config.output_rotation:
+            rounded = ops.rotate(rounded, config.output_rotation)
+    _add(sums, rounded.to(y.device), y)
 
 
-def _add(sums: list[float], difference: Tensor, y: Tensor) -> None:
-    for i, each in enumerate((difference, y)):
+def _add(sums: list[float], rounded: Tensor, y: Tensor) -> None:
+    for i, each in enumerate((y - rounded, y)):
         sums[i] += each.square().sum(dtype=torch.float64).item()
-
-
-def _output(module: QuantizedLinear, x: Tensor) -> Tensor:
-    """Return the output [T, N] of a converted layer without bias, for inputs [T, K]."""
-    config = module.config
-    # A layer with folded rotations reads and writes what its neighbours rotate.
-    if config.folded:
-        x = ops.rotate(x, config.rotation)
-    y = module(x.to(module.weight_packed.device)).float()
-    if module.bias is not None:
-        y = y - module.bias.float()
-    return ops.rotate(y, config.output_rotation) if config.output_rotation else y

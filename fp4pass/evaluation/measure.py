@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..errors import ABOVE_0, OptionError, ShapeError, StateError, expected, req
 from ..quantization.observers.batches import device_of, fast_dtype, require_tokens
 from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
 from ..record.state import unwrap
-from .intervals import SUMS, Bootstrap, Change, changes, intervals
+from .intervals import SUMS, Change, changes, intervals
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
@@ -26,12 +26,8 @@ _CHUNK = 1 << 24
 # Logits of one batch: 256 MB.
 _LARGEST = 1 << 28
 
-# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token, KL in
-# the nucleus, the change of the probability of the right token, and its square.
-MEASURED = ("nll", "kl", "top1", "top_p_kl", "delta_p", "delta_p2")
-
-# Tokens of a nucleus to look for first; rows with a larger nucleus are searched again.
-_NUCLEUS = 64
+# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token.
+MEASURED = ("nll", "kl", "top1")
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,6 @@ class Evaluation:
         kl: KL(reference || model), nats per token; None without a reference.
         kl_999: the KL that 99.9 % of the tokens stay below; None without a reference.
         top1: share of tokens whose likeliest successor is the reference's; None without one.
-        delta_p: mean of what the model gives the right token more than the reference, as
-            probabilities; None without a reference.
-        rms_delta_p: root of the mean square of the same; None without a reference.
-        top_p_kl: KL in the reference's nucleus of mass `top_p`, both renormalized there; None
-            without a reference.
-        top_p: mass of the nucleus.
         unit: what is resampled: "document", or "window" where documents are not known.
         units: units with scored tokens.
         confidence: of the intervals.
@@ -71,11 +61,7 @@ class Evaluation:
     bits_per_byte: float | None = None
     kl: float | None = None
     top1: float | None = None
-    top_p_kl: float | None = None
-    top_p: float = 0.95
     kl_999: float | None = None
-    delta_p: float | None = None
-    rms_delta_p: float | None = None
     unit: str = "window"
     units: int = 0
     confidence: float = 0.95
@@ -113,9 +99,7 @@ class Evaluation:
             found["difference"] = self.difference(before).to_dict()
         return found
 
-    def difference(
-        self, other: Evaluation, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> Difference:
+    def difference(self, other: Evaluation, *, confidence: float = 0.95) -> Difference:
         """Return this evaluation minus another of the same tokens, with intervals.
 
         Units are resampled for both together, so that what a hard document costs both cancels.
@@ -123,12 +107,10 @@ class Evaluation:
         Args:
             other: an evaluation by `fp4pass.evaluate` of the same tokens.
             confidence: of the intervals, in (0, 1).
-            resamples: of the bootstrap.
-            seed: of the bootstrap.
 
         Raises:
             StateError: the tokens differ, or an evaluation has no sums.
-            OptionError: confidence or resamples is out of range.
+            OptionError: confidence is out of range.
 
         Example:
             >>> before = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
@@ -150,10 +132,8 @@ class Evaluation:
                 f"{other.tokens} in {other.windows} (digest {other.digest}). Evaluate both on the "
                 "same text, with the same window and stride."
             )
-        options = Bootstrap(confidence, resamples, seed)
-        found = changes(self.sums.numpy(), other.sums.numpy(), options)
-        if self.top_p != other.top_p:
-            found.pop("top_p_kl", None)
+        _require_confidence(confidence)
+        found = changes(self.sums.numpy(), other.sums.numpy(), confidence)
         return Difference(confidence=confidence, **found)
 
 
@@ -162,8 +142,7 @@ class Difference:
     """One evaluation minus another of the same tokens.
 
     `perplexity_ratio` is perplexity over perplexity, the others are differences. A measure that one
-    of them lacks is None, as is the KL in nuclei of different mass. `confidence` is of the
-    intervals.
+    of them lacks is None. `confidence` is of the intervals.
 
     Example:
         >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
@@ -176,10 +155,7 @@ class Difference:
     perplexity_ratio: Change
     bits_per_byte: Change | None = None
     kl: Change | None = None
-    top_p_kl: Change | None = None
     top1: Change | None = None
-    delta_p: Change | None = None
-    rms_delta_p: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values.
@@ -205,10 +181,7 @@ def evaluate(
     progress: bool = True,
     stride: int | None = None,
     within_documents: bool = False,
-    top_p: float = 0.95,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> Evaluation:
     """Measure the perplexity of a model on a text, and its distance from a reference.
 
@@ -230,10 +203,8 @@ def evaluate(
         progress: as for `convert`.
         stride: new tokens of each window; None for `window`.
         within_documents: whether each document is cut into windows by itself.
-        top_p: mass of the reference's nucleus, in (0, 1].
-        confidence: of the intervals, in (0, 1).
-        resamples: of the bootstrap over documents, or over windows where they are not known.
-        seed: of the bootstrap.
+        confidence: of the intervals, in (0, 1), by a bootstrap over documents, or over windows
+            where they are not known.
 
     Raises:
         StateError: a model is in training mode or returns no logits.
@@ -258,8 +229,7 @@ def evaluate(
                 "is on. Call model.eval() first."
             )
     require_number("batch_size", "at least 1", batch_size, least=1)
-    require_number("top_p", "a number above 0 and at most 1", top_p, float, ABOVE_0, 1)
-    options = Bootstrap(confidence, resamples, seed)
+    _require_confidence(confidence)
     cut = cut_windows(
         tokenizer,
         text,
@@ -276,7 +246,7 @@ def evaluate(
         for i, part in enumerate(cut):
             require_tokens(each, part.ids[None], f"text: window {i}")
     with shown("evaluate", progress), fast_dtype(*models):
-        totals, sums, kls = _sum_up(model, reference, cut, batch_size, top_p)
+        totals, sums, kls = _sum_up(models, cut, batch_size)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
         if size.sum() > 0:
@@ -285,38 +255,33 @@ def evaluate(
     sums = sums[sums[:, SUMS.index("tokens")] > 0]
     tokens = int(sums[:, SUMS.index("tokens")].sum())
     length = sums[:, SUMS.index("bytes")].sum().item()
-    compared = reference is not None
+    means = {name: totals[name] / tokens for name in totals if name != "nll"}
     return Evaluation(
         windows=len(cut),
         tokens=tokens,
         perplexity=math.exp(totals["nll"] / tokens),
         bits_per_byte=None if math.isnan(length) else totals["nll"] / math.log(2) / length,
-        kl=totals["kl"] / tokens if compared else None,
-        top1=totals["top1"] / tokens if compared else None,
-        top_p_kl=totals["top_p_kl"] / tokens if compared else None,
-        kl_999=quantile(kls, 0.999) if compared else None,
-        delta_p=totals["delta_p"] / tokens if compared else None,
-        rms_delta_p=math.sqrt(totals["delta_p2"] / tokens) if compared else None,
-        top_p=top_p,
+        **means,
+        kl_999=quantile(kls, 0.999) if means else None,
         unit=cut.unit,
         units=len(sums),
         confidence=confidence,
-        intervals=intervals(sums.numpy(), options),
+        intervals=intervals(sums.numpy(), confidence),
         digest=cut.digest,
         sums=sums,
     )
 
 
+def _require_confidence(confidence: float) -> None:
+    number = "a number between 0 and 1, such as 0.95"
+    require_number("confidence", number, confidence, float, ABOVE_0, 1 - 2**-53)
+
+
 def _sum_up(
-    model: nn.Module,
-    reference: nn.Module | None,
-    cut: Windows,
-    batch_size: int,
-    top_p: float,
+    models: Sequence[nn.Module], cut: Windows, batch_size: int
 ) -> tuple[dict[str, float], Tensor, Tensor]:
     """Return sums over all tokens, those of each unit [units, SUMS], and the KL of each token."""
-    models = [each for each in (model, reference) if each is not None]
-    names = MEASURED[:1] if reference is None else MEASURED
+    names = MEASURED[: 1 if len(models) == 1 else None]
     kls: list[Tensor] = []
     totals = dict.fromkeys(names, 0.0)
     columns = ("tokens", *names)
@@ -334,12 +299,12 @@ def _sum_up(
         outputs = [read_logits(each, ids) for each in models]
         device, vocabulary = outputs[0].device, outputs[0].shape[1]
         for part in torch.arange(len(rows)).split(max(1, _CHUNK // vocabulary)):
-            logits, *others = (each[rows[part].to(each.device)].to(device) for each in outputs)
-            terms = score_tokens(logits, targets[part].to(device), *others, top_p=top_p)
+            logits = [each[rows[part].to(each.device)].to(device) for each in outputs]
+            terms = score_tokens(targets[part].to(device), *logits)
             for name, term in zip(names, terms, strict=True):
                 totals[name] += term.sum(dtype=torch.float64).item()
             terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
-            kls += [] if reference is None else [terms[columns.index("kl")]]
+            kls += terms[2:3]
             found.index_add_(0, units[part], torch.stack(terms, 1).double())
     # Columns that are not measured here, as the bytes, are nan.
     sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
@@ -372,53 +337,29 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.flatten(0, 1)
 
 
-def score_tokens(
-    logits: Tensor, targets: Tensor, others: Tensor | None = None, *, top_p: float
-) -> list[Tensor]:
+def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) -> list[Tensor]:
     """Return metrics [T] of tokens, in the order of MEASURED: all but nll only with `others`.
 
     logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
-    [T]. The nucleus is the reference's, of mass `top_p`. KL and differences of probabilities are
-    float64, agreement of top-1 is bool.
+    [T]. KL is float64, agreement of top-1 is bool.
     """
-    if others is not None and others.shape != logits.shape:
+    nll = -logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    if others is None:
+        return [nll]
+    if others.shape != logits.shape:
         raise ShapeError(
             f"The reference has logits {tuple(others.shape)}: expected {tuple(logits.shape)}, "
             "those of the model. Give the model that was converted."
         )
-    log_q = logits.float().log_softmax(-1)
-    nll = -log_q.gather(1, targets[:, None])[:, 0]
-    if others is None:
-        return [nll]
-    log_p = others.float().log_softmax(-1)
-    terms = _kl_terms(log_p, log_q)
-    kl = terms.sum(-1, dtype=torch.float64)
-    agree = others.argmax(-1) == logits.argmax(-1)
-    delta = (-nll.double()).exp() - log_p.gather(1, targets[:, None])[:, 0].double().exp()
-    if top_p == 1:
-        return [nll, kl, agree, kl, delta, delta.square()]
-    outside = log_p < _least_likely(log_p, top_p)[:, None]
-    # log of the mass that each model has in the nucleus.
-    mass_p = log_p.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
-    mass_q = log_q.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
-    inside = terms.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
-    inside = inside / mass_p + (mass_q.log() - mass_p.log())
-    # A model that rules the whole nucleus out is infinitely far, and not inf - inf.
-    inside = torch.where(mass_q == 0, math.inf, inside)
-    return [nll, kl, agree, inside, delta, delta.square()]
+    return [nll, token_kl(logits, others), others.argmax(-1) == logits.argmax(-1)]
 
 
 def token_kl(logits: Tensor, others: Tensor) -> Tensor:
     """Return KL(others || logits) [T] float64 of tokens, of logits [T, vocabulary] each."""
     log_q, log_p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
-    return _kl_terms(log_p, log_q).sum(-1, dtype=torch.float64)
-
-
-def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return what each token of the vocabulary adds to the KL."""
     p = log_p.exp()
     # A token that the reference rules out (logit -inf) adds nothing.
-    return torch.where(p == 0, 0.0, p * (log_p - log_q))
+    return torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def quantile(values: Tensor, share: float) -> float:
@@ -429,20 +370,3 @@ def quantile(values: Tensor, share: float) -> float:
     # Two infinite values have no line.
     found = low if low == high else low + (high - low) * (place % 1)
     return float(found)
-
-
-def _least_likely(log_p: Tensor, top_p: float) -> Tensor:
-    """Return the log probability of the last token in the nucleus: [T, vocabulary] to [T]."""
-    tokens, vocabulary = log_p.shape
-    found = log_p.new_full((tokens,), -math.inf)
-    left = torch.arange(tokens, device=log_p.device)
-    count = _NUCLEUS
-    while len(left):
-        likeliest = log_p[left].topk(min(count, vocabulary)).values
-        mass = likeliest.double().exp().cumsum(-1)
-        # Where rounding leaves the sum of all below top_p, the nucleus is all tokens.
-        before = (mass < top_p).sum(-1).clamp(max=vocabulary - 1)
-        enough = before < likeliest.shape[1]
-        found[left[enough]] = likeliest[enough].gather(1, before[enough, None])[:, 0]
-        left, count = left[~enough], count * 8
-    return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
+from .rewrite import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
 
 _aten = torch.ops.aten
 
@@ -120,19 +120,16 @@ class _Finder:
 
     def __init__(self, graph: fx.Graph, own: Collection[int]) -> None:
         assert graph.owning_module is not None
-        self.graph = graph
-        self.module = graph.owning_module
-        self.own = own
-        # By the identity of a parameter: the nodes that read it.
-        self.readers: dict[int, list[fx.Node]] = {}
+        self.graph, self.module, self.own = graph, graph.owning_module, own
+        # By the identity of a parameter: how many nodes read it.
+        self.readers: Counter[int] = Counter()
         for node in graph.nodes:
             if node.op == "get_attr":
-                path, _, name = str(node.target).rpartition(".")
-                parameter = self.module.get_submodule(path)._parameters.get(name)
-                self.readers.setdefault(id(parameter), []).extend(weight_readers(node))
+                holder, name = self._place_of(node)
+                count = len(list(weight_readers(node)))
+                self.readers[id(holder._parameters.get(name))] += count
             elif node.op == "call_module":
-                for parameter in module_of(node).parameters():
-                    self.readers.setdefault(id(parameter), []).append(node)
+                self.readers.update(map(id, module_of(node).parameters()))
 
     def find(self) -> list[ScaleFold]:
         """Return every fold, in the order of the graph."""
@@ -156,24 +153,27 @@ class _Finder:
         # Nothing else may read it.
         if not isinstance(node, fx.Node) or value_users(node) != readers:
             return None
+
+        def all_of(values: Iterable[object]) -> list[Channels] | None:
+            parts = [self._divided(each, {node}, width) for each in values]
+            return None if None in parts else [each for part in parts for each in part or ()]
+
         linear = match_linear(node)
         if linear is not None:
-            return self._rows(linear, width)
-        if node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            holder = self.module.get_submodule(path)
-            vector = holder._parameters.get(name)
-            if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
+            weight = self._weight(linear, rows=True)
+            if weight is None or len(weight.tensor) != width:
                 return None
-            return [Channels(holder, name, 0)]
+            biases = all_of([] if linear.bias is None else [linear.bias])
+            return None if biases is None else [weight, *biases]
+        if node.op == "get_attr":
+            vector = self._channels(*self._place_of(node), 0)
+            return None if vector is None or vector.tensor.shape != (width,) else [vector]
         if node.target in _NORMS:
             names = ("input", "normalized_shape", *_NORMS[node.target])
             given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
             vectors = [given.get(name) for name in names[2:]]
-            if vectors[0] is None:
-                return None
             # A sum or a product there would be found as well.
-            return _joined(self._divided(v, {node}, width) for v in vectors if v is not None)
+            return None if vectors[0] is None else all_of(v for v in vectors if v is not None)
         operands = node.args[:2]
         # Views of rows as such rows, by the shapes of export.
         both: tuple[Any, ...] = (node, operands[0]) if node.target in _VIEWS else ()
@@ -184,44 +184,37 @@ class _Finder:
             or (node.target in _CASTS and _is_to_float(node))
             or (node.target in _VIEWS and are_rows)
         ):
-            return self._divided(operands[0], {node}, width)
-        if node.target is _aten.mul.Tensor and operands[0] is not operands[1]:
-            # Of act(gate) * up, the second.
-            found = (self._divided(each, {node}, width) for each in reversed(operands))
-            return next((each for each in found if each is not None), None)
-        if node.target is _aten.add.Tensor and operands[0] is not operands[1]:
-            return _joined(self._divided(each, {node}, width) for each in operands)
-        return None
-
-    def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
-        """Return the rows of a linear's weight, and its bias."""
-        weight = self._weight(linear, rows=True)
-        if weight is None or len(weight.tensor) != width:
+            return all_of(operands[:1])
+        if len(operands) < 2 or operands[0] is operands[1]:
             return None
-        biases = [] if linear.bias is None else [linear.bias]
-        return _joined([[weight], *(self._divided(b, {linear.node}, width) for b in biases)])
+        if node.target is _aten.mul.Tensor:
+            # Of act(gate) * up, the second.
+            found = (all_of([each]) for each in reversed(operands))
+            return next((each for each in found if each is not None), None)
+        return all_of(operands) if node.target is _aten.add.Tensor else None
 
     def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
         """Return the weight of a linear, by its rows, which make outputs, or by its columns."""
-        weight = linear.holder._parameters.get("weight")
-        if weight is None or weight.ndim != 2 or linear.called or not self._is_own(weight):
-            return None
-        return Channels(linear.holder, "weight", int(rows == linear.transposed))
+        found = self._channels(linear.holder, "weight", int(rows == linear.transposed))
+        return None if found is None or found.tensor.ndim != 2 or linear.called else found
 
-    def _is_own(self, parameter: Tensor) -> bool:
-        """Return whether one node alone reads a parameter, and it may be written to."""
-        return (
-            len(self.readers.get(id(parameter), ())) == 1
+    def _channels(self, holder: nn.Module, name: str, dim: int) -> Channels | None:
+        """Return a parameter that one node alone reads, and that may be written to, or None."""
+        parameter = holder._parameters.get(name)
+        known = (
+            parameter is not None
+            and dim < parameter.ndim
+            and self.readers[id(parameter)] == 1
             and parameter.data_ptr() in self.own
             and parameter.is_floating_point()
             and not parameter.is_inference()
         )
+        return Channels(holder, name, dim) if known else None
 
-
-def _joined(parts: Iterable[list[Channels] | None]) -> list[Channels] | None:
-    """Return all parameters of some parts, None if there is None among them."""
-    found = list(parts)
-    return None if None in found else [each for part in found for each in part or ()]
+    def _place_of(self, node: fx.Node) -> tuple[nn.Module, str]:
+        """Return the module that has what a node reads, and its name there."""
+        path, _, name = str(node.target).rpartition(".")
+        return self.module.get_submodule(path), name
 
 
 def _is_to_float(node: fx.Node) -> bool:

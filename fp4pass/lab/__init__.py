@@ -6,7 +6,7 @@ the loss, and `freeze` makes the student a converted model again. `merge` takes 
 packed weights. `allocate` chooses a scheme for each layer under a budget.
 """
 
-from .allocate import SCHEMES, Allocation, Candidate, Cost, GroupScheme, allocate
+from .allocate import SCHEMES, Allocation, allocate
 from .distill import Distillation, Evaluated, distill
 from .divergence import kl_loss
 from .latent import freeze, trainable
@@ -15,11 +15,8 @@ from .merge import Merged, merge
 __all__ = [
     "SCHEMES",
     "Allocation",
-    "Candidate",
-    "Cost",
     "Distillation",
     "Evaluated",
-    "GroupScheme",
     "Merged",
     "allocate",
     "distill",

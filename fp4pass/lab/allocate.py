@@ -8,55 +8,28 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from .. import quantization as qn
+from .. import record as rec
 from ..api import convert
-from ..core import covering_globs, current, shown, without_numbers
+from ..core.names import covering_globs
+from ..core.progress import current, shown
 from ..distributed import ranks
-from ..errors import (
-    ABOVE_0,
-    CalibrationError,
-    OptionError,
-    StateError,
-    expected,
-    require_number,
-    some,
-)
-from ..evaluation import SUMS, Bootstrap, bootstrap_intervals, fast_dtype
+from ..errors import ABOVE_0, CalibrationError, OptionError, StateError, expected, some
+from ..errors import require_number as require
+from ..evaluation import fast_dtype
 from ..methods import MethodChoice, Sse
-from ..nn import PACKED, SCALE
-from ..quantization import (
-    LayerPlan,
-    Plan,
-    Recipe,
-    caller_of,
-    in_float32,
-    joined,
-    matching_rule,
-    plan_layers,
-    require_float,
-    require_layers,
-)
-from ..record import (
-    LinearConfig,
-    LinearOptions,
-    Rule,
-    Rules,
-    Scheme,
-    check_options,
-    check_rules,
-    scheme_fields,
-    table_lines,
-    unwrap,
-)
-from .divergence import Reference, logits_of, mean_kl, read_windows, spread, together, token_count
+from ..quantization import LayerPlan, Recipe
+from ..record import LinearConfig, LinearOptions, Rule, Rules, Scheme, scheme_fields
+from . import divergence as kls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,14 +43,8 @@ SCHEMES: Final = ("nvfp4a16", "fp8a16", "bf16")
 FLOAT = "float"
 _FLOATS = (FLOAT, "bf16", "bfloat16")
 
-# Windows beside those that are measured, for methods that need text.
-_MORE = 128
-
-# Budgets of the curve.
-_POINTS = 24
-
-# Conversions of a search for a KL; a model within so much of it is near enough.
-_TRIES, _NEAR = 6, 0.02
+# Windows beside those that are measured, for methods that need text; conversions for a KL.
+_MORE, _TRIES = 128, 6
 
 # The scheme of each group, in order.
 Schemes = tuple[str, ...]
@@ -85,41 +52,20 @@ Schemes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a group in a scheme.
+    """The cost of a group in a scheme."""
 
-    Attributes:
-        bytes: of codes and block scales; of the weights as they are, for a group that stays so.
-        kl: KL(original || model with this group alone in the scheme), nats per token.
-
-    Example:
-        >>> fp4pass.lab.Cost(bytes=576, kl=0.01).bytes
-        576
-    """
-
-    bytes: int
-    kl: float
+    bytes: int  # of codes and block scales, or of the float weights
+    kl: float  # KL(original || model with this group alone in the scheme), nats per token
 
 
 @dataclass(frozen=True)
 class GroupScheme:
-    """A group of layers that engines fuse, and its scheme.
-
-    Attributes:
-        layers: their names.
-        weights: how many they have.
-        scheme: the chosen one; "float" for layers that stay as they are.
-        costs: bytes and KL by scheme, as measured with this group alone.
-
-    Example:
-        >>> costs = {"nvfp4a16": fp4pass.lab.Cost(bytes=576, kl=0.01)}
-        >>> fp4pass.lab.GroupScheme(("q", "k", "v"), 1024, "nvfp4a16", costs).bits
-        4.5
-    """
+    """A group of layers that engines fuse, and its scheme."""
 
     layers: tuple[str, ...]
     weights: int
-    scheme: str
-    costs: Mapping[str, Cost] = field(hash=False)
+    scheme: str  # "float" for layers that stay as they are
+    costs: Mapping[str, Cost] = field(hash=False)  # by scheme
 
     @property
     def bits(self) -> float:
@@ -129,32 +75,14 @@ class GroupScheme:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A whole model that was converted and measured on held-out text.
+    """A whole model that was converted and measured on held-out text."""
 
-    Attributes:
-        label: of the kind of choice: "allocated", or the name of a uniform one.
-        bits: of a weight, codes and block scales included.
-        bytes: the same for all weights.
-        predicted: the sum of the KL of the groups.
-        kl: KL(original || model) on held-out text, nats per token.
-        low: lower end of the interval of `kl`; None for a single window.
-        high: its upper end.
-        schemes: of each group, in order.
-
-    Example:
-        >>> found = fp4pass.allocate(model, bits=6, schemes=("nvfp4a16", "bf16"), data=batches)
-        >>> found.uniform.label
-        'uniform nvfp4a16'
-    """
-
-    label: str
-    bits: float
-    bytes: int
-    predicted: float
-    kl: float
-    low: float | None
-    high: float | None
-    schemes: tuple[str, ...] = field(repr=False)
+    label: str  # "allocated", or the name of a uniform one
+    bits: float  # of a weight, codes and block scales included
+    bytes: int  # of all weights
+    predicted: float  # the sum of the KL of the groups
+    kl: float  # KL(original || model) on held-out text, nats per token
+    schemes: tuple[str, ...] = field(repr=False)  # of each group
 
 
 @dataclass(frozen=True)
@@ -164,14 +92,14 @@ class Allocation:
     Attributes:
         budget: what was asked for, {"bits": ...} or {"kl": ...}.
         recipe: of the model, for `convert(model, **allocation.recipe.arguments())`.
-        groups: each with its scheme, in the order of layers.
-        chosen: the model that was converted and measured.
+        groups: each with `layers`, `weights`, its `scheme`, its `bits`, and its `costs` by scheme,
+            each with `bytes` and `kl`, as measured with this group alone.
+        chosen: the model that was converted and measured: its `label`, `bits` of a weight, `bytes`,
+            `predicted` KL, `kl`, and the `schemes` of the groups.
         uniform: the best uniform model of at most the same bytes, None if there is none; a uniform
             one has one scheme, or a larger one for the first layers.
         measured: all models that were measured, `chosen` and `uniform` among them.
-        curve: bits, bytes and predicted KL of the best choices by prediction, the smallest first.
         text: tokens of the parts of the data.
-        is_uniform: whether a uniform model was no worse, and is chosen.
 
     Example:
         >>> found = fp4pass.allocate(model, bits=6, schemes=("nvfp4a16", "bf16"), data=batches)
@@ -185,9 +113,12 @@ class Allocation:
     chosen: Candidate
     uniform: Candidate | None
     measured: tuple[Candidate, ...]
-    curve: tuple[Mapping[str, float], ...] = field(hash=False)
     text: Mapping[str, int] = field(hash=False)
-    is_uniform: bool = False
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a uniform model was no worse, and is chosen."""
+        return self.chosen == self.uniform
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -210,7 +141,7 @@ class Allocation:
         Example:
             >>> found = fp4pass.allocate(model, bits=6, schemes=("nvfp4a16", "bf16"), data=batches)
             >>> sorted(found.to_dict())[:4]
-            ['budget', 'chosen', 'curve', 'groups']
+            ['budget', 'chosen', 'groups', 'measured']
         """
         found = dataclasses.asdict(self)
         found["recipe"] = self.recipe.to_dict()
@@ -224,11 +155,11 @@ class Allocation:
             text += f". No mixture was better at this size: {self.chosen.label}"
         elif self.uniform is not None:
             text += f", {self.kl / self.uniform.kl:.2f} of uniform's {self.uniform.kl:.5f}"
-        models = [("model", "bits", "KL predicted", "KL held out", "interval")]
-        for each in self.measured:
-            ends = "-" if each.low is None else f"{each.low:.5f} to {each.high:.5f}"
-            numbers = (f"{each.bits:.3f}", f"{each.predicted:.5f}", f"{each.kl:.5f}")
-            models.append((each.label, *numbers, ends))
+        models = [("model", "bits", "KL predicted", "KL held out")]
+        models += [
+            (each.label, f"{each.bits:.3f}", f"{each.predicted:.5f}", f"{each.kl:.5f}")
+            for each in self.measured
+        ]
         groups = [("layers", "scheme", "bits", "KL alone")]
         for group in self.groups:
             first, *others = group.layers
@@ -236,7 +167,7 @@ class Allocation:
             name = f"{first} and {len(others)} more" if len(others) > 3 else name
             kl = f"{group.costs[group.scheme].kl:.6f}"
             groups.append((name, group.scheme, f"{group.bits:.2f}", kl))
-        return "\n".join([f"{text}.", "", *table_lines(models), "", *table_lines(groups)])
+        return "\n".join([f"{text}.", "", *rec.table_lines(models), "", *rec.table_lines(groups)])
 
 
 def allocate(
@@ -297,39 +228,70 @@ def allocate(
         >>> found.bits <= 6.5, found.kl <= found.uniform.kl
         (True, True)
     """
-    check_options(options)
-    budget = {name: each for name, each in (("bits", bits), ("kl", kl)) if each is not None}
+    rec.check_options(options)
+    budget = {name: float(x) for name, x in (("bits", bits), ("kl", kl)) if x is not None}
     if len(budget) != 1:
         raise OptionError(
             f"{expected('The budget', 'bits= or kl=', 'both' if budget else 'neither')} bits=5.0 "
             "is for the best model of 5 bits a weight, kl=0.02 for the smallest one within that KL."
         )
-    ((name, value),) = budget.items()
-    require_number(name, "a positive number", value, float, ABOVE_0)
-    given: dict[str, Any] = {"method": method, "rules": rules, **options}
-    text = {"data": data, "tokenizer": tokenizer, "seq_len": seq_len}
-    measuring = measured(model, schemes, windows, held_out, text, given, bits)
-    with shown("allocate", progress), measuring as trials:
-        return trials.choose({name: float(value)})
+    for name, limit in budget.items():
+        require(name, "a positive number", limit, float, ABOVE_0)
+    for name, number in (("windows", windows), ("held_out", held_out), ("seq_len", seq_len)):
+        require(name, "at least 1", number, least=1)
+    given: dict[str, Any] = {"method": Sse() if method is None else method, **options}
+    source = _source(model, schemes, rec.check_rules(rules), given)
+    root = source.root
+    with shown("allocate", progress), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        more = _MORE if any(_needs_text(each.config) for each in source.planned) else 0
+        parts = _parts(root, (windows, held_out, more), data, tokenizer, seq_len)
+        source.searches, source.data = folder, parts["calibration"]
+        with qn.in_float32(root):
+            original = kls.predictions(root, parts["measured"])
+            groups = _groups(source, parts["measured"])
+        weights = sum(group.weights for group in groups)
+        room = math.floor((bits or 0.0) * weights / 8 + 1e-6)
+        sizes = [math.fsum(f(x.bytes.values()) for x in groups) for f in (min, max)]
+        least, most = (8 * size / weights for size in sizes)
+        if bits is not None and not least <= bits < (most if source.keeps_float else math.inf):
+            raise OptionError(
+                f"bits={bits:g}: expected from {least:.4f}, the bits of the smallest schemes, to "
+                f"below {most:.4f}, those of the largest. Give others, or other schemes."
+            )
+        costs = _measure(source, groups, original)
+        with fast_dtype(root):
+            trials = _Trials(source, groups, costs, kls.predictions(root, parts["held_out"]))
+        if kl is not None:
+            chosen = trials.smallest(kl)
+            room = chosen.bytes
+        else:
+            chosen = trials.measure(cheapest(costs, room, "bytes") or (), "allocated")
+        every = (*source.plans, *((FLOAT,) if source.keeps_float else ()))
+        uniforms = [trials.measure(x, name) for name, x in _uniform(costs, every, room).items()]
+    uniform = min(uniforms, key=lambda each: (each.kl, each.bytes), default=None)
+    if uniform is not None and uniform.kl <= chosen.kl:
+        _log.info("no mixture is better than %s", uniform.label)
+        chosen = uniform
+    return Allocation(
+        budget=budget,
+        recipe=trials.recipe(chosen.schemes),
+        groups=tuple(
+            GroupScheme(group.names, group.weights, scheme, cost)
+            for group, scheme, cost in zip(groups, chosen.schemes, costs, strict=True)
+        ),
+        chosen=chosen,
+        uniform=uniform,
+        measured=tuple(trials.found.values()),
+        text={name: kls.token_count(part) for name, part in parts.items()},
+    )
 
 
-@contextmanager
-def measured(
-    model: nn.Module,
-    schemes: Sequence[str],
-    windows: int,
-    held_out: int,
-    text: Mapping[str, Any],
-    given: Mapping[str, Any],
-    bits: float | None = None,
-) -> Iterator[Trials]:
-    """Measure all groups of a model, for budgets chosen in the body of `with`.
-
-    The arguments are those of `allocate`: `text` has data, tokenizer and seq_len, `given` all that
-    says how layers are quantized. `bits` is refused at once where no scheme is as small.
-    """
-    root = unwrap(model)
-    if require_float(root, "allocate") is not None or isinstance(root, fx.GraphModule):
+def _source(
+    model: nn.Module, schemes: Sequence[str], rules: tuple[Rule, ...], options: dict[str, Any]
+) -> _Source:
+    """Return a float model and its plans. Raises OptionError, StateError."""
+    root = rec.unwrap(model)
+    if qn.require_float(root, "allocate") is not None or isinstance(root, fx.GraphModule):
         raise StateError(
             "The model is prepared, or a graph. allocate converts copies of a live float model: "
             "start from that; the rules fit its graph, too."
@@ -341,199 +303,83 @@ def measured(
         )
     if ranks().size > 1:
         raise OptionError("allocate runs in one process. Convert with its rules in all of them.")
-    for name, value in (("windows", windows), ("held_out", held_out), ("seq_len", text["seq_len"])):
-        require_number(name, "at least 1", value, least=1)
-    names, keeps_float = _scheme_names(schemes)
-    options = {name: value for name, value in given.items() if value is not None}
-    rules = check_rules(options.pop("rules", ()))
-    if beside := [name for name in ("fmt", "weight_only", "block") if name in options]:
-        raise OptionError(f"schemes decides {beside[0]}. Leave {beside[0]} out.")
-    if deciding := [glob for glob, each in rules if "fmt" in (each or {})]:
-        raise OptionError(
-            f"schemes decides the scheme of every layer, and a rule that of {deciding[0]!r}. Leave "
-            "fmt out of it, or skip these layers with None."
-        )
-    options.setdefault("method", Sse())
-    configs = {name: LinearConfig(name, **options) for name in names}
-    plans = {name: plan_layers(root, config, rules) for name, config in configs.items()}
-    for plan in plans.values():
-        require_layers(plan)
-    least = min(map(_bits_of, plans.values()))
-    if bits is not None and bits < least:
-        raise _too_few(bits, least)
-    more = _MORE if any(map(_needs_text, configs.values())) else 0
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        parts = _parts(root, windows, held_out, more, text)
-        source = _Model(root, plans, rules, options, folder, parts["calibration"])
-        with _finely(root):
-            reference = Reference(root, parts["measured"])
-            groups = source.groups(_inputs(root, source.callers, parts["measured"]))
-        unreached = source.unreached(groups)
-        if not groups:
-            raise StateError(
-                f"No window reaches {some(unreached)}. Give data that does, as batches of the "
-                "model."
-            )
-        if unreached:
-            _log.warning(
-                "the text does not reach %s: these layers stay as they are", some(unreached)
-            )
-        costs = _measure(source, groups, reference, names)
-        for cost, group in zip(costs, groups, strict=True):
-            if keeps_float or not cost:
-                cost[FLOAT] = Cost(group.dense_bytes, 0.0)
-        with fast_dtype(root):
-            reference = Reference(root, parts["held_out"])
-        candidates = (*names, FLOAT) if keeps_float else names
-        tokens = {name: token_count(part) for name, part in parts.items()}
-        yield Trials(source, groups, costs, reference, candidates, tokens)
-
-
-def _parts(
-    root: nn.Module, windows: int, held_out: int, more: int, text: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Return batches to measure groups on, to measure models on, and to calibrate on."""
-    count = windows + held_out + more
-    found = read_windows(root, text["data"], text["tokenizer"], count, seq_len=text["seq_len"])
-    if len(found) < 2:
-        raise CalibrationError(
-            "data: expected two windows or more, one to measure on and one to hold out, got "
-            f"{len(found)} of up to {text['seq_len']} tokens. Give more text, or a smaller seq_len."
-        )
-    apart = spread(len(found), min(held_out, len(found) // 2))
-    rest = [each for i, each in enumerate(found) if i not in apart]
-    return {
-        "measured": together(root, [rest[i] for i in spread(len(rest), min(windows, len(rest)))]),
-        "held_out": together(root, [found[i] for i in apart]),
-        "calibration": together(root, rest),
-    }
-
-
-def _scheme_names(schemes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Return the schemes that quantize, and whether layers may stay as they are."""
-    found = tuple(dict.fromkeys(each for each in schemes if each not in _FLOATS))
-    for name in found:
-        scheme_fields(name)
+    names = tuple(dict.fromkeys(each for each in schemes if each not in _FLOATS))
+    fields = {name: scheme_fields(name) for name in names}
     keeps_float = any(each in _FLOATS for each in schemes)
-    if not found or len(found) + keeps_float < 2:
+    if not names or len(names) + keeps_float < 2:
         got = ", ".join(map(str, schemes)) or "none"
         raise OptionError(
             f"{expected('schemes', 'two or more, at least one that quantizes', got)} Add 'bf16' to "
             "leave layers as they are, or call convert for a single scheme."
         )
-    return found, keeps_float
+    for where, given in (("the options", options), *rules):
+        if beside := [name for name in ("fmt", "weight_only", "block") if name in (given or {})]:
+            raise OptionError(f"schemes decides {beside[0]}. Leave it out of {where}.")
+    plans = {name: qn.plan_layers(root, LinearConfig(name, **options), rules) for name in fields}
+    for plan in plans.values():
+        qn.require_layers(plan)
+    return _Source(root, plans, keeps_float, rules, options)
 
 
-def _too_few(bits: float, least: float) -> OptionError:
-    return OptionError(
-        f"bits={bits:g}: the smallest of the schemes takes {least:.4f} bits a weight here. Give at "
-        "least that, or a smaller scheme."
-    )
-
-
-def _bits_of(plan: Plan) -> float:
-    """Return the bits of a weight of the layers of a plan."""
-    layers = [members[0] for members in plan.by_weight()]
-    sizes = [math.prod(layer.shape) for layer in layers]
-    bits = [layer.config.format.bits_per_weight(layer.shape) for layer in layers]
-    return sum(n * each for n, each in zip(sizes, bits, strict=True)) / sum(sizes)
+def _parts(
+    root: nn.Module, counts: tuple[int, int, int], data: Any, tokenizer: Any, seq_len: int
+) -> dict[str, list[Any]]:
+    """Return batches to measure groups on, to measure models on, and to calibrate on."""
+    windows, held_out, _ = counts
+    found = kls.read_windows(root, data, tokenizer, sum(counts), seq_len=seq_len)
+    if len(found) < 2:
+        raise CalibrationError(
+            "data: expected two windows or more, one to measure on and one to hold out, got "
+            f"{len(found)} of up to {seq_len} tokens. Give more text, or a smaller seq_len."
+        )
+    apart, rest = kls.divided(found, min(held_out, len(found) // 2))
+    measured, _ = kls.divided(rest, min(windows, len(rest)))
+    parts = {"measured": measured, "held_out": apart, "calibration": rest}
+    return {name: kls.together(root, part) for name, part in parts.items()}
 
 
 def _needs_text(config: LinearConfig) -> bool:
     return bool(config.needs or (not config.weight_only and config.format.has_global_scale))
 
 
-class _Group:
-    """Layers that get one scheme: they read one input, share a weight, or are all experts.
+@dataclass
+class _Source:
+    """A float model that is quantized in parts, and its plan in each scheme."""
 
-    Attributes:
-        names: of the layers.
-        owners: of one layer for each weight.
-        schemes: those that all of them can have.
-        callers: the modules that read the weights when they are called.
-    """
+    root: nn.Module
+    plans: Mapping[str, qn.Plan]
+    keeps_float: bool
+    rules: tuple[Rule, ...]  # of the user
+    options: Mapping[str, Any]  # of LinearConfig
+    searches: str = ""  # a folder for finished searches
+    data: Sequence[Any] = ()  # to calibrate on
 
-    def __init__(self, layers: Sequence[LayerPlan], schemes: tuple[str, ...]) -> None:
-        self.schemes = schemes
-        self.names = tuple(layer.name for layer in layers)
-        each = {layer.weight_key: layer for layer in reversed(layers)}.values()
-        self.owners = [layer.name for layer in each]
-        self.weights = sum(math.prod(layer.shape) for layer in each)
-        self.dense_bytes = sum(layer.module.get_parameter("weight").nbytes for layer in each)
-        self.callers = {caller_of(layer.module) for layer in layers}
-
-
-class _Model:
-    """A float model that is quantized in parts: its plan in each scheme, and conversions of it.
-
-    Attributes:
-        root: the model.
-        plans: by the name of the scheme.
-        rules: of the user.
-        options: fields of `LinearConfig` beside the scheme.
-        searches: a folder for finished searches.
-        data: batches to calibrate on.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        plans: Mapping[str, Plan],
-        rules: tuple[Rule, ...],
-        options: Mapping[str, Any],
-        searches: str,
-        data: Sequence[Any],
-    ) -> None:
-        self.root, self.plans, self.rules = root, plans, rules
-        self.options, self.searches, self.data = options, searches, data
-        entries = next(iter(plans.values())).entries
-        found = {each.name: each for plan in plans.values() for each in plan.layers}
-        self.names = [each.name for each in entries]
+    def __post_init__(self) -> None:
+        found = {each.name: each for plan in self.plans.values() for each in plan.layers}
+        self.names = [each.name for each in next(iter(self.plans.values())).entries]
         self.planned = [found[name] for name in self.names if name in found]
-        self.callers = {caller_of(layer.module) for layer in self.planned}
-        # The layer of the outermost list that each module is in, as "model.layers.3.".
-        self._places: list[str] = []
-        for name, module in root.named_modules():
-            if isinstance(module, nn.ModuleList) and not name.startswith(tuple(self._places)):
-                self._places += [f"{name}.{i}." for i in range(len(module))]
-
-    def groups(self, inputs: Mapping[nn.Module, Collection[object]]) -> list[_Group]:
-        """Return the groups of the layers that were reached.
-
-        inputs: the identities of the tensors that modules were called with.
-        """
-
-        def keys(layer: LayerPlan) -> set[object]:
-            pattern = self.pattern(layer.name)
-            parent = pattern.rpartition(".")[0]
-            found: set[object] = {("weight", layer.weight_key)}
-            if layer.stage:
-                return found | {("stage", parent, layer.stage)}
-            if "*" in pattern:
-                found.add(("experts", pattern))
-            return found | {(parent, each) for each in inputs.get(layer.module, ())}
-
-        found = []
-        for members in joined(self.planned, keys):
-            if not any(caller_of(each.module) in inputs for each in members):
-                continue
-            names = {each.name for each in members}
-            fitting = tuple(
-                scheme
-                for scheme, plan in self.plans.items()
-                if names <= {layer.name for layer in plan.layers}
-            )
-            found.append(_Group(members, fitting))
-        return found
-
-    def unreached(self, groups: Sequence[_Group]) -> list[str]:
-        """Return the layers that are in no group."""
-        inside = {name for group in groups for name in group.names}
-        return [layer.name for layer in self.planned if layer.name not in inside]
 
     def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
-        """Return the recipe of a model with a scheme for each layer, `main` for all others."""
-        return Recipe(LinearConfig(main, **self.options), tuple(self.rules_for(chosen)))
+        """Return the recipe of a model with a scheme for some layers, `main` for all others."""
+        # The options of the rule of the user stay.
+        alike: dict[str, tuple[dict[str, Any] | None, list[str]]] = {}
+        for name, scheme in chosen.items():
+            own = (qn.matching_rule(name, self.rules) or ("", None))[1] or {}
+            options = None if scheme == FLOAT else {**own, **scheme_fields(scheme)}
+            alike.setdefault(repr(options), (options, []))[1].append(name)
+        members: dict[str, set[str]] = {}
+        for name in self.names:
+            members.setdefault(_pattern(name), set()).add(name)
+        found: list[Rule] = []
+        left = set(self.names)
+        # The first match wins, so that patterns of the most common scheme, the last, may be wide.
+        for options, names in sorted(alike.values(), key=lambda each: len(each[1])):
+            left -= set(names)
+            # Of experts one pattern is for all that have one scheme.
+            short = {n: _pattern(n) if members[_pattern(n)] <= set(names) else n for n in names}
+            globs = covering_globs(list(dict.fromkeys(short.values())), {*map(_pattern, left)})
+            found += [(glob, options) for glob in globs]
+        return Recipe(LinearConfig(main, **self.options), (*found, *self.rules))
 
     def convert(self, recipe: Recipe) -> nn.Module:
         """Return a converted copy of the model."""
@@ -543,40 +389,67 @@ class _Model:
         data = list(self.data) if any(map(_needs_text, recipe.configs())) else None
         return convert(model, **recipe.arguments(), data=data, resume=self.searches)
 
-    def rules_for(self, chosen: Mapping[str, str]) -> list[Rule]:
-        """Return rules that give layers a scheme, FLOAT for none, and then all other rules."""
-        by_rule: dict[tuple[int, str], list[str]] = {}
-        for name, scheme in chosen.items():
-            rule = matching_rule(name, self.rules)
-            index = -1 if rule is None else self.rules.index(rule)
-            by_rule.setdefault((index, scheme), []).append(name)
-        # Of experts one pattern is for all that have one scheme.
-        others = {self.pattern(name) for name in set(self.names) - {*chosen}}
-        kinds: dict[str, set[object]] = {}
-        for key, names in by_rule.items():
-            for name in names:
-                kinds.setdefault(self.pattern(name), set()).add(key)
-        shared = {each for each, keys in kinds.items() if len(keys) == 1 and each not in others}
-        every = {self._short(name, shared) for name in self.names}
-        found: list[Rule] = []
-        # The first match wins, so that patterns of the most common scheme, the last, may be wide.
-        for (index, scheme), names in sorted(by_rule.items(), key=lambda item: len(item[1])):
-            own = {} if index < 0 else dict(self.rules[index][1] or {})
-            options = None if scheme == FLOAT else {**own, **scheme_fields(scheme)}
-            short = list(dict.fromkeys(self._short(name, shared) for name in names))
-            every -= set(short)
-            found += [(glob, options) for glob in covering_globs(short, every)]
-        return [*found, *self.rules]
 
-    def pattern(self, name: str) -> str:
-        """Return a name with a * for each number below the layer of a list, as of experts."""
-        place = next((each for each in self._places if name.startswith(each)), "")
-        parent, dot, last = name.removeprefix(place).rpartition(".")
-        return f"{place}{without_numbers(parent)}{dot}{last}" if place else name
+class _Group(NamedTuple):
+    """Layers that get one scheme: they read one input, share a weight, or are all experts."""
 
-    def _short(self, name: str, shared: Collection[str]) -> str:
-        pattern = self.pattern(name)
-        return pattern if pattern in shared else name
+    names: tuple[str, ...]
+    weights: int
+    bytes: dict[str, int]  # by the schemes that all of them can have
+    callers: set[nn.Module]  # the modules that read the weights when they are called
+
+
+def _pattern(name: str) -> str:
+    """Return a name with a * for each number below the first, as those of experts in a layer."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(
+        "*" if first < i < len(parts) - 1 and part.isdigit() else part
+        for i, part in enumerate(parts)
+    )
+
+
+def _groups(source: _Source, batches: Sequence[Any]) -> list[_Group]:
+    """Return the groups of the layers that batches reach. Raises StateError without any."""
+    inputs = _inputs(source.root, {qn.caller_of(each.module) for each in source.planned}, batches)
+
+    def keys(layer: LayerPlan) -> set[object]:
+        pattern = _pattern(layer.name)
+        parent = pattern.rpartition(".")[0]
+        found: set[object] = {("weight", layer.weight_key)}
+        if layer.stage:
+            return found | {("stage", parent, layer.stage)}
+        found |= {("experts", pattern)} if "*" in pattern else set()
+        return found | {(parent, each) for each in inputs.get(layer.module, ())}
+
+    groups, unreached = [], list[str]()
+    plans = {name: {each.name: each for each in plan.layers} for name, plan in source.plans.items()}
+    for members in qn.joined(source.planned, keys):
+        names = tuple(each.name for each in members)
+        callers = {qn.caller_of(each.module) for each in members}
+        if callers.isdisjoint(inputs):
+            unreached += names
+            continue
+        alone = {each.weight_key: each for each in reversed(members)}.values()
+        bits: dict[str, float] = {}
+        for scheme, plan in plans.items():
+            if all(name in plan for name in names):
+                found = [plan[each.name] for each in alone]
+                sizes = [
+                    math.prod(x.shape) * x.config.format.bits_per_weight(x.shape) for x in found
+                ]
+                bits[scheme] = sum(sizes)
+        if source.keeps_float or not bits:
+            bits[FLOAT] = sum(8 * x.module.get_parameter("weight").nbytes for x in alone)
+        weights = sum(math.prod(each.shape) for each in alone)
+        groups.append(_Group(names, weights, {k: round(n / 8) for k, n in bits.items()}, callers))
+    if not groups:
+        raise StateError(
+            f"No window reaches {some(unreached)}. Give data that does, as batches of the model."
+        )
+    if unreached:
+        _log.warning("the text does not reach %s: these layers stay as they are", some(unreached))
+    return groups
 
 
 def _inputs(
@@ -598,38 +471,20 @@ def _inputs(
             handle = each.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(handle.remove)
         for batch in batches:
-            logits_of(root, batch)
+            kls.logits_of(root, batch)
     return found
 
 
-@contextmanager
-def _finely(*models: nn.Module) -> Iterator[None]:
-    """Have models compute in float32, if there is memory for it.
-
-    Where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8 bits do.
-    """
-    needed: dict[torch.device, int] = {}
-    for each in {tensor for model in models for tensor in model.parameters() if tensor.is_cuda}:
-        size = 2 * each.nbytes if each.element_size() == 2 else 0
-        needed[each.device] = needed.get(each.device, 0) + size
-    fits = all(size < torch.cuda.mem_get_info(where)[0] / 2 for where, size in needed.items())
-    if not fits:
-        _log.info("no memory for groups to be measured in float32: they are in the model's dtype")
-    with in_float32(*models) if fits else fast_dtype(*models):
-        yield
-
-
 def _measure(
-    model: _Model,
-    groups: Sequence[_Group],
-    reference: Reference,
-    schemes: Sequence[str],
+    source: _Source, groups: Sequence[_Group], original: kls.Predictions
 ) -> list[dict[str, Cost]]:
-    """Return the costs of each group in its schemes; one whose KL is not finite is left out."""
-    found: list[dict[str, Cost]] = [{} for _ in groups]
-    current().expect(sum(len(group.schemes) for group in groups), "groups")
-    for scheme in schemes:
-        left = [i for i, group in enumerate(groups) if scheme in group.schemes]
+    """Return the costs of each group in its schemes."""
+    # In float32: where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8
+    # bits do.
+    found = [{s: Cost(n, 0.0) for s, n in group.bytes.items()} for group in groups]
+    current().expect(sum(len(group.bytes.keys() - {FLOAT}) for group in groups), "groups")
+    for scheme in source.plans:
+        left = [i for i, group in enumerate(groups) if scheme in group.bytes]
         while left:
             # No two that have weights in one module of experts.
             part: list[int] = []
@@ -639,15 +494,12 @@ def _measure(
             left = [i for i in left if i not in part]
             chosen = {name: FLOAT for group in groups for name in group.names}
             chosen |= {name: scheme for i in part for name in groups[i].names}
-            converted = model.convert(model.recipe(scheme, chosen))
-            with _finely(model.root, converted):
+            converted = source.convert(source.recipe(scheme, chosen))
+            with qn.in_float32(source.root, converted):
                 for i in part:
-                    with _swapped(model.root, groups[i].callers, converted):
-                        sums = reference.compare(model.root)
-                    packed = [converted.get_submodule(name) for name in groups[i].owners]
-                    tensors = [x.get_buffer(name) for x in packed for name in (PACKED, SCALE)]
-                    if math.isfinite(kl := mean_kl(sums)):
-                        found[i][scheme] = Cost(sum(each.nbytes for each in tensors), kl)
+                    with _swapped(source.root, groups[i].callers, converted):
+                        kl = kls.mean_kl(kls.compare(source.root, original))
+                    found[i][scheme] = Cost(groups[i].bytes[scheme], kl)
                     current().step()
     return found
 
@@ -668,159 +520,85 @@ def _swapped(
 
 
 @dataclass
-class Trials:
-    """Whole models, each converted and measured once.
+class _Trials:
+    """Whole models, each converted and measured once on held-out text."""
 
-    Attributes:
-        schemes: to choose from.
-        text: tokens of the parts of the data.
-        found: those that were measured for a budget, in order.
-    """
-
-    model: _Model
+    source: _Source
     groups: Sequence[_Group]
-    costs: Sequence[Mapping[str, Cost]]
-    reference: Reference
-    schemes: Sequence[str]
-    text: Mapping[str, int]
+    costs: Costs
+    original: kls.Predictions
     found: dict[Schemes, Candidate] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> int:
-        """The weights of all groups."""
-        return sum(group.weights for group in self.groups)
-
-    def choose(self, budget: Mapping[str, float]) -> Allocation:
-        """Return the best model within a budget, {"bits": ...} or {"kl": ...}.
-
-        Raises OptionError if there is none.
-        """
-        self.found.clear()
-        if "kl" in budget:
-            chosen = self._smallest(budget["kl"])
-            if chosen.kl > budget["kl"]:
-                raise OptionError(
-                    f"kl={budget['kl']:g}: the nearest model has {chosen.kl:.6g} on held-out text, "
-                    f"at {chosen.bits:.3f} bits a weight. Give a larger kl, or schemes of more "
-                    "bits."
-                )
-            limit = chosen.bytes
-        else:
-            limit = math.floor(budget["bits"] * self.weights / 8 + 1e-6)
-            best = best_within(self.costs, limit)
-            if best is None:
-                least = total(self.costs, _ends(self.costs)[0]).bytes
-                raise _too_few(budget["bits"], 8 * least / self.weights)
-            if set(best) == {FLOAT}:
-                bits = 8 * total(self.costs, best).bytes / self.weights
-                raise OptionError(
-                    f"bits={budget['bits']:g}: the model as it is has {bits:.4f} bits a weight, so "
-                    "nothing is to be quantized. Give fewer."
-                )
-            chosen = self._measure(best, "allocated")
-        others = _uniform(self.costs, self.schemes, limit)
-        uniforms = [self._measure(each, label) for label, each in others.items()]
-        uniform = min(uniforms, key=lambda each: (each.kl, each.bytes), default=None)
-        if uniform is not None and uniform.kl <= chosen.kl:
-            if uniform.schemes != chosen.schemes:
-                _log.warning(
-                    "%s has KL %.6g on held-out text, the mixture %.6g: it is returned",
-                    *(uniform.label, uniform.kl, chosen.kl),
-                )
-            chosen = uniform
-        low, high = (total(self.costs, each).bytes for each in _ends(self.costs))
-        budgets = [low + (high - low) * i / _POINTS for i in range(_POINTS + 1)]
-        points = {total(self.costs, best_within(self.costs, each) or ()) for each in budgets}
-        return Allocation(
-            budget=dict(budget),
-            recipe=self.recipe(chosen.schemes),
-            groups=tuple(
-                GroupScheme(group.names, group.weights, scheme, dict(costs))
-                for group, scheme, costs in zip(
-                    self.groups, chosen.schemes, self.costs, strict=True
-                )
-            ),
-            chosen=chosen,
-            uniform=uniform,
-            measured=tuple(self.found.values()),
-            curve=tuple(
-                {
-                    "bits": 8 * each.bytes / self.weights,
-                    "bytes": each.bytes,
-                    "predicted": each.kl,
-                }
-                for each in sorted(points, key=lambda each: each.bytes)
-            ),
-            text=self.text,
-            is_uniform=chosen.schemes in others.values(),
-        )
 
     def recipe(self, schemes: Schemes) -> Recipe:
         """Return the recipe of a model, whose main scheme is that of most of its weights."""
-        sizes = dict.fromkeys(self.model.plans, 0)
-        chosen = dict.fromkeys(self.model.unreached(self.groups), FLOAT)
+        sizes = dict.fromkeys(self.source.plans, 0)
+        chosen = {layer.name: FLOAT for layer in self.source.planned}
         for group, scheme in zip(self.groups, schemes, strict=True):
-            if scheme != FLOAT:
-                sizes[scheme] += group.weights
+            sizes[scheme] = sizes.get(scheme, 0) + group.weights
             chosen |= dict.fromkeys(group.names, scheme)
-        return self.model.recipe(max(sizes, key=lambda each: sizes[each]), chosen)
+        return self.source.recipe(max(self.source.plans, key=lambda each: sizes[each]), chosen)
 
-    def _measure(self, schemes: Schemes, label: str) -> Candidate:
-        """Return a model, once it is measured; one that stays as it is has no KL.
-
-        The last label that is given for its schemes is that of the model.
-        """
-        if schemes not in self.found:
+    def measure(self, schemes: Schemes, label: str) -> Candidate:
+        """Return a model, once it is measured, with the last label that is given for it."""
+        known = self.found.get(schemes)
+        if known is None:
             cost = total(self.costs, schemes)
-            facts = (8 * cost.bytes / self.weights, cost.bytes, cost.kl)
-            measured: tuple[float, float | None, float | None] = (0.0, 0.0, 0.0)
-            if set(schemes) != {FLOAT}:
-                model = self.model.convert(self.recipe(schemes))
-                with fast_dtype(model):
-                    sums = self.reference.compare(model)
-                table = np.full((len(sums), len(SUMS)), np.nan)
-                table[:, [SUMS.index("kl"), SUMS.index("tokens")]] = sums
-                low, high = bootstrap_intervals(table, Bootstrap()).get("kl", (None, None))
-                measured = (mean_kl(sums), low, high)
-            self.found[schemes] = Candidate(label, *facts, *measured, schemes)
-        self.found[schemes] = dataclasses.replace(self.found[schemes], label=label)
+            model = self.source.convert(self.recipe(schemes))
+            with fast_dtype(model):
+                kl = kls.mean_kl(kls.compare(model, self.original))
+            bits = 8 * cost.bytes / sum(group.weights for group in self.groups)
+            known = Candidate(label, bits, cost.bytes, cost.kl, kl, schemes)
+        self.found[schemes] = dataclasses.replace(known, label=label)
         return self.found[schemes]
 
-    def _smallest(self, kl: float) -> Candidate:
-        """Return the smallest model that is measured to be within a KL, or else the nearest one."""
-        # The predictions between which the wanted one is, and how far they are off.
-        good, bad = 0.0, math.inf
-        asked, least = kl, _ends(self.costs)[0]
-        for _ in range(_TRIES):
-            schemes = smallest_within(self.costs, asked)
-            if schemes is None or set(schemes) == {FLOAT}:
+    def smallest(self, kl: float) -> Candidate:
+        """Return the smallest of a few models that is measured to be within a KL."""
+        asked, tried = kl, list[Candidate]()
+        while len(tried) < _TRIES:
+            schemes = cheapest(self.costs, asked, "kl")
+            if schemes is None or set(schemes) == {FLOAT} or schemes in self.found:
                 break
-            known = schemes in self.found
-            each = self._measure(schemes, "allocated")
-            if each.kl <= kl:
-                good = max(good, asked, each.predicted)
-                if each.kl >= (1 - _NEAR) * kl or schemes == least:
-                    break
-            else:
-                bad = min(bad, each.predicted)
-            scaled = each.predicted * kl / each.kl if each.kl else 2 * asked
-            if known or not good < scaled < bad:
-                scaled = good + (bad - good) / 2 if bad < math.inf else 2 * asked
-            asked = scaled
-        within = [each for each in self.found.values() if each.kl <= kl]
-        if within:
-            return min(within, key=lambda each: (each.bytes, each.kl))
-        # The choice with the least predicted KL that quantizes something.
-        best = [min(each, key=lambda s: each[s].kl) for each in self.costs]
-        if set(best) == {FLOAT}:
-            options = [
-                (cost.kl, i, scheme)
-                for i, each in enumerate(self.costs)
-                for scheme, cost in each.items()
-                if scheme != FLOAT
-            ]
-            best[min(options)[1]] = min(options)[2]
-        return self._measure(tuple(best), "allocated")
+            each = self.measure(schemes, "allocated")
+            tried.append(each)
+            # What is predicted is off by about as much as here.
+            asked = each.predicted * kl / each.kl if each.kl else 2 * asked
+            asked *= 1 if each.kl <= kl else 0.97
+        within = [each for each in tried if each.kl <= kl]
+        if not within:
+            one = (c.kl for each in self.costs for s, c in each.items() if s != FLOAT)
+            least = math.fsum(min(c.kl for c in each.values()) for each in self.costs) or min(one)
+            nearest = min((each.kl for each in tried), default=least)
+            raise OptionError(
+                f"kl={kl:g}: the nearest model has {nearest:.6g}. Give a larger kl, or schemes of "
+                "more bits."
+            )
+        return min(within, key=lambda each: (each.bytes, each.kl))
+
+
+def _uniform(costs: Costs, schemes: Sequence[str], room: float) -> dict[str, Schemes]:
+    """Return uniform choices within a number of bytes, by name.
+
+    They have one scheme; or the largest that fits, and the next larger one for the first groups,
+    as many as fit. A group that cannot have the scheme has the smallest that it can.
+    """
+    smallest = [min(each, key=lambda s: each[s].bytes) for each in costs]
+    alike = {
+        scheme: [scheme if scheme in x else s for x, s in zip(costs, smallest, strict=True)]
+        for scheme in schemes
+    }
+    sized = sorted((total(costs, each).bytes, scheme) for scheme, each in alike.items())
+    fitting = [scheme for size, scheme in sized if size <= room]
+    found = {f"uniform {scheme}": tuple(alike[scheme]) for scheme in fitting if scheme != FLOAT}
+    if 0 < len(fitting) < len(sized):
+        (size, low), (_, high) = sized[len(fitting) - 1 :][:2]
+        mixed = list(alike[low])
+        for i, scheme in enumerate(alike[high]):
+            more = costs[i][scheme].bytes - costs[i][mixed[i]].bytes
+            if size + more <= room:
+                mixed[i], size = scheme, size + more
+        if mixed != alike[low]:
+            found[f"{high} first, then {low}"] = tuple(mixed)
+    return found
 
 
 Costs = Sequence[Mapping[str, Cost]]
@@ -832,34 +610,16 @@ def total(costs: Costs, chosen: Sequence[str]) -> Cost:
     return Cost(sum(one.bytes for one in each), math.fsum(one.kl for one in each))
 
 
-def best_within(costs: Costs, limit: float) -> Schemes | None:
-    """Return the schemes of least total KL within a number of bytes, or None if all are larger."""
-    return _solved(costs, limit, lambda cost: (cost.bytes, cost.kl))
-
-
-def smallest_within(costs: Costs, kl: float) -> Schemes | None:
-    """Return the schemes of fewest bytes within a total KL, or None if there are none."""
-    return _solved(costs, kl, lambda cost: (cost.kl, cost.bytes))
-
-
-def _solved(
-    costs: Costs, limit: float, pair: Callable[[Cost], tuple[float, float]]
-) -> Schemes | None:
-    places = cheapest([[pair(cost) for cost in each.values()] for each in costs], limit)
-    if places is None:
-        return None
-    return tuple(list(each)[place] for each, place in zip(costs, places, strict=True))
-
-
-def cheapest(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> list[int] | None:
-    """Return the choice of each group with the least sum of values: the multiple-choice knapsack.
+def cheapest(costs: Costs, limit: float, limited: Literal["bytes", "kl"]) -> Schemes | None:
+    """Return the scheme of each group with the least sum: the multiple-choice knapsack, exactly.
 
     Args:
-        groups: the choices (weight, value) of each, finite numbers from 0 on.
-        limit: of the sum of weights.
+        costs: of each group, by scheme; finite numbers from 0 on.
+        limit: of the sum of bytes, or of KL.
+        limited: which of them; the sum of the other is the least.
 
     Returns:
-        The place of the choice in each group, exactly; None if the lightest ones are too heavy.
+        None if the smallest costs exceed the limit.
     """
     # Importing scipy.optimize takes a while.
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -867,14 +627,16 @@ def cheapest(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> l
 
     # Sums in another order differ by as much.
     room = limit * (1 + 1e-12)
-    if math.fsum(min(choice[0] for choice in choices) for choices in groups) > room:
+    weights = [[getattr(cost, limited) for cost in each.values()] for each in costs]
+    if math.fsum(map(min, weights)) > room:
         return None
-    owner = np.repeat(np.arange(len(groups)), [len(choices) for choices in groups])
-    table = np.array([choice for choices in groups for choice in choices], dtype=np.float64)
+    owner = np.repeat(np.arange(len(costs)), [len(each) for each in costs])
+    table = [(cost.bytes, cost.kl) for each in costs for cost in each.values()]
     # The solver's tolerances are absolute.
-    weight, value = (each / max(each.max(), 1e-300) for each in table.T)
+    largest = np.maximum(np.max(table, axis=0), 1e-300)
+    weight, value = (np.array(table) / largest).T[:: 1 if limited == "bytes" else -1]
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    within = room / max(table[:, 0].max(), 1e-300)
+    within = room / largest[0 if limited == "bytes" else 1]
     found = milp(
         1e3 * value,
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weight[None], ub=within)],
@@ -882,41 +644,9 @@ def cheapest(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> l
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 0.0},
     )
-    places = [int(found.x[owner == i].argmax()) for i in range(len(groups))]
-    sums = math.fsum(choices[place][0] for choices, place in zip(groups, places, strict=True))
-    # Within its tolerance the solver may be above the limit.
-    return places if sums <= room else cheapest(groups, limit - (sums - limit))
-
-
-def _ends(costs: Costs) -> tuple[Schemes, Schemes]:
-    """Return the smallest choice of all, and the largest."""
-    low, high = (
-        tuple(end(each, key=lambda s: each[s].bytes) for each in costs) for end in (min, max)
-    )
-    return low, high
-
-
-def _uniform(costs: Costs, schemes: Sequence[str], limit: float) -> dict[str, Schemes]:
-    """Return uniform choices within a number of bytes, by name.
-
-    They have one scheme; or the largest that fits, and the next larger one for the first groups,
-    as many as fit. A group that cannot have the scheme has the smallest that it can.
-    """
-    smallest = _ends(costs)[0]
-    alike = {
-        scheme: tuple(scheme if scheme in x else s for x, s in zip(costs, smallest, strict=True))
-        for scheme in schemes
-    }
-    sized = sorted(schemes, key=lambda each: total(costs, alike[each]).bytes)
-    fitting = [each for each in sized if total(costs, alike[each]).bytes <= limit]
-    found = {f"uniform {scheme}": alike[scheme] for scheme in fitting if scheme != FLOAT}
-    if fitting and len(fitting) < len(sized):
-        low, high = fitting[-1], sized[len(fitting)]
-        mixed, size = list(alike[low]), total(costs, alike[low]).bytes
-        for i, scheme in enumerate(alike[high]):
-            more = costs[i][scheme].bytes - costs[i][mixed[i]].bytes
-            if size + more <= limit:
-                mixed[i], size = scheme, size + more
-        if tuple(mixed) != alike[low]:
-            found[f"{high} first, then {low}"] = tuple(mixed)
-    return found
+    places = [int(found.x[owner == i].argmax()) for i in range(len(costs))]
+    size = math.fsum(each[place] for each, place in zip(weights, places, strict=True))
+    if size > room:
+        # Within its tolerance the solver may be above the limit.
+        return cheapest(costs, limit - (size - limit), limited)
+    return tuple(list(each)[place] for each, place in zip(costs, places, strict=True))

@@ -14,20 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import current, shown
+from ..core.progress import current, shown
 from ..errors import CalibrationError, NonFiniteError, StateError, require_number
 from ..record import unwrap
-from .divergence import (
-    NAN,
-    compare,
-    kl_loss,
-    logits_of,
-    mean_kl,
-    read_windows,
-    spread,
-    together,
-    token_count,
-)
+from . import divergence as kls
 from .latent import freeze, last_latent, latents_of, rounded, trainable
 
 # Evaluations of a whole run; one window in so many is held out.
@@ -200,8 +190,8 @@ def distill(
                 best=min(history, key=lambda each: each.kl),
                 codes_changed=training.changed(first),
                 tokens=training.tokens,
-                distinct_tokens=token_count(own),
-                held_out_tokens=token_count(apart),
+                distinct_tokens=kls.token_count(own),
+                held_out_tokens=kls.token_count(apart),
                 seconds=round(time.perf_counter() - began, 3),
             )
             freeze(model, **found.to_dict())
@@ -279,19 +269,19 @@ class Training:
         """
         peaks = [group["lr"] for group in self.adam.param_groups]
         for step in range(steps):
-            parts, loss = together(self.student, next(batches)), torch.zeros(())
-            counts = [token_count([part]) for part in parts]
+            parts, loss = kls.together(self.student, next(batches)), torch.zeros(())
+            counts = [kls.token_count([part]) for part in parts]
             for part, count in zip(parts, counts, strict=True):
                 with torch.no_grad():
-                    others, _ = logits_of(teacher, part)
-                own, visible = logits_of(self.student, part)
+                    others, _ = kls.logits_of(teacher, part)
+                own, visible = kls.logits_of(self.student, part)
                 if visible is not None:
                     own, others = own[visible], others[visible.to(others.device)]
-                found = kl_loss(own, others) * (count / sum(counts))
+                found = kls.kl_loss(own, others) * (count / sum(counts))
                 found.backward()
                 loss = loss + found.detach().cpu()
             if not loss.isfinite():
-                raise NonFiniteError(f"The KL of step {step + 1} is NaN or infinite. {NAN}")
+                raise NonFiniteError(f"The KL of step {step + 1} is NaN or infinite. {kls.NAN}")
             for group, peak in zip(self.adam.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor(step, steps)
             self._step()
@@ -343,25 +333,21 @@ def _read(
 ) -> tuple[list[Any], list[Any]]:
     """Return the windows to train on, and batches to evaluate on."""
     samples = min(windows, _WRITTEN) * _HELD_OUT // (_HELD_OUT - 1) + 1
-    own = read_windows(original, batches, tokenizer, samples, seed=seed)
+    own = kls.read_windows(original, batches, tokenizer, samples, seed=seed)
     if held_out is not None:
-        apart = read_windows(original, held_out, tokenizer, samples, seed=seed)
+        apart = kls.read_windows(original, held_out, tokenizer, samples, seed=seed)
     else:
-        if len(own) < 2:
-            raise CalibrationError(
-                "batches: expected at least 2 windows or batches, one of them to hold out, got "
-                f"{len(own)}. Give more, or held_out=."
-            )
-        places = set(spread(len(own), max(1, len(own) // _HELD_OUT)))
-        apart = [own[i] for i in sorted(places)]
-        own = [each for i, each in enumerate(own) if i not in places]
+        apart, own = kls.divided(own, max(1, len(own) // _HELD_OUT) if len(own) > 1 else 0)
     if not own or not apart:
-        raise CalibrationError("batches, held_out: expected at least one window in each, got none.")
-    return own, together(original, apart)
+        raise CalibrationError(
+            "batches, held_out: expected at least one window in each, got none. Without held_out "
+            "give at least 2 windows or batches, one of them to hold out."
+        )
+    return own, kls.together(original, apart)
 
 
 def _held_out_kl(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> float:
-    return mean_kl(compare(model, original, batches))
+    return kls.mean_kl(kls.compare(model, kls.predicted(original, batches)))
 
 
 @contextlib.contextmanager

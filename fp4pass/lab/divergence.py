@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,40 +105,36 @@ def logits_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     return logits, None
 
 
-@torch.no_grad()
-def divergence(logits: Tensor, others: Tensor, visible: Tensor | None) -> Tensor:
-    """Return KL(others || logits) and tokens of each sequence of a batch: [B, 2] float64."""
-    require_equal(logits, others)
-    size = max(1, _CHUNK // logits.shape[-1])
-    parts = zip(logits.flatten(0, -2).split(size), others.flatten(0, -2).split(size), strict=True)
-    kl = torch.cat([token_kl(own, other.to(own.device)) for own, other in parts])
-    kl = kl.view(logits.shape[:-1])
-    seen = torch.ones_like(kl) if visible is None else visible.double()
-    return torch.stack([torch.where(seen > 0, kl, 0.0), seen], -1).sum(1).cpu()
+# Batches, the logits of a model on the CPU or its device, and which tokens are visible.
+Predictions = Iterable[tuple[Any, Tensor, Tensor | None]]
 
 
 @torch.no_grad()
-def compare(model: nn.Module, original: nn.Module, batches: Sequence[Any]) -> Tensor:
-    """Return KL(original || model) and tokens of each sequence of some batches: [S, 2]."""
-    pairs = ((logits_of(model, batch), logits_of(original, batch)[0]) for batch in batches)
-    return torch.cat([divergence(own, other, visible) for (own, visible), other in pairs])
+def predicted(model: nn.Module, batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Any]]:
+    """Yield batches and the predictions of a model, one at a time."""
+    for batch in batches:
+        yield batch, *logits_of(model, batch)
 
 
-class Reference:
-    """The predictions of a model on some batches, to which others are compared."""
+def predictions(model: nn.Module, batches: Iterable[Any]) -> Predictions:
+    """Return the predictions of a model, to which others are compared later."""
+    return [(batch, logits.cpu(), seen) for batch, logits, seen in predicted(model, batches)]
 
-    @torch.no_grad()
-    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
-        self.batches = batches
-        self._logits = [(x.cpu(), seen) for x, seen in (logits_of(model, each) for each in batches)]
 
-    @torch.no_grad()
-    def compare(self, model: nn.Module) -> Tensor:
-        """Return KL(reference || model) and tokens of each sequence: [S, 2]."""
-        pairs = zip(self.batches, self._logits, strict=True)
-        return torch.cat(
-            [divergence(logits_of(model, batch)[0], *wanted) for batch, wanted in pairs]
-        )
+@torch.no_grad()
+def compare(model: nn.Module, others: Predictions) -> Tensor:
+    """Return KL(others || model) and tokens of each sequence: [S, 2] float64."""
+    found = []
+    for batch, wanted, visible in others:
+        logits = logits_of(model, batch)[0]
+        require_equal(logits, wanted)
+        size = max(1, _CHUNK // logits.shape[-1])
+        parts = (each.flatten(0, -2).split(size) for each in (logits, wanted))
+        kl = torch.cat([token_kl(a, b.to(a.device)) for a, b in zip(*parts, strict=True)])
+        kl = kl.view(logits.shape[:-1])
+        seen = torch.ones_like(kl) if visible is None else visible.to(kl)
+        found.append(torch.stack([torch.where(seen > 0, kl, 0.0), seen], -1).sum(1).cpu())
+    return torch.cat(found)
 
 
 def mean_kl(sums: Tensor) -> float:
@@ -174,9 +170,11 @@ def together(model: nn.Module, windows: Sequence[Any]) -> list[Any]:
     return found
 
 
-def spread(count: int, chosen: int) -> list[int]:
-    """Return the places of some of `count` things, spread evenly."""
-    return [(2 * i + 1) * count // (2 * chosen) for i in range(chosen)]
+def divided(things: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """Return `count` of some things, spread evenly, and the others."""
+    places = {(2 * i + 1) * len(things) // (2 * count) for i in range(count)}
+    chosen = [each for i, each in enumerate(things) if i in places]
+    return chosen, [each for i, each in enumerate(things) if i not in places]
 
 
 def token_count(batches: Sequence[Any]) -> int:

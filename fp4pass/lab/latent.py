@@ -19,20 +19,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from .. import ops
-from ..core import Element, Format, pack_codes, scale_table, unpack_codes
+from ..core.elements import Element, scale_table
+from ..core.formats import Format
+from ..core.packing import pack_codes, unpack_codes
 from ..distributed import sharded_parameter
 from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected, require_number
-from ..nn import (
-    PACKED,
-    QUANTIZED,
-    PackedBlocks,
-    QuantizedLinear,
-    StoredWeight,
-    parts_of,
-    quantize_input,
-    quantize_pairs,
-    weight_name,
-)
+from ..nn.experts import QUANTIZED, parts_of, quantize_pairs, weight_name
+from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear, StoredWeight, quantize_input
 from ..record import ModelState, Report, get_state, set_state, unwrap
 
 # Latents begin this part of a cell from its ends, so that no arithmetic rounds them elsewhere.

@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from .. import ops
+from .. import quantization as qn
+from .. import record as rec
 from ..checkpoint import ConvertedState, finish_model
-from ..core import current, power_reaching, scale_table, shown
+from ..core.formats import power_reaching
+from ..core.progress import current, shown
 from ..distributed import is_sharded
 from ..errors import CalibrationError, OptionError, StateError
 from ..evaluation import fast_dtype
 from ..methods import Gptq, Sse, Stats, resolve_method
-from ..nn import GLOBAL, PACKED, SCALE, QuantizedLinear, scale_bits
-from ..quantization import (
-    LayerPlan,
-    LinearLayer,
-    adapters,
-    attach_observers,
-    call_arguments,
-    collect,
-    count_tokens,
-    device_of,
-    pack_layer,
-    quantizes_input,
-    remove_observers,
-    scale_groups,
-    share_inputs,
-    stored_amax,
-)
-from ..record import (
-    LinearConfig,
-    Row,
-    forget_state,
-    get_state,
-    remember_tokenizer,
-    set_state,
-    unwrap,
-)
-from .divergence import Reference, mean_kl, read_windows, spread, together
+from ..nn.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..nn.packed_linear import scale_bits
+from ..quantization import LayerPlan, adapters
+from ..record import LinearConfig
+from . import divergence as kls
 
 _log = logging.getLogger(__name__)
 
-# Windows that a model writes: for statistics, and for the KL alone; one in so many is held out.
-_WRITTEN, _JUDGING, _HELD_OUT = 64, 16, 8
-
-# The part of a change that has to be left where nobody has chosen a method or measured the loss.
-_ENOUGH = 0.8
+# Windows that a model writes, and that are read; one in so many is held out.
+_WRITTEN, _READ, _HELD_OUT = 64, 128, 8
 
 
 @dataclass(frozen=True)
@@ -69,8 +45,6 @@ class Merged:
         model: the merged model, without PEFT's wrappers.
         adapters: the names of the adapters.
         layers: the method of each layer that was quantized again, by its name.
-        rescaled: the factor of the global scale of each layer that shares a raised one: its own
-            weight is as it was, and its block scales are divided by that.
         kept: the part of the change of the weights that is left after rounding: the product of what
             they moved by with B A, over the square of B A. The method of the base loses changes of
             less than half a step.
@@ -87,7 +61,6 @@ class Merged:
     model: nn.Module = field(compare=False, repr=False)
     adapters: tuple[str, ...]
     layers: Mapping[str, str]
-    rescaled: Mapping[str, float] = field(default_factory=dict)
     kept: float = 1.0
     tokens: int = 0
     held_out_tokens: int = 0
@@ -97,16 +70,15 @@ class Merged:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as fp4pass.json has them in the list "merged"."""
         found = {name: value for name, value in vars(self).items() if name != "model"}
-        lists = {"adapters": list(self.adapters), "layers": dict(self.layers)}
-        return {**found, **lists, "rescaled": dict(self.rescaled)}
+        return {**found, "adapters": list(self.adapters), "layers": dict(self.layers)}
 
     def __str__(self) -> str:
         counts = Counter(self.layers.values())
         methods = ", ".join(f'{count} by "{name}"' for name, count in counts.items())
-        text = f"merged {', '.join(self.adapters)} into {len(self.layers)} layers ({methods})"
-        if self.rescaled:
-            text += f"; {len(self.rescaled)} more share a raised global scale"
-        text += f"; {100 * self.kept:.0f} % of the change of the weights is left"
+        text = (
+            f"merged {', '.join(self.adapters)} into {len(self.layers)} layers ({methods}); "
+            f"{100 * self.kept:.0f} % of the change of the weights is left"
+        )
         if self.kl_after is None:
             return f"{text}; the loss is not measured: give data= or held_out="
         return (
@@ -130,17 +102,17 @@ def merge(
     is quantized again in the scheme of the layer; the inputs that its method looks at are those of
     base + adapter. All other layers keep their bytes, unless they share a global scale that no
     longer reaches: it is multiplied by a power of two for all of them then. Adapters of dense
-    layers are merged as PEFT does. Global scales of quantized inputs stay those of the base.
+    layers are merged as PEFT does. Global scales of quantized inputs stay those of the base. The
+    model is in evaluation mode then.
 
     Args:
         model: a converted or loaded model with adapters of PEFT: a `PeftModel`, or one of
             transformers that has loaded or added some.
         method: how the sum is quantized: "sse", which needs no data, "hessian", "gptq", or options
-            such as `Gptq()`. By default "gptq" with `data` or `tokenizer`; without both "sse", and
-            an error if more than a fifth of the change would be rounded away.
+            such as `Gptq()`. By default "gptq", which needs `data` or `tokenizer`.
         data: what to collect statistics on, as for `calibrate`, an eighth of which is held out for
-            the KL. Without it base + adapter writes its own text where the method needs some, or
-            where `tokenizer` is given.
+            the KL; all of it for a method without statistics. Without it base + adapter writes its
+            own text where the method needs some, or where `tokenizer` is given.
         held_out: as data, for the KL alone; all of `data` is for statistics then.
         tokenizer: of texts; by default that of the folder that the model came from.
         progress: as for `convert`.
@@ -162,74 +134,81 @@ def merge(
         >>> merged.layers, type(merged.model[0]).__name__
         ({'0': 'sse'}, 'QuantizedLinear')
     """
-    outer = unwrap(model)
+    outer = rec.unwrap(model)
     root = adapters.base_of(outer)
     state = _require_converted(outer, root)
     knows = data is not None or tokenizer is not None
-    chosen = LinearConfig(method=(Gptq() if knows else Sse()) if method is None else method)
+    chosen = LinearConfig(method=Gptq() if method is None else method)
     if "cross" in chosen.needs:
         raise OptionError(
             "method: Gptq(target='cross') compares with a float model, and a merge has none. Give "
             "'gptq'."
         )
     targets, peft = _targets(root, chosen), adapters.peft_of(root)
-    remember_tokenizer(root, tokenizer)
+    if method is None and not knows:
+        raise StateError(
+            "merge: expected data= or tokenizer=, got neither. 'gptq' rounds with inputs in mind; "
+            "method='sse' needs none, and rounds away changes of less than half a step."
+        )
+    rec.remember_tokenizer(root, tokenizer)
+    outer.eval()
     with shown("merge", progress), torch.inference_mode(False), torch.no_grad():
-        with _evaluating(outer), fast_dtype(root):
-            own, apart = _read(root, data, held_out, tokenizer, bool(chosen.needs))
+        with fast_dtype(root):
+            own, apart = [], []
+            if chosen.needs or (knows and held_out is None):
+                own = kls.read_windows(root, data, tokenizer, _WRITTEN if data is None else _READ)
+            if held_out is not None:
+                apart = kls.read_windows(root, held_out, tokenizer, _READ)
+            elif chosen.needs:
+                apart, own = kls.divided(own, -(-(len(own) - 1) // _HELD_OUT))
+            else:
+                apart = own
+            own, apart = (kls.together(root, each) for each in (own, apart))
             stats = _statistics(root, targets, own) if chosen.needs else {}
-            reference = _reference(root, apart)
+            if apart:
+                args, kwargs = qn.call_arguments(apart[0], qn.device_of(root))
+                apart = apart if hasattr(root(*args, **kwargs), "logits") else []
+            before = kls.predictions(root, apart)
             with peft.silenced([each.around for each in targets]):
-                without = None if reference is None else mean_kl(reference.compare(root))
-        numbers, raised = _shared_scales(root, targets)
-        packed, kept = _packed(targets, numbers, stats)
-        if method is None and not apart and kept < _ENOUGH:
-            raise StateError(
-                f"merge: without data {100 * (1 - kept):.0f} % of what the adapter changes would "
-                "be rounded away, for it moves weights by less than half a step of their codes. "
-                "Call fp4pass.merge(model, 'gptq', data=..., tokenizer=...), which rounds with the "
-                "inputs in mind; method='sse' merges all the same."
-            )
-        names = {layer: _own_name(path) for path, layer in root.named_modules()}
-        rescaled = {names[layer]: factor for layer, factor in raised.items()}
-        names_of = [peft.applied_adapters(each.around) for each in targets]
+                without = kls.mean_kl(kls.compare(root, before)) if apart else None
+        packed, kept = _packed(root, targets, stats)
+        names = {module: _own_name(path) for path, module in root.named_modules()}
+        applied = [peft.applied_adapters(each.around) for each in targets]
         for each in targets:
-            new, bias = packed[each.name], each.change[1]
-            each.layer._buffers.update(
-                {part: new.tensors[part] for part in (PACKED, SCALE, GLOBAL)}
-            )
-            each.layer.config = new.config
-            if bias is not None:
+            if (bias := each.change[1]) is not None:
                 each.layer.get_parameter("bias").add_(bias)
-        for layer, factor in raised.items():
-            layer._buffers.update(_rescaled(layer, factor))
-        rows = _rows(state, {name: new.rows[0] for name, new in packed.items()}, rescaled)
+        for layer, new in packed.items():
+            layer._buffers.update({part: new.tensors[part] for part in (PACKED, SCALE, GLOBAL)})
+            layer.config = new.config
+        again = {names[layer]: new for layer, new in packed.items()}
+        peft.unload(outer, adapters.around_packed(root).values())
+        rec.forget_state(outer)
         record = Merged(
             model=root,
-            adapters=tuple(sorted(set(itertools.chain(*names_of)))),
-            layers={name: new.config.method_name for name, new in packed.items()},
-            rescaled=rescaled,
+            adapters=tuple(sorted(set(itertools.chain(*applied)))),
+            layers={name: new.config.method_name for name, new in again.items()},
             kept=kept,
             tokens=max((each.tokens for each in stats.values()), default=0),
         )
-        peft.unload(outer, adapters.around_packed(root).values())
-        forget_state(outer)
-        finish_model(root, state.recipe, rows, carried=state.carried)
-        if reference is not None:
-            with _evaluating(root), fast_dtype(root):
-                sums = reference.compare(root)
-            kl: dict[str, Any] = {"kl_after": mean_kl(sums), "kl_without": without}
-            record = dataclasses.replace(record, held_out_tokens=int(sums[:, 1].sum()), **kl)
-    recipe = {**state.recipe, "merged": [*state.recipe.get("merged", ()), record.to_dict()]}
-    finished: Any = get_state(root)
-    set_state(root, dataclasses.replace(finished, recipe=recipe))
+        if apart:
+            with fast_dtype(root):
+                sums = kls.compare(root, before)
+            kl: dict[str, Any] = {"kl_after": kls.mean_kl(sums), "kl_without": without}
+            record = replace(record, held_out_tokens=int(sums[:, 1].sum()), **kl)
+        rows = []
+        for row in state.report.rows:
+            if row.skip_reason != "an adapter":
+                name = _own_name(row.name)
+                rows.append(again[name].rows[0] if name in again else replace(row, name=name))
+        merged = [*state.recipe.get("merged", ()), record.to_dict()]
+        finish_model(root, {**state.recipe, "merged": merged}, rows, carried=state.carried)
     _log.info("%s", record)
     return record
 
 
 def _require_converted(outer: nn.Module, root: nn.Module) -> ConvertedState:
     """Return the record of a converted model that can be merged into."""
-    state = get_state(outer) or get_state(root)
+    state = rec.get_state(outer) or rec.get_state(root)
     if not isinstance(state, ConvertedState) or isinstance(root, fx.GraphModule):
         raise StateError(
             "merge: the model is not converted as a whole, or is a graph. Call "
@@ -265,16 +244,13 @@ class _Target:
     @property
     def change(self) -> tuple[Tensor, Tensor | None]:
         """The sum that adapters add to the weight, float32 [N, K], and to its bias."""
-        peft = adapters.peft_of(self.around)
-        change: tuple[Tensor, Tensor | None] = peft.lora_change(self.around)
-        return change
+        found: tuple[Tensor, Tensor | None] = adapters.peft_of(self.around).lora_change(self.around)
+        return found
 
-    def plan(
-        self, number: float | None, stats: Stats | None = None, config: LinearConfig | None = None
-    ) -> LayerPlan:
-        """Return the plan of the merged weight, made here, as `_plan` does."""
-        weight = _dense(self.layer) + self.change[0]
-        return _plan(self.name, weight, number, config or self.config, stats)
+    @property
+    def merged(self) -> Tensor:
+        """The sum, float32 [N, K]."""
+        return _dense(self.layer) + self.change[0]
 
 
 def _dense(layer: QuantizedLinear) -> Tensor:
@@ -283,11 +259,7 @@ def _dense(layer: QuantizedLinear) -> Tensor:
 
 
 def _plan(
-    name: str,
-    weight: Tensor,
-    number: float | None,
-    config: LinearConfig,
-    stats: Stats | None = None,
+    name: str, weight: Tensor, number: float | None, config: LinearConfig, stats: Stats
 ) -> LayerPlan:
     """Return the plan of a weight [N, K]; number: its global scale, or only one, None to choose."""
     fmt, rows, columns = config.format, *weight.shape
@@ -302,7 +274,7 @@ def _plan(
         config=config,
         global_scales=(1.0 if number is None or fmt.has_tensor_scale else number,),
         tensor_scale=number if fmt.has_tensor_scale and able else None,
-        stats=stats or Stats(),
+        stats=stats,
     )
 
 
@@ -342,21 +314,17 @@ def _targets(root: nn.Module, chosen: LinearConfig) -> list[_Target]:
     return found
 
 
-def _shared_scales(
+def _scales(
     root: nn.Module, targets: Sequence[_Target]
-) -> tuple[dict[str, float | None], dict[QuantizedLinear, float]]:
-    """Return the global scales of merged layers: those of before, as far as they reach.
+) -> dict[QuantizedLinear, tuple[str, float | None]]:
+    """Return the layers to quantize, their names and global scales, or only ones; None to choose.
 
-    Layers that engines fuse keep one number: where a merged weight is out of its reach, it is
-    multiplied by the smallest power of two that suffices, for all of them. Layers that had other
-    numbers than their neighbours have their own.
-
-    Returns:
-        The global scale of each merged layer, or its only one, by name, None for one to be chosen;
-        and the factor of each other layer whose group has a larger one now.
+    Scales are those of before, as far as they reach. Layers that engines fuse keep one number:
+    where a merged weight is out of its reach, it is multiplied by the smallest power of two that
+    suffices, for all of them.
     """
     parent = adapters.parents(root)
-    packed = [
+    layers = [
         LayerPlan(
             name=path,
             module=module,
@@ -369,27 +337,26 @@ def _shared_scales(
         if isinstance(module, QuantizedLinear)
     ]
     changed = {target.layer: target for target in targets}
-    numbers: dict[str, float | None] = {}
-    raised: dict[QuantizedLinear, float] = {}
-    for group in scale_groups(packed):
+    found: dict[QuantizedLinear, tuple[str, float | None]] = {}
+    for group in qn.scale_groups(layers):
+        # Layers that had other numbers than their neighbours have their own.
         alike: dict[float, list[Any]] = {}
         for each in group:
-            alike.setdefault(_global_scale(each.module), []).append(each.module)
+            alike.setdefault(_global_scale(each.module), []).append(each)
         for before, sharers in alike.items():
-            own = [changed[each] for each in sharers if each in changed]
-            fmt, factor = sharers[0].config.format, 1.0
-            if fmt.has_tensor_scale and len(sharers) == 1:
-                numbers |= {target.name: None for target in own}
-                continue
-            if own and (fmt.has_global_scale or fmt.has_tensor_scale):
-                amax = max(max(stored_amax(target.plan(before))) for target in own)
+            own = [changed[each.module] for each in sharers if each.module in changed]
+            fmt, number = sharers[0].config.format, None
+            again = [each for each in sharers if each.module in changed]
+            if own and (len(sharers) > 1 or not fmt.has_tensor_scale):
+                number = before
+            if number is not None and (fmt.has_global_scale or fmt.has_tensor_scale):
                 full = before * fmt.element.max * (1 if fmt.has_tensor_scale else fmt.scale.max)
-                reach = power_reaching(torch.tensor(amax, dtype=torch.float64), full)
-                factor = max(1.0, float(reach))
-            numbers |= {target.name: before * factor for target in own}
-            if factor > 1:
-                raised |= {each: factor for each in sharers if each not in changed}
-    return numbers, raised
+                plans = [_plan(x.name, x.merged, before, x.config, Stats()) for x in own]
+                amax = max(max(qn.stored_amax(plan)) for plan in plans)
+                factor = float(power_reaching(torch.tensor(amax, dtype=torch.float64), full))
+                number, again = before * max(1.0, factor), sharers if factor > 1 else again
+            found |= {each.module: (_own_name(each.name), number) for each in again}
+    return found
 
 
 def _global_scale(layer: Any) -> float:
@@ -400,129 +367,55 @@ def _global_scale(layer: Any) -> float:
     return 1.0 if stored is None else fmt.global_scale_of(float(stored))
 
 
-def _rescaled(layer: QuantizedLinear, factor: float) -> dict[str, Tensor | None]:
-    """Return the buffers of a layer whose global scale, or only one, is larger by a power of two.
-
-    Block scales, or codes, are divided by it, which is exact but for the smallest.
-    """
-    fmt, number = layer.config.format, _global_scale(layer) * factor
-    if fmt.has_tensor_scale:
-        config = layer.config.override({"method": Sse()})
-        new = pack_layer(_plan("", _dense(layer), number, config)).tensors
-        return {PACKED: new[PACKED], SCALE: new[SCALE]}
-    bits = scale_bits(layer.weight_scale)
-    table = scale_table(fmt.scale, bits.device)
-    known, wanted = table[: fmt.scale.last + 1], table[bits.long()] / factor
-    above = torch.searchsorted(known, wanted).clamp_(1, len(known) - 1)
-    nearest = above - (wanted - known[above - 1] < known[above] - wanted).long()
-    # No block that has values gets a scale of zero.
-    nearest = torch.where(bits > 0, nearest.clamp_min(1), nearest).to(torch.uint8)
-    stored = torch.full_like(layer.get_buffer(GLOBAL), fmt.global_scale_of(number))
-    return {SCALE: nearest.view(fmt.scale.storage), GLOBAL: stored}
-
-
-def _read(
-    root: nn.Module, data: Any, held_out: Any, tokenizer: Any, needs: bool
-) -> tuple[list[Any], list[Any]]:
-    """Return batches to collect statistics on, and those to measure on."""
-    own, apart = [], []
-    if data is not None:
-        own = read_windows(root, data, tokenizer, 128)
-    elif needs or (tokenizer is not None and held_out is None):
-        own = read_windows(root, None, tokenizer, _WRITTEN if needs else _JUDGING)
-    if held_out is not None:
-        apart = read_windows(root, held_out, tokenizer, 128)
-    elif data is None and not needs:
-        own, apart = [], own
-    elif len(own) > 1:
-        places = spread(len(own), max(1, len(own) // _HELD_OUT))
-        apart = [own[i] for i in places]
-        own = [each for i, each in enumerate(own) if i not in places]
-    return together(root, own), together(root, apart)
-
-
 def _statistics(
     root: nn.Module, targets: Sequence[_Target], batches: Sequence[Any]
 ) -> dict[QuantizedLinear, Stats]:
     """Return the statistics of the inputs of layers in base + adapter."""
     observed = [
-        LinearLayer(name, layer, id(layer), (layer.out_features, layer.in_features))
-        for name, layer in ((each.name, each.layer) for each in targets)
+        qn.LinearLayer(x.name, x.layer, id(x.layer), (x.layer.out_features, x.layer.in_features))
+        for x in targets
     ]
     try:
-        attach_observers(root, observed, targets[0].config.needs)
+        qn.attach_observers(root, observed, targets[0].config.needs)
         for batch in current().each(batches, "batches"):
-            args, kwargs = call_arguments(batch, device_of(root))
-            count_tokens(root, args, kwargs)
+            args, kwargs = qn.call_arguments(batch, qn.device_of(root))
+            qn.count_tokens(root, args, kwargs)
             root(*args, **kwargs)
-        return {each.layer: collect([each.layer], each.name) for each in targets}
+        return {each.layer: qn.collect([each.layer], each.name) for each in targets}
     finally:
-        remove_observers(root)
-        sharing = [module for module in root.modules() if quantizes_input(module)]
-        share_inputs(root, sharing, adapters.parents(root))
+        qn.remove_observers(root)
+        sharing = [module for module in root.modules() if qn.quantizes_input(module)]
+        qn.share_inputs(root, sharing, adapters.parents(root))
 
 
 def _packed(
-    targets: Sequence[_Target],
-    numbers: Mapping[str, float | None],
-    stats: Mapping[QuantizedLinear, Stats],
-) -> tuple[dict[str, Any], float]:
-    """Return the merged weights by the names of their layers, and how much of the change is left.
+    root: nn.Module, targets: Sequence[_Target], stats: Mapping[QuantizedLinear, Stats]
+) -> tuple[dict[QuantizedLinear, Any], float]:
+    """Return the new weights by their layers, and how much of the change is left.
 
     That is <Q - W, D> / <D, D> of the change D of weights W, over all of them.
     """
-    found: dict[str, Any] = {}
+    changed = {target.layer: target for target in targets}
+    found: dict[QuantizedLinear, Any] = {}
     moved = whole = 0.0
-    for each in current().each(targets, "weights"):
-        own, config = stats.get(each.layer, Stats()), each.config
+    for layer, (name, number) in current().each(_scales(root, targets).items(), "weights"):
+        before, target = _dense(layer), changed.get(layer)
+        if target is None:
+            config = layer.config.override({"method": Sse()})
+            found[layer] = qn.pack_layer(_plan(name, before, number, config, Stats()))
+            continue
+        own, config, change = stats.get(layer, Stats()), target.config, target.change[0]
         if not all(map(own.has, config.needs)):
             if config.unreached != "sse":
                 raise CalibrationError(
-                    f"{each.name}: no batch reached it, and the method {config.method_name!r} "
-                    "needs its inputs. Give data that reaches it, or method='sse'."
+                    f"{name}: no batch reached it, and the method {config.method_name!r} needs its "
+                    "inputs. Give data that reaches it, or method='sse'."
                 )
             config = config.override({"method": "sse"})
-        new = found[each.name] = pack_layer(each.plan(numbers[each.name], own, config))
-        packed, scale, number = (new.tensors[name] for name in (PACKED, SCALE, GLOBAL))
+        new = found[layer] = qn.pack_layer(_plan(name, before + change, number, config, own))
+        packed, scale, divisor = (new.tensors[part] for part in (PACKED, SCALE, GLOBAL))
         bits, key = scale_bits(scale, config.format.scale.storage), config.format.key
-        stored = ops.dequantize(packed, bits, number, key, torch.float32)
-        change = each.change[0]
-        moved += float(((config.restored(stored) - _dense(each.layer)) * change).sum())
+        stored = ops.dequantize(packed, bits, divisor, key, torch.float32)
+        moved += float(((config.restored(stored) - before) * change).sum())
         whole += float(change.square().sum())
     return found, moved / whole
-
-
-def _reference(root: nn.Module, batches: Sequence[Any]) -> Reference | None:
-    """Return the predictions of base + adapter, None without batches or logits."""
-    if not batches:
-        return None
-    args, kwargs = call_arguments(batches[0], device_of(root))
-    return Reference(root, batches) if hasattr(root(*args, **kwargs), "logits") else None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Have all modules of a model in evaluation mode, and put their modes back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _rows(
-    state: ConvertedState, new: Mapping[str, Row], rescaled: Mapping[str, float]
-) -> list[Row]:
-    """Return the rows of the report, those of merged layers as they are now."""
-    found = []
-    for row in state.report.rows:
-        name = _own_name(row.name)
-        row = new.get(name, dataclasses.replace(row, name=name))
-        if name in rescaled:
-            factor = f"its global scale was raised by {rescaled[name]:g} in a merge"
-            row = dataclasses.replace(row, note="; ".join(filter(None, (row.note, factor))))
-        if row.skip_reason != "an adapter":
-            found.append(row)
-    return found

@@ -12,8 +12,7 @@ from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
 from ..kernels.search.float_scales import in_blocks
-from ..kernels.search.gptq_reference import ROWS, damp
-from ..kernels.search.joint_reference import upper_factor
+from ..kernels.search.joint_reference import ROWS, damp, upper_factor
 from ..kernels.statistics.naive import ieee_products
 from .base import method
 from .search import search_weight

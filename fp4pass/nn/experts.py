@@ -331,17 +331,12 @@ def current_weight(module: nn.Module) -> nn.Parameter | None:
     return module._parameters["weight"]
 
 
-def add_stack(stack: ExpertStack) -> None:
-    """Make a stack a module of the model, so that hooks and names find it."""
-    # Its name is that of the parameter, which the holder goes on to return for it.
-    stack.holder._modules[stack.last] = stack
-
-
 def add_stacks(modules: Iterable[nn.Module]) -> list[ExpertStack]:
-    """Make the stacks among some modules part of their model, and return them."""
+    """Make the stacks among some modules part of their model, for hooks and names; return them."""
     found = [module for module in modules if isinstance(module, ExpertStack)]
     for stack in found:
-        add_stack(stack)
+        # Its name is that of the parameter, which the holder goes on to return for it.
+        stack.holder._modules[stack.last] = stack
     return found
 
 
@@ -349,8 +344,7 @@ def finalize_stacks(model: nn.Module) -> None:
     """Keep only those stacks in floating point as modules that QuantizedExperts call."""
     for owner in model.modules():
         if isinstance(owner, QuantizedExperts):
-            for stack in stacks_of(owner).values():
-                add_stack(stack)
+            add_stacks(stacks_of(owner).values())
             # In one order, whatever was packed first.
             for _, holder, last in _places(owner):
                 holder._modules[last] = holder._modules.pop(last)
@@ -364,7 +358,7 @@ def replace_stack(
 ) -> None:
     """Turn a stack into packed buffers, and its owner into QuantizedExperts, in place."""
     owner = stack.owner
-    add_stack(stack)
+    add_stacks([stack])
     weight = stack.holder._parameters.pop(stack.last)
     del stack.__dict__["owner"], stack.__dict__["holder"]
     QuantizedExpertStack.take(stack, tensors, config, weight.dtype, view=stack.view)
@@ -375,8 +369,7 @@ def convert_experts(owner: nn.Module) -> None:
     """Turn a module of experts into QuantizedExperts, which call their stacks."""
     if not isinstance(owner, QuantizedExperts):
         swap_class(owner, QuantizedExperts, attributes={"kind": type(owner)})
-    for stack in stacks_of(owner).values():
-        add_stack(stack)
+    add_stacks(stacks_of(owner).values())
 
 
 def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:

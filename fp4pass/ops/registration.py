@@ -65,7 +65,13 @@ class Operator:
     ) -> None:
         self.reference, self.triton, self.cpu = reference, triton, cpu
         self.name = reference.__name__.removesuffix("_ref")
-        parameters = _parameters(reference)
+        hints = get_type_hints(reference)
+        # Keyword-only arguments are between the reference and the kernel.
+        parameters = [
+            each.replace(annotation=hints[each.name])
+            for each in inspect.signature(reference).parameters.values()
+            if each.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
         self._names = [each.name for each in parameters]
         self._checks = [self._reading(check) for check in checks]
         self._shapes = self._reading(shapes)
@@ -82,8 +88,13 @@ class Operator:
                 self._record_at, self._read = place, READERS[each.annotation]
             crossing += flat
         self._defaults = [each.default for each in crossing]
-        returns = get_type_hints(reference)["return"]
-        self.schema = self.name + _schema(crossing, returns, mutates)
+
+        def prototype() -> None: ...
+
+        returned = None if hints["return"] is type(None) else hints["return"]
+        signature = inspect.Signature(crossing, return_annotation=returned)
+        prototype.__dict__["__signature__"] = signature
+        self.schema = self.name + infer_schema(prototype, mutates_args=mutates)
 
     def __repr__(self) -> str:
         return f"Operator({self.schema})"
@@ -210,7 +221,12 @@ def operator(
     declared = Operator(reference, shapes, triton, cpu, checks, mutates)
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    run = _one_at_a_time(declared.run) if mutates else declared.run
+
+    def one_at_a_time(*args: Any) -> Any:
+        with _ADDING:
+            return declared.run(*args)
+
+    run = one_at_a_time if mutates else declared.run
     _LIBRARY.impl(name, opaque(run), "CompositeExplicitAutograd")
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
     found = getattr(torch.ops.fp4pass, name).default
@@ -225,25 +241,6 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
     if only_calls_kernel(*args):
         return _DECLARED[operator].run(*args)
     return operator(*args)
-
-
-def _one_at_a_time(run: Callable[..., Any]) -> Callable[..., Any]:
-    def locked(*args: Any) -> Any:
-        with _ADDING:
-            return run(*args)
-
-    return locked
-
-
-def _parameters(reference: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a reference that are its operator's too."""
-    # Keyword-only arguments are between the reference and the kernel.
-    hints = get_type_hints(reference)
-    return [
-        each.replace(annotation=hints[each.name])
-        for each in inspect.signature(reference).parameters.values()
-        if each.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
 
 
 def _crossing(
@@ -273,17 +270,6 @@ def _crossing(
         return flat, lambda fields: record(*fields)
     # As record._make, which takes three times as long.
     return flat, partial(tuple.__new__, record)
-
-
-def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:
-    """Return the schema of an operator without its name."""
-
-    def prototype() -> None: ...
-
-    returned = None if returns is type(None) else returns
-    signature = inspect.Signature(parameters, return_annotation=returned)
-    prototype.__dict__["__signature__"] = signature
-    return infer_schema(prototype, mutates_args=mutates)
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:

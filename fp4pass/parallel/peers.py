@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._compat.torch import shared_words
 from ..distributed import Ranks
 from ..kernels.norm.naive import SQUARES
-from ..kernels.reduce.naive import MEMORIES, Memory, count_of_words
 
 _log = logging.getLogger(__name__)
 
@@ -24,13 +24,16 @@ def reach_peers(mesh: DeviceMesh) -> bool:
     """
     group = mesh.get_group()
     name = group.group_name
+    if mesh.device_type != "cuda" or mesh.size() == 1:
+        return False
+    # Triton is imported where there is a GPU.
+    from ..kernels.reduce.triton import MEMORIES
+
     known = MEMORIES.get(name)
     if known is not None and known.group is group:
         return True
-    if mesh.device_type != "cuda" or mesh.size() == 1:
-        return False
     ranks = Ranks(mesh.get_local_rank(), mesh.size(), group)
-    memory: Memory | None = None
+    memory: Any = None
     problems = ranks.gather(_far_peer(ranks))
     if not any(problems):
         problem = ""
@@ -60,9 +63,9 @@ def _far_peer(ranks: Ranks) -> str:
     return ""
 
 
-def _memory(ranks: Ranks) -> Memory:
+def _memory(ranks: Ranks) -> Any:
     """Return the memory of all processes. Raises RuntimeError where there is none."""
-    from ..kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
+    from ..kernels.reduce.triton import Memory, count_of_words, reduce
 
     words, addresses = shared_words(count_of_words(ranks.size), ranks.group)
     words.zero_()
@@ -70,7 +73,7 @@ def _memory(ranks: Ranks) -> Memory:
     # All is zero, and the kernel is loaded, before the first process sends anything.
     nothing = words.new_empty((0, SQUARES), dtype=torch.bfloat16)
     for maximum in (False, True):
-        all_reduce_triton(nothing, found, maximum)
-    all_reduce_add_triton(nothing, nothing, found)
+        reduce(nothing, found, maximum)
+    reduce(nothing, found, False, nothing)
     torch.cuda.synchronize()
     return found

@@ -1,32 +1,42 @@
-"""Split packed linear layers and experts over processes, by styles as those of torch.
+"""Split converted models over processes by a plan of styles as those of torch, or by FSDP.
 
 A split module computes with parts of tensors, as plain ones, and gives no gradients.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .. import ops
+from .._compat.torch import shardable
+from .._compat.transformers import fit_caches
+from ..core.fingerprint import digest_of
 from ..core.formats import WHOLE
-from ..errors import OptionError, ShapeError, StateError
+from ..distributed import Ranks
+from ..errors import OptionError, ShapeError, StateError, expected
 from ..kernels.common.rounding import row_amax, scale_of
 from ..kernels.reduce.naive import LARGEST
 from ..nn import experts, linear
-from ..nn.experts import QuantizedExperts, QuantizedExpertStack
-from ..nn.linear import QuantizedLinear, StoredWeight
+from ..nn.experts import QuantizedExperts, QuantizedExpertStack, require_adapter
+from ..nn.linear import PACKED, SCALE, PackedBlocks, QuantizedLinear, StoredWeight
 from ..nn.packed_linear import PackedLinear, swap_class
 from ..record.config import LinearConfig
+from ..record.state import get_state, unwrap
+from .peers import reach_peers
 
 
 class SplitModule(nn.Module):
@@ -76,10 +86,9 @@ def as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return DTensor.from_local(x, mesh, [placement], run_check=False)
 
 
-def moved(x: Any, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
-    """Return a tensor, placed as `now` unless it is a DTensor, as `wanted`: a local part."""
-    whole = x if isinstance(x, DTensor) else as_dtensor(x, mesh, now)
-    return whole.redistribute(placements=[wanted]).to_local()
+def moved(x: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
+    """Return what this process has of a tensor that is placed as `now`, placed as `wanted`."""
+    return as_dtensor(x, mesh, now).redistribute(placements=[wanted]).to_local()
 
 
 def require_no_gradient(x: Tensor) -> None:
@@ -133,30 +142,15 @@ def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 class SplitLinear(SplitModule, QuantizedLinear):
-    """A quantized linear layer of which this process has whole blocks.
+    """A quantized linear layer of which this process has whole blocks."""
 
-    What a forward does beside its product is in bools: torch.compile checks at every call all that
-    it reads, and placements take many times longer.
-    """
-
-    packed_attributes = (
-        *QuantizedLinear.packed_attributes,
-        *("mesh", "split", "input_layout", "output_layout"),
-        *("moves_input", "sums", "moves_output", "is_local"),
-    )
-    # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
+    packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "is_whole")
+    # Of the weight [N, K] and its sizes, and what a layer reads and gives where it has a part.
     dim: ClassVar[int]
     divided: ClassVar[str]
-    wanted: ClassVar[Placement]
-    product: ClassVar[Placement]
+    layouts: ClassVar[tuple[Placement, Placement]]
 
-    # As the styles of torch have them.
-    input_layout: Placement
-    output_layout: Placement
-    is_local: bool  # give a plain tensor, not a DTensor
-    moves_input: bool
-    sums: bool
-    moves_output: bool
+    is_whole: bool  # the tensor of which it has a part is whole outside of it
 
     @property
     def weight(self) -> Tensor:
@@ -173,49 +167,33 @@ class ColumnLinear(SplitLinear):
     """A layer of which each process has some of the outputs."""
 
     dim, divided = 0, "out_features"
-    wanted = Replicate()
-    product = Shard(-1)
+    layouts = Replicate(), Shard(-1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs of this process, placed as the style says."""
-        input = _local_input(self, input)
+        """Return the outputs of this process, or of all."""
+        require_no_gradient(input)
         x = PackedLinear.checked_input(self, input)
         y = linear.output_of(self, input, x, linear.read_buffers(self), self.bias)
-        return _placed(self, y, None)
+        return moved(y, self.mesh, Shard(-1), Replicate()) if self.is_whole else y
 
 
 class RowLinear(SplitLinear):
     """A layer of which each process reads some of the inputs."""
 
     dim, divided = 1, "in_features"
-    wanted = Shard(-1)
-    product = Partial()
+    layouts = Shard(-1), Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output of the whole layer, placed as the style says."""
-        input = _local_input(self, input)
+        """Return the output of the whole layer."""
+        require_no_gradient(input)
+        if self.is_whole:
+            input = moved(input, self.mesh, Replicate(), Shard(-1))
         x = PackedLinear.checked_input(self, input)
         # One scale for the columns of all processes.
         weight = with_shared_scale(linear.read_buffers(self), self.config, x, self.mesh)
-        return _placed(self, linear.output_of(self, input, x, weight, None), self.bias)
-
-
-def _local_input(layer: SplitLinear, input: Tensor) -> Tensor:
-    require_no_gradient(input)
-    if not layer.moves_input and not isinstance(input, DTensor):
-        return input
-    return moved(input, layer.mesh, layer.input_layout, layer.wanted)
-
-
-def _placed(layer: SplitLinear, y: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a product as the style of a layer places it; a bias is added once, to the sum."""
-    if layer.sums:
-        y = summed(y, layer.mesh)
-    elif layer.moves_output:
-        y = moved(y, layer.mesh, layer.product, layer.output_layout)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y if layer.is_local else as_dtensor(y, layer.mesh, layer.output_layout)
+        y = summed(linear.output_of(self, input, x, weight, None), self.mesh)
+        # Once, to the sum.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], size: int) -> None:
@@ -325,34 +303,33 @@ class _LinearStyle:
                 "the plan; adapters have to be merged or removed before."
             )
         require_whole_blocks(name, module, self.kind, size)
-        if self.kind is RowLinear and self.output_layouts[0] == Shard(-1):
-            raise OptionError(f"{name}: outputs of rows are replicated, or split along tokens.")
+        given = self.input_layouts[0], self.output_layouts[0]
+        known = (self.kind.layouts, (Replicate(), Replicate()))
+        if isinstance(module, QuantizedLinear) and not (given in known and self.use_local_output):
+            wanted = f"layouts {known[0]} or {known[1]}, and a local output"
+            raise OptionError(expected(name, wanted, f"{given}"))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         if not isinstance(module, QuantizedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[misc]
         kind, fmt, split = self.kind, module.config.format, {linear.PACKED: self.kind.dim}
-        given, output = self.input_layouts[0], self.output_layouts[0]
-        is_other = output != kind.product
-        sums = is_other and kind.product == Partial() and output == Replicate()
         if (fmt.rows, fmt.block)[kind.dim] != WHOLE:
             split[linear.SCALE] = kind.dim
         if module.bias is not None and kind is ColumnLinear:
             split["bias"] = 0
         sizes = {each: getattr(module, each) for each in ("out_features", "in_features")}
         sizes[kind.divided] //= device_mesh.size()
-        facts = {"input_layout": given, "output_layout": output, "sums": sums, **sizes}
-        facts |= {"moves_input": given != kind.wanted, "moves_output": is_other and not sums}
-        facts["is_local"] = self.use_local_output
-        split_module(module, kind, split, device_mesh, **facts)
+        is_whole = self.input_layouts[0] == self.output_layouts[0]
+        split_module(module, kind, split, device_mesh, is_whole=is_whole, **sizes)
         return module
 
 
 class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
     """Split a linear layer by its outputs, packed or not.
 
-    Takes the arguments of `torch.distributed.tensor.parallel.ColwiseParallel`.
+    Takes the arguments of `torch.distributed.tensor.parallel.ColwiseParallel`; a packed layer only
+    whole inputs, and gives plain tensors, its part or with `output_layouts=Replicate()` the whole.
 
     Raises:
         ShapeError: out_features is not a multiple of the number of ranks.
@@ -371,8 +348,9 @@ class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
 class RowwiseParallel(_LinearStyle, torch_parallel.RowwiseParallel):
     """Split a linear layer by its inputs, packed or not; no block of a packed weight is cut.
 
-    Takes the arguments of `torch.distributed.tensor.parallel.RowwiseParallel`. Inputs are
-    quantized with one global scale for all ranks, and the bias is added once.
+    Takes the arguments of `torch.distributed.tensor.parallel.RowwiseParallel`; a packed layer only
+    inputs of which each rank has its part, or with `input_layouts=Replicate()` the whole, and gives
+    the whole. Inputs are quantized with one global scale for all ranks.
 
     Raises:
         ShapeError: in_features is not a multiple of ranks x block (and rotation).
@@ -422,3 +400,218 @@ class ExpertParallel(torch_parallel.ParallelStyle):
         self.check(type(module).__name__, module, device_mesh.size())
         split_experts(module, device_mesh)
         return module
+
+
+_log = logging.getLogger(__name__)
+
+# Styles by their names in transformers. "_rep" and the like read or give whole tensors.
+_STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "moe_tp_experts": ExpertParallel(),
+}
+
+# Those of modules that every rank has whole; some are for gradients, which there are none of.
+_WHOLE = (
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+)
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None = None
+) -> nn.Module:
+    """Split a converted model over processes, for tensor-parallel inference.
+
+    Every process calls it with the same model. Each keeps its part of the layers in the plan and
+    all of the others, on its device of the mesh. Experts are divided, each whole. Parameters are
+    frozen.
+
+    Args:
+        model: converted or loaded, in place; best on the CPU.
+        mesh: of one dimension, as `torch.distributed.init_device_mesh` returns it.
+        plan: styles by the names of modules, in which `*` is any number: of this package or of
+            torch, or their names in plans of transformers. Default: the plan of a model of
+            transformers.
+
+    Returns:
+        The model.
+
+    Raises:
+        StateError: the model is not converted, split already, offloaded, or not the same in all
+            processes.
+        ShapeError: a layer has too few inputs, outputs, heads or experts to be split.
+        OptionError: there is no plan, or a module in it cannot be split.
+
+    Example:
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
+        >>> model = fp4pass.parallelize(model, mesh, {"0": "colwise", "2": "rowwise"})
+        >>> model(batches[0]).shape
+        torch.Size([4, 32])
+    """
+    root: Any = unwrap(model)
+    state = get_state(root)
+    if state is None or state.status != "converted":
+        raise StateError("The model is not converted. Call fp4pass.convert(model) first.")
+    for each in root.modules():
+        if isinstance(each, SplitModule):
+            raise StateError("The model is split already.")
+        if isinstance(each, fx.GraphModule):
+            raise OptionError(
+                "A graph reads weights without calling their layers. Split the model of modules."
+            )
+    if mesh.ndim != 1:
+        raise OptionError(expected("mesh", "a DeviceMesh of one dimension", mesh))
+    given = getattr(root, "tp_plan", None) if plan is None else plan
+    if not given:
+        raise OptionError(
+            f"{type(root).__name__} has no plan of its own. Give plan={{name: style}}, or call "
+            "torch.distributed.tensor.parallel.parallelize_module with styles of fp4pass.parallel."
+        )
+    chosen = _chosen(root, given)
+    # All, before the first is changed.
+    for name, style in chosen.items():
+        if hasattr(style, "check"):
+            style.check(name, root.get_submodule(name), mesh.size())
+            _require_whole_heads(root, name, style, mesh.size())
+    _require_equal(root, chosen, mesh)
+    for name, style in chosen.items():
+        parallelize_module(root.get_submodule(name), mesh, style, src_data_rank=None)
+    root.requires_grad_(False)
+    kind = mesh.device_type
+    root.to(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind)
+    reach_peers(mesh)
+    fit_caches(root)
+    return model
+
+
+def fully_shard(module: nn.Module, **options: Any) -> Any:
+    """Apply `torch.distributed.fsdp.fully_shard`, with the packed weights sharded too.
+
+    FSDP shards parameters; the packed codes and block scales of converted layers in the module
+    become parameters without a gradient. Global scales stay buffers, which every process has.
+
+    Args:
+        module: of a converted model; as with torch's, first each decoder layer, then the model.
+        **options: as torch's function takes them.
+
+    Returns:
+        The module.
+
+    Raises:
+        StateError: a layer is split over processes already.
+
+    Example:
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
+        >>> model = fp4pass.parallel.fully_shard(model, mesh=mesh)
+        >>> model(batches[0]).shape
+        torch.Size([4, 32])
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, SplitModule):
+            raise StateError(
+                f"{name}: expected a whole layer, got one that is split over processes. Call "
+                "either fp4pass.parallelize or fully_shard."
+            )
+        if isinstance(each, PackedBlocks):
+            for part in (PACKED, SCALE):
+                if (tensor := each._buffers.pop(part, None)) is not None:
+                    parameter = nn.Parameter(shardable(tensor), requires_grad=False)
+                    each.register_parameter(part, parameter)
+    return torch_fully_shard(module, **options)
+
+
+def _require_equal(root: nn.Module, chosen: Mapping[str, object], mesh: DeviceMesh) -> None:
+    """Raise StateError for weights elsewhere, and for a model that another process does not have.
+
+    Of each tensor the first elements are compared.
+    """
+    facts: list[Any] = [(name, type(style).__name__) for name, style in chosen.items()]
+    state = root.state_dict().items()
+    for name, tensor in ((n, each) for n, each in state if isinstance(each, Tensor)):
+        if tensor.is_meta:
+            raise StateError(
+                f"{name}: it is on the meta device, without values. Load the model without a "
+                "device_map that offloads."
+            )
+        facts += [name, tuple(tensor.shape), tensor.detach().reshape(-1)[:64]]
+    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    ranks.require_equal("The model to split", digest_of(*facts))
+
+
+def _chosen(root: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
+    """Return the style of each module that is to be split, by its name."""
+    rule = _rule(plan)
+    # The stacks of experts, and what lies in them.
+    stacks = {
+        f"{name}.{stack}"
+        for name, module in root.named_modules()
+        if isinstance(module, QuantizedExperts)
+        for stack in require_adapter(module).names
+    }
+    found: dict[str, ParallelStyle] = {}
+    unused = set(plan)
+    for name, module in root.named_modules():
+        key = rule(name)
+        if key is None:
+            continue
+        unused.discard(key)
+        style = plan[key]
+        if name in stacks or style in _WHOLE:
+            continue
+        if style == "moe_tp_experts" and not isinstance(module, QuantizedExperts):
+            _log.info("%s: not packed, so that each rank has all experts", name)
+            continue
+        chosen = _STYLES.get(style) if isinstance(style, str) else style
+        if not isinstance(chosen, ParallelStyle):
+            known = ", ".join([*_STYLES, *_WHOLE])
+            raise OptionError(
+                f"{expected(f'The style of {name}', f'a ParallelStyle or one of {known}', style)}. "
+                "Give plan= without this part of the model."
+            )
+        if module is root.get_submodule(name):
+            found[name] = chosen
+    for name, parameter in root.named_parameters():
+        key = rule(name)
+        if key is None or plan[key] in _WHOLE:
+            continue
+        unused.discard(key)
+        if parameter.ndim < 3 and name not in stacks:
+            raise OptionError(
+                f"{name}: only linear layers and experts can be split, got a parameter. Give plan= "
+                "without this part of the model."
+            )
+    if plan is not getattr(root, "tp_plan", None) and unused:
+        raise OptionError(f"plan: {', '.join(sorted(unused))} matches nothing in the model.")
+    return found
+
+
+def _rule(plan: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """Return a function that gives the key of a plan that a name matches, None without one."""
+    patterns = {re.compile(re.escape(n).replace(r"\*", r"\d+")): n for n in plan}
+
+    def rule(name: str) -> str | None:
+        return next((key for regex, key in patterns.items() if regex.fullmatch(name)), None)
+
+    return rule
+
+
+def _require_whole_heads(root: nn.Module, name: str, style: Any, size: int) -> None:
+    """Raise ShapeError if outputs of an attention would be split within a head."""
+    if not isinstance(style, ColwiseParallel) or style.output_layouts == (Replicate(),):
+        return
+    count: Any = root.get_submodule(name).out_features
+    head = getattr(root.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if isinstance(head, int) and count % head == 0 and count // head % size:
+        raise ShapeError(
+            f"{name}: {count // head} heads cannot be divided among {size} ranks. Use a number of "
+            "ranks that divides them, or give plan= without this attention."
+        )

@@ -30,13 +30,12 @@ from ..errors import (
     expected,
     unknown_name,
 )
-from ..graph.match import is_conv1d
+from ..graph.rewrite import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import PACKED, SCALE
 from ..nn.packed_linear import BufferLayout, PackedLinear, swap_class
-from ..ops import FLOATS
+from ..ops import FLOATS, gradients_of
 from ..ops.checks import require_float
-from ..ops.linears import gradients_of
 from ..ops.registration import operator
 from ..quantization.functional import dequantize, quantize
 from ..quantization.plan import BuiltInRules, require_matches

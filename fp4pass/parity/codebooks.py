@@ -27,8 +27,8 @@ from ..core.formats import FORMATS
 from ..core.quant_state import OTHER_RECORDS, OtherRecord
 from ..errors import OptionError, ShapeError, unknown_name
 from ..kernels.common.rounding import in_chunks
+from ..ops import gradients_of
 from ..ops.checks import require_float
-from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
 from ..quantization.functional import not_finite, without_statistics
 

@@ -33,9 +33,9 @@ from ..errors import (
     some,
 )
 from ..graph.folds import fold_rotations
-from ..graph.match import weight_readers
+from ..graph.rewrite import weight_readers
 from ..methods import STATISTICS, Stats, resolve_method
-from ..nn.experts import QUANTIZED, ExpertStack
+from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule, check_rules
@@ -57,7 +57,7 @@ from .scan import (
 Part = tuple[int, slice | None]
 
 
-# Where a module remembers what its parameters were made of, and the note on a weight that is kept.
+# Where a layer remembers what its weight was made of, and the note on a weight that is kept.
 _KEPT = "_fp4pass_kept"
 _NOTE = "codes and scales are those of the source"
 
@@ -70,14 +70,11 @@ UNREACHED = "calibration never reached it"
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of."""
+    """The codes and scales that the weight of a linear layer is made of."""
 
-    fmt: str  # the key of their format, as the source has it
-    stored: str  # the key of the format that holds them in a layer
-    read: Callable[[], Sequence[QuantState]]  # for each matrix
-    # The scales of inputs that lie beside: one, one for each expert, or none.
-    input_scales: Callable[[], tuple[float, ...]]
-    problem: str = ""  # why a layer cannot hold them
+    fmt: str  # the key of their format
+    read: Callable[[], Sequence[QuantState]]
+    input_scales: Callable[[], tuple[float, ...]]  # the scale that lies beside, if there is one
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -205,11 +202,8 @@ def _plan_layer(
     if reason:
         return skip(layer, reason)
     if (kept := kept_weight(layer.module, config)) is not None:
-        if kept.problem:
-            note = f"quantized again, not kept as in the source: {kept.problem}"
-            return LayerPlan(**vars(layer), config=config, note=note)
         # A method that needs no data: it has nothing to choose.
-        config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
+        config = dataclasses.replace(config, method="naive", fmt=kept.fmt, block=None)
         return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 
@@ -358,18 +352,14 @@ class _Record(NamedTuple):
         return _Record(self.kept, weight, weight._version if is_same else -1)
 
 
-def keep_weight(holder: nn.Module, name: str, kept: KeptWeight) -> None:
-    """Remember what a parameter was made of, as long as it is not changed."""
-    weight = holder._parameters[name]
-    assert weight is not None, "the folder has it"
-    records = holder.__dict__.setdefault(_KEPT, {})
-    records[name] = _Record(kept, weight, weight._version)
+def keep_weight(layer: nn.Linear, kept: KeptWeight) -> None:
+    """Remember what a weight was made of, as long as it is not changed."""
+    layer.__dict__[_KEPT] = _Record(kept, layer.weight, layer.weight._version)
 
 
 def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
     """Return what a weight was made of where a config is of the same format, else None."""
-    holder, name = _place(module)
-    record, own = holder.__dict__.get(_KEPT, {}).get(name), holder._parameters.get(name)
+    record, own = module.__dict__.get(_KEPT), module._parameters.get("weight")
     if record is None or own is not record.weight or own._version != record.version:
         return None
     is_same = config.format.key == record.kept.fmt and not config.is_rotated
@@ -378,15 +368,7 @@ def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
 
 def forget_kept(module: nn.Module) -> None:
     """Forget what the weight of a layer was made of, once it is packed."""
-    holder, name = _place(module)
-    holder.__dict__.get(_KEPT, {}).pop(name, None)
-
-
-def _place(module: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that has the weight of a layer or a stack, and its name there."""
-    if isinstance(module, ExpertStack):
-        return module.holder, module.last
-    return module, "weight"
+    module.__dict__.pop(_KEPT, None)
 
 
 def planned_row(layer: LayerPlan | SkippedLayer) -> Row:

@@ -6,25 +6,176 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from .._version import __version__
+from ..checkpoint import save
+from ..checkpoint.float_models import open_float_source
+from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
 from ..core.formats import get_format
 from ..core.progress import track
-from ..errors import OptionError
-from ..methods import squared_errors
+from ..errors import CheckpointError, OptionError, expected
 from ..methods.search import scale_counts
-from ..record.rows import Row, tensor_core_note
-from .charts import ERRORS
-from .models import CODES, FloatModel, PackedModel, Source, open_float, open_packed
-from .text import finite, mean
+from ..nn.linear import KINDS, PACKED, SCALE
+from ..quantization.recipe import recorded
+from ..record.rows import Report, Row, tensor_core_note
+from ..record.state import unwrap
+from .compare import relative_error
+from .text import ERRORS, finite, mean
 
 Facts = dict[str, Any]
+Source = nn.Module | str | os.PathLike[str]
+
+CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
 
 # A path such as model.layers.3.self_attn.q_proj: a stack, a depth in it, and a projection.
 _PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<projection>.+)")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A folder with packed weights, with the names in the model."""
+
+    stored: CheckpointReader
+    # Packed layers; experts that lie apart are one stack where the report has one.
+    layers: Mapping[str, PackedLayer]
+    parts: Mapping[str, Sequence[str]]  # the names in `stored` of what each layer lies in
+    rows: Sequence[Row]  # of every layer that is known, in the order of the model
+
+    @staticmethod
+    def of(folder: str | os.PathLike[str]) -> Contents:
+        """Open a folder."""
+        stored = open_checkpoint(folder).as_in_model()
+        report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
+        rows = {row.name: row for row in report.rows}
+        parts = {n: [p.name for p in each] for n, each in stored.stacks.items() if n in rows}
+        pieces = {piece for each in parts.values() for piece in each}
+        layers = {name: layer for name, layer in stored.layers.items() if name not in pieces}
+        for name, (piece, *_) in parts.items():
+            whole = dataclasses.replace(stored.layers[piece], shape=rows[name].shape)
+            layers[name] = stored.joined.get(name, whole)
+        for name, layer in layers.items():
+            bits = layer.fmt.bits_per_weight(layer.shape)
+            rows.setdefault(name, Row(name, layer.shape, layer.config, bits=bits))
+            parts.setdefault(name, [name])
+        return Contents(stored, layers, parts, list(rows.values()))
+
+    def scales(self, name: str) -> Iterator[Tensor]:
+        """Yield the block scales of a layer."""
+        names = dict.fromkeys(self.stored.names(part)[SCALE] for part in self.parts[name])
+        return (tensor for _, tensor in self.stored.tensors(names))
+
+    def sizes(self) -> list[Facts]:
+        """Return bytes, and the parameters that they stand for, by kind of tensor."""
+        stored = self.stored
+        kinds = {
+            disk: KINDS[part]
+            for layer in stored.layers
+            for part, disk in stored.names(layer).items()
+        }
+        facts = tensor_facts({stored.on_disk.get(n, n): at for n, at in stored.files.items()})
+        skipped = {row.name for row in self.rows if row.skip_reason}
+        found: dict[str, Facts] = {}
+        for name in stored.files:
+            shape, dtype = facts[stored.on_disk.get(name, name)]
+            kind = kinds.get(name) or _dense_kind(name, len(shape), skipped)
+            size = found.setdefault(kind, {"kind": kind, "bytes": 0, "parameters": 0})
+            size["bytes"] += _tensor_bytes(shape, dtype)
+            size["parameters"] += 0 if name in kinds else math.prod(shape)
+        if CODES in found:
+            found[CODES]["parameters"] = sum(math.prod(x.shape) for x in self.layers.values())
+        total = sum(size["bytes"] for size in found.values())
+        for size in found.values():
+            # Packed weights, in three kinds, have no bits.
+            has_bits = size["parameters"] and size["kind"] != CODES
+            size["share"] = size["bytes"] / total
+            size["bits"] = 8 * size["bytes"] / size["parameters"] if has_bits else None
+        return sorted(found.values(), key=lambda size: (-size["bytes"], size["kind"]))
+
+    def dense_bytes(self) -> int:
+        """Return the bytes of its tensors if packed weights had the dtype of their layers."""
+        plain = sum(size["bytes"] for size in self.sizes() if size["kind"] not in KINDS.values())
+        return plain + sum(
+            math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
+            for layer in self.layers.values()
+        )
+
+
+def _tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
+    width = re.search(r"\d+", dtype)
+    return math.prod(shape) * (int(width[0]) if width else 8) // 8
+
+
+def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
+    path, _, last = name.rpartition(".")
+    if path in skipped and last == "weight":
+        return SKIPPED
+    if dimensions < 2:
+        return "biases, norms and other vectors"
+    words = name.split(".")
+    if any("embed" in word or word in ("wte", "wpe") for word in words):
+        return "embeddings"
+    return SKIPPED if "lm_head" in words else "other matrices"
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """The float model that a quantized one was made of: its tensors by name, read one by one."""
+
+    name: str
+    bytes: int
+    tensors: Mapping[str, Any]  # tensors, or the files that hold them
+    on_disk: Mapping[str, str]  # names of weights and stacks in folders, where they differ
+
+    @staticmethod
+    def of(source: Source, name: str, on_disk: Mapping[str, str]) -> FloatModel:
+        """Open a float model or its folder."""
+        if isinstance(source, nn.Module):
+            root = unwrap(source)
+            held: dict[str, Any] = dict(root.named_parameters(remove_duplicate=False))
+            size = sum(each.nbytes for each in root.parameters())
+            return FloatModel(name or type(root).__name__, size, held, on_disk)
+        folder = Path(source)
+        if not folder.is_dir():
+            wanted = "the folder of a float model"
+            raise CheckpointError(expected("reference", wanted, str(folder)))
+        made = open_float_source(str(folder))
+        if made is None:
+            require_float(folder)
+        files = find_shards(folder, WEIGHTS)
+        size = sum(_tensor_bytes(*facts) for facts in tensor_facts(files).values())
+        held = {**files, **({} if made is None else made.weights())}
+        return FloatModel(name or str(source), size, held, on_disk)
+
+    def weight(self, layer: str, packed: PackedLayer) -> Tensor | None:
+        """Return the weight of a layer as [N, K] or [E, N, K], None without one."""
+        names = [layer, f"{layer}.weight"]
+        names += [self.on_disk[name] for name in names if name in self.on_disk]
+        name = next((each for each in names if each in self.tensors), None)
+        if name is None:
+            return None
+        found = self.tensors[name]
+        found = read_tensor(self.tensors, name) if isinstance(found, Path) else found[...].detach()
+        if tuple(found.shape) != packed.dense_shape:
+            wanted = f"shape {packed.dense_shape}"
+            raise CheckpointError(
+                expected(f"{layer} of the reference", wanted, tuple(found.shape))
+                + " Give the float model that the quantized one was made of."
+            )
+        return packed.matrices(found)
 
 
 def gather(
@@ -46,37 +197,77 @@ def gather(
         >>> data["summary"]["layers"]
         2
     """
-    model = open_packed(source, name)
-    original = None if reference is None else open_float(reference, reference_name, model.on_disk)
+    if isinstance(source, nn.Module):
+        with _saved(source) as folder:
+            kind = type(unwrap(source)).__name__
+            data = gather(
+                folder,
+                name=name or kind,
+                reference=reference,
+                reference_name=reference_name,
+                evaluations=evaluations,
+                progress=progress,
+            )
+        return data | {"layout": "in memory", "architecture": kind}
+    model = Contents.of(source)
+    stored, before = model.stored, None
+    if reference is not None:
+        before = FloatModel.of(reference, reference_name, stored.renamed)
     facts = {row.name: layer_facts(row) for row in model.rows}
-    scales = _read_weights(model, original, facts, progress)
-    layers, packed = list(facts.values()), [facts[name] for name in model.packed]
-    known = {error: [x[error] for x in layers if x[error] is not None] for error in ERRORS}
+    if before is not None:
+        _measure(model, before, facts)
+    layers, packed = list(facts.values()), [facts[each] for each in model.layers]
     # A page may be read on another machine.
-    configs = [layer.config for layer in model.packed.values()]
+    configs = [layer.config for layer in model.layers.values()]
     note = tensor_core_note(configs, machine="the machine of this report")
+    sizes = model.sizes()
+    size, parameters = (sum(each[key] for each in sizes) for key in ("bytes", "parameters"))
+    bytes_before = model.dense_bytes() if before is None else before.bytes
     data = {
         "fp4pass": __version__,
-        "source": _public(model.name),
-        "layout": model.layout,
-        "architecture": model.architecture,
-        "reference": None if original is None else _public(original.name),
-        "summary": _summary(model, layers, packed, original),
+        "source": _public(name or str(source)),
+        "layout": stored.layout.name,
+        "architecture": next(iter(stored.config.get("architectures") or ()), None),
+        "reference": None if before is None else _public(before.name),
+        "summary": {
+            "layers": len(packed),
+            "skipped": sum(bool(layer["skip_reason"]) for layer in layers),
+            "weights": _weights(packed),
+            "parameters": parameters,
+            "bits_per_weight": _bits(packed),
+            "bits_per_parameter": 8 * size / parameters,
+            "bytes": size,
+            "bytes_before": bytes_before,
+            "share": size / bytes_before,
+            **{error: mean([layer[error] for layer in packed]) for error in ERRORS},
+        },
         "groups": summarize(packed),
-        "sizes": _sizes(model),
+        "sizes": sizes,
         "layers": layers,
-        "ranges": {name: [min(all_), max(all_)] if all_ else None for name, all_ in known.items()},
         "maps": layer_maps(layers),
         "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
-        "scales": scales,
+        "scales": _scales(model, progress),
         "evaluations": [{**row, "text": _public(row["text"])} for row in evaluations],
-        "recipe": model.recipe,
-        "calibration": model.calibration,
-        "versions": dict(model.versions),
+        # As `quantize --rules` reads it; None if it is not known.
+        "recipe": None if stored.recipe is None else recorded(stored.recipe),
+        "calibration": (stored.recipe or {}).get("calibration"),
+        "versions": stored.versions,
         "notes": [note] if note else [],
-        "unknown": _unknown(model, original, packed, evaluations),
+        "unknown": _unknown(stored.recipe is not None, before is not None, packed, evaluations),
     }
     return finite(data)
+
+
+@contextmanager
+def _saved(model: nn.Module) -> Iterator[Path]:
+    """Write a converted model to a folder for as long as it is read."""
+    with TemporaryDirectory(prefix="fp4pass-report-") as scratch:
+        with warnings.catch_warnings():
+            # They are about other readers of the folder.
+            warnings.simplefilter("ignore")
+            layout: Any = "fp4pass"
+            save(model, Path(scratch, "model"), layout=layout, progress=False)
+        yield Path(scratch, "model")
 
 
 def layer_facts(row: Row) -> Facts:
@@ -172,101 +363,60 @@ def _public(name: str) -> str:
     return os.path.basename(os.path.abspath(name)) if is_path else name
 
 
-def _read_weights(
-    model: PackedModel, original: FloatModel | None, facts: Mapping[str, Facts], progress: bool
-) -> list[Facts]:
-    """Count block scales by format; weight errors that nobody reported are measured."""
-    counts: dict[str, Counter[float]] = {}
+def _measure(model: Contents, before: FloatModel, facts: Mapping[str, Facts]) -> None:
+    """Measure weight errors that nobody reported."""
     compared = 0
-    for name, layer in track(model.packed.items(), "block scales", unit="layers", show=progress):
-        found, sums = facts[name], [0.0, 0.0]
-        # Of float32 scales hardly two are equal.
-        for scale in () if layer.fmt.has_float_scale else model.scales(name):
-            counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(scale, layer.fmt))
-        for state, piece in model.states(name) if original is not None else ():
-            weight = None if original is None else original.weight(name, layer, piece)
-            if weight is None:
-                continue
-            weight = layer.config.stored(weight.to(state.qdata.device))
-            compared += 1
-            if found["weight_error"] is None:
-                sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
-        if found["weight_error"] is None and sums[1]:
-            found["weight_error"] = math.sqrt(sums[0] / sums[1])
-    if original is not None and not compared:
+    for name, layer in model.layers.items():
+        weight = before.weight(name, layer)
+        pieces = (f"{part}.weight" in before.tensors for part in model.parts[name])
+        compared += weight is not None or any(pieces)
+        if weight is not None and facts[name]["weight_error"] is None:
+            dense = model.stored.dense(name, torch.float32)
+            facts[name]["weight_error"] = relative_error(weight, dense)
+    if not compared:
         raise OptionError(
-            f"{original.name} has none of the layers of {model.name}. Give the float model that "
-            "it was made of."
+            f"{before.name} has none of the layers of {model.stored.folder}. Give the float model "
+            "that it was made of."
         )
-    return [_scales(key, found) for key, found in counts.items()]
 
 
-def _scales(key: str, counts: Mapping[float, int]) -> Facts:
-    scale = get_format(key).scale
-    blocks, used = sum(counts.values()), sorted(value for value in counts if value > 0)
-    # Other libraries write zero for blocks that are all zero; other bytes are invalid.
-    zero = counts.get(0.0, 0)
-    return {
-        "format": key,
-        "scale": scale.name,
-        "blocks": blocks,
-        "zero": zero,
-        "invalid": blocks - zero - sum(counts[value] for value in used),
-        "distinct": len(used),
-        "possible": len(scale.values),
-        "min": used[0] if used else None,
-        "max": used[-1] if used else None,
-        "counts": [
-            {"value": value, "blocks": counts[value], "share": counts[value] / blocks}
-            for value in used
-        ],
-    }
-
-
-def _summary(
-    model: PackedModel,
-    layers: Sequence[Facts],
-    packed: Sequence[Facts],
-    original: FloatModel | None,
-) -> Facts:
-    size = sum(part.bytes for part in model.parts)
-    parameters = sum(part.parameters for part in model.parts)
-    before = model.dense_bytes if original is None else original.bytes
-    return {
-        "layers": len(packed),
-        "skipped": sum(bool(layer["skip_reason"]) for layer in layers),
-        "weights": _weights(packed),
-        "parameters": parameters,
-        "bits_per_weight": _bits(packed),
-        "bits_per_parameter": 8 * size / parameters,
-        "bytes": size,
-        "bytes_before": before,
-        "share": size / before,
-        **{error: mean([layer[error] for layer in packed]) for error in ERRORS},
-    }
-
-
-def _sizes(model: PackedModel) -> list[Facts]:
-    """Return the size of each kind of tensor; packed weights, in three kinds, have no bits."""
-    total = sum(part.bytes for part in model.parts)
-    sizes = []
-    for part in model.parts:
-        has_bits = part.parameters and part.kind != CODES
-        bits = 8 * part.bytes / part.parameters if has_bits else None
-        sizes.append({**dataclasses.asdict(part), "share": part.bytes / total, "bits": bits})
-    return sizes
+def _scales(model: Contents, progress: bool) -> list[Facts]:
+    """Count block scales by format."""
+    every: dict[str, Counter[float]] = {}
+    for name, layer in track(model.layers.items(), "block scales", unit="layers", show=progress):
+        # Of float32 scales hardly two are equal.
+        for bits in () if layer.fmt.has_float_scale else model.scales(name):
+            every.setdefault(layer.fmt.key, Counter()).update(scale_counts(bits, layer.fmt))
+    found = []
+    for key, counts in every.items():
+        scale = get_format(key).scale
+        blocks, used = sum(counts.values()), sorted(value for value in counts if value > 0)
+        # Other libraries write zero for blocks that are all zero; other bytes are invalid.
+        zero = counts.get(0.0, 0)
+        numbers = {
+            "blocks": blocks,
+            "zero": zero,
+            "invalid": blocks - zero - sum(counts[value] for value in used),
+            "distinct": len(used),
+            "possible": len(scale.values),
+            "min": used[0] if used else None,
+            "max": used[-1] if used else None,
+            "counts": [
+                {"value": value, "blocks": counts[value], "share": counts[value] / blocks}
+                for value in used
+            ],
+        }
+        found.append({"format": key, "scale": scale.name, **numbers})
+    return found
 
 
 def _unknown(
-    model: PackedModel,
-    original: FloatModel | None,
-    packed: Sequence[Facts],
-    evaluations: Sequence[Mapping[str, Any]],
+    ours: bool, compared: bool, packed: Sequence[Facts], evaluations: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Return a line for each number that is missing, with the way to get it."""
     missing: Iterable[tuple[bool, str]] = (
         (
-            model.recipe is None,
+            not ours,
             "Another library quantized this model: its recipe, methods and reasons for skipped "
             "layers are unknown.",
         ),
@@ -280,7 +430,7 @@ def _unknown(
             "another library.",
         ),
         (
-            original is None,
+            not compared,
             "Without --reference ORIGINAL, the size before assumes the same tensors with dense "
             "linear layers.",
         ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +13,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..errors import CheckpointError, OptionError, as_option, expected
-from . import charts
-from .data import gather
-from .models import Source
-from .text import DASH, calibrated_on, measures, scored, verdict, written
+from .data import Source, gather
+from .text import DASH, ERRORS, calibrated_on, measures, scored, verdict, written
+
+# The palette of Okabe and Ito, which readers who see fewer colors can tell apart, and cividis.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))
+
+# The colors of a map span at least this share of its middle: errors that are closer to each other,
+# as those of one method in all layers of a model, get nearly one color.
+_LEAST_RANGE = 0.2
 
 
 def write_report(
@@ -131,12 +138,66 @@ def render(data: Mapping[str, Any]) -> str:
         scored=scored,
         verdict=verdict,
         calibrated_on=calibrated_on,
-        charts={
-            "layers": charts.layers(data),
-            "scales": charts.scales(data),
-        },
+        maps=[*_maps(data)],
         dash=DASH,
-        colors=charts.COLORS,
+        colors=_COLORS,
         # As a file that `quantize --rules` reads.
         recipe_text="" if data["recipe"] is None else json.dumps(data["recipe"], indent=2),
     )
+
+
+def _maps(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a table of colored cells for each stack and error, and of bits where they differ."""
+    kinds = [(key, f"{name}, %", 100) for key, name in ERRORS.items()]
+    if len({group["bits"] for group in data["groups"]}) > 1:
+        kinds.append(("bits", "bits per weight", 1))
+    for found, (key, title, factor) in itertools.product(data["maps"], kinds):
+        # Projections by depth: a number, "" for a skipped layer, None for none.
+        cells = [
+            [cell and ("" if cell[key] is None else factor * cell[key]) for cell in row]
+            for row in zip(*found["cells"], strict=True)
+        ]
+        numbers = [each for row in cells for each in row if isinstance(each, float)]
+        if numbers:
+            name = title if len(data["maps"]) == 1 else f"{found['stack']}: {title}"
+            ends = _color_ends(min(numbers), max(numbers))
+            shown = [[_cell(each, *ends) for each in row] for row in cells]
+            names = short_names(found["projections"])
+            yield {
+                "title": name,
+                "depths": found["depths"],
+                "rows": list(zip(names, shown, strict=True)),
+            }
+
+
+def _cell(value: float | str | None, low: float, high: float) -> tuple[str, str]:
+    """Return the text and the style of a cell."""
+    if not isinstance(value, float):
+        return (DASH if value == "" else ""), ""
+    # Cividis, from the smallest number to the largest.
+    place = (value - low) / (high - low) * (len(_CIVIDIS) - 1)
+    index = min(int(place), len(_CIVIDIS) - 2)
+    pairs = zip(_CIVIDIS[index], _CIVIDIS[index + 1], strict=True)
+    color = "#" + "".join(f"{round(a + (b - a) * (place - index)):02x}" for a, b in pairs)
+    ink = "white" if value < (low + high) / 2 else "black"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}", f"background: {color}; color: {ink}"
+
+
+def _color_ends(low: float, high: float) -> tuple[float, float]:
+    """Return the numbers of the first and the last color, at least `_LEAST_RANGE` apart."""
+    middle = (low + high) / 2
+    reach = max(high - low, _LEAST_RANGE * middle) / 2 or 1.0
+    return middle - reach, middle + reach
+
+
+def short_names(projections: Sequence[str]) -> list[str]:
+    """Return the last words of each projection, as few as tell it from all others."""
+    names = []
+    for name in projections:
+        words = name.split(".")
+        for count in range(1, len(words) + 1):
+            end = words[-count:]
+            if sum(other.split(".")[-count:] == end for other in projections) == 1:
+                break
+        names.append(".".join(end))
+    return names

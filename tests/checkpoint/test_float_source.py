@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from small_models import assert_same_bits
 
 import fp4pass
-from fp4pass.checkpoint import open_checkpoint, transcode
+from fp4pass.checkpoint import open_checkpoint
 from fp4pass.checkpoint.float_models import load_float, open_float_source
 from fp4pass.errors import CheckpointError, UnreadError
 
@@ -45,26 +45,11 @@ def test_it_is_weight_times_scale(kind: str, later: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", fp8_folders.OTHER_BLOCKS)
-def test_other_blocks_are_only_made_dense(kind: str, tmp_path: Path) -> None:
-    dense = fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", kind)
-    with pytest.raises(UnreadError, match=r"blocks of 128 x 128, got .*--to bf16 makes it dense"):
-        fp4pass.load(tmp_path / "fp8")
-    with pytest.raises(UnreadError, match="blocks of 128 x 128"):
-        transcode(tmp_path / "fp8", tmp_path / "other", "compressed-tensors", progress=False)
-    transcode(tmp_path / "fp8", tmp_path / "dense", "bf16", progress=False)
-    tensors = load_file(tmp_path / "dense" / "model.safetensors")
-    model = load_float(str(tmp_path / "fp8"), torch.float32, "cpu")
-    for name, weight in dense.items():
-        assert torch.equal(model.get_submodule(name).weight, weight)
-        assert torch.equal(tensors[f"{name}.weight"], weight.bfloat16())
-    assert not [name for name in tensors if "scale" in name]
-    # Codes in other blocks are no codes of the format.
-    fp4pass.convert(model, "fp8_block", "naive", progress=False)
-    options = {"method": "naive", "progress": False}
-    fp4pass.quantize_checkpoint(
-        tmp_path / "fp8", tmp_path / "q", "fp8_block", dtype="float32", **options
-    )
-    assert_same_bits(fp4pass.load(tmp_path / "q", progress=False), model)
+def test_other_blocks_are_not_read(kind: str, tmp_path: Path) -> None:
+    fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", kind)
+    for read in (fp4pass.load, lambda folder: load_float(str(folder), "auto", "cpu")):
+        with pytest.raises(UnreadError, match=r"_proj: .*Load the folder with the library"):
+            read(tmp_path / "fp8")
 
 
 @pytest.mark.parametrize("mixture", [False, True])

@@ -158,8 +158,7 @@ def test_experts_that_no_calibration_reached_get_the_largest_scale(
     assert all(torch.equal(bits(again[name]), bits(theirs[name])) for name in stays)
     # A dense model needs none; engines do.
     transcode(tmp_path / "theirs", tmp_path / "dense", "bf16")
-    for command in ("verify", "inspect"):
-        assert "experts.3." in run(command, tmp_path / "theirs", code=1).stderr
+    assert "experts.3." in run("verify", tmp_path / "theirs", code=1).stderr
     if number is None:
         with pytest.raises(CheckpointError, match=r"is missing.*--to bf16"):
             transcode(tmp_path / "theirs", tmp_path / "packed", "modelopt")

@@ -112,8 +112,8 @@ def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"self_attn\.q_proj: .*only experts are packed. Skip the others with a rule"),
-        ({"rules": DENSE, "weight_only": False}, "experts with 4-bit inputs"),
+        ({}, r"self_attn\.q_proj: .*no place for anything but experts"),
+        ({"rules": DENSE, "weight_only": False}, "anything but experts .* with inputs in float"),
         ({"rules": DENSE, "fmt": "nvfp4"}, "no place for nvfp4"),
     ],
     ids=str,

@@ -13,9 +13,10 @@ from saved_models import CANNOT, DENSE_EXPERTS, funnel, mamba, mixtral, packed
 from small_models import Packed, converted
 
 import fp4pass
-from fp4pass.checkpoint.layouts import LAYOUTS
+from fp4pass.checkpoint.layouts import LAYOUTS, PackedLayer, written_layouts
 from fp4pass.checkpoint.readers import READERS, who_reads
 from fp4pass.errors import CheckpointError
+from fp4pass.record.config import LinearConfig
 
 match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
 
@@ -127,11 +128,14 @@ def test_who_reads_a_folder(
     layout: str, formats: str, architecture: str, problem: str, wanted: str
 ) -> None:
     architecture = architecture.replace("ACausal", "AForCausal")
-    problems = {"transformers": problem}
-    words = str(who_reads(layout, formats.split(), architecture, problems))
+    layers = {
+        fmt: PackedLayer(LinearConfig(fmt, None, True), "bfloat16", False, (32, 64))
+        for fmt in formats.split()
+    }
+    words = str(who_reads(layout, layers, architecture, problem))
     assert words.startswith(f"read by fp4pass, {wanted}")
-    assert str(who_reads("fp4pass", ["nvfp4:32"], architecture, {})) == "read by fp4pass alone"
-    assert str(who_reads(layout, formats.split(), "", {})) == "read by fp4pass alone"
+    assert str(who_reads("fp4pass", layers, architecture)) == "read by fp4pass alone"
+    assert str(who_reads(layout, layers, "")) == "read by fp4pass alone"
 
 
 def test_save_logs_who_reads_the_folder(
@@ -154,7 +158,7 @@ END = "<!-- End of what tests/checkpoint/test_readers.py wrote. -->\n"
 
 
 def table_of_readers() -> str:
-    layouts = [name for name, layout in LAYOUTS.items() if layout.engines]
+    layouts = [name for name in written_layouts() if LAYOUTS[name].engines]
     rows = [["layout", *READERS], ["---"] * (1 + len(READERS))]
     for layout in layouts:
         cells = []

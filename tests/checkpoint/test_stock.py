@@ -157,7 +157,7 @@ STOCK = ("nvfp4a16", "mxfp4", "mxfp4a16", "fp8", "fp8_tensor", "mxfp8", "fp8_blo
 # Hidden and intermediate size, and the schemes that transformers does not read by layout.
 WIDTHS = {
     (256, 384): {},
-    (64, 96): {"compressed-tensors": ["fp8_block"]},
+    (64, 96): {"compressed-tensors": ["fp8_block"], "finegrained-fp8": ["fp8_block"]},
     (192, 320): {"compressed-tensors": ["fp8_block"], "finegrained-fp8": ["fp8_block"]},
     # A part that has the width of kv_a_proj_with_mqa, of 4.5 blocks.
     (256, 576): {"compressed-tensors": ["fp8_block"], "finegrained-fp8": ["fp8_block"]},
@@ -165,7 +165,7 @@ WIDTHS = {
 
 
 @pytest.mark.quick(8)
-@pytest.mark.filterwarnings("ignore:vLLM joins", "ignore:The folder has no tokenizer")
+@pytest.mark.filterwarnings("ignore:The folder has no tokenizer")
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])
 def test_save_says_that_transformers_reads_what_it_reads(
@@ -187,7 +187,9 @@ def test_save_says_that_transformers_reads_what_it_reads(
         said = next(line for line in caplog.messages if f"{tmp_path / scheme}: read by" in line)
         assert ("transformers" in said.partition("; not by")[0]) == is_read, scheme
         assert any("cannot load this folder" in str(each.message) for each in caught) != is_read
-        assert _is_read(model, tmp_path / scheme, layout) == is_read, scheme
+        # Blocks below one of 128 are read, and not promised.
+        if widths != (64, 96) or layout == "compressed-tensors":
+            assert _is_read(model, tmp_path / scheme, layout) == is_read, scheme
 
 
 @torch.no_grad()

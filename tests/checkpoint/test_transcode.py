@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -131,27 +130,3 @@ def test_scales_of_a_cache_that_is_not_read_are_left_out_with_a_warning(
     with pytest.warns(UserWarning, match=r"1 scales of a quantized .*k_proj.k_scale"):
         transcode(folder, tmp_path / "dense", "bf16")
     assert not any("scale" in name for name in load_file(tmp_path / "dense" / "model.safetensors"))
-
-
-def cut_rows() -> Any:
-    """A model whose q and gate end within a block of 128 rows."""
-    sizes = dict(hidden_size=192, intermediate_size=192, num_hidden_layers=1, vocab_size=64)
-    heads = dict(num_attention_heads=3, num_key_value_heads=3)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
-
-
-@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
-def test_it_warns_of_rows_that_an_engine_would_join_wrongly_as_save_does(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="fp4pass")
-    model = fp4pass.convert(cut_rows(), "fp8_block", "naive", progress=False)
-    with pytest.warns(UserWarning, match="vLLM joins"):
-        fp4pass.save(model, tmp_path / "saved", layout="finegrained-fp8", progress=False)
-    with pytest.warns(UserWarning):
-        fp4pass.save(model, tmp_path / "q", progress=False)
-    caplog.clear()
-    with pytest.warns(UserWarning, match="vLLM joins"):
-        transcode(tmp_path / "q", tmp_path / "t", "finegrained-fp8", progress=False)
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("vLLM does not load this folder: it joins" in line for line in lines)

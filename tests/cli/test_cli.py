@@ -23,7 +23,7 @@ from fp4pass.calibration.rows import read_text
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.evaluation import token_windows
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 float_models = pytest.importorskip("fp4pass.checkpoint.float_models")
 
@@ -76,7 +76,7 @@ def test_help_says_what_there_is() -> None:
     assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted," in text
     assert "..." not in text.partition("Commands:")[2]
     mistyped = run("quantise", code=2).stderr
-    assert mistyped.endswith("Did you mean 'quantize'? See fp4pass --help.\n")
+    assert "Did you mean 'quantize'?" in mistyped and mistyped.endswith("See fp4pass --help.\n")
 
 
 class _Properties:
@@ -100,12 +100,13 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert found["versions"]["no-such-library"] is None and found["cuda"] == "13.0"
     assert found["versions"]["transformers"] and found["compilers"] == {"C++": None, "C": None}
     assert found["gpus"][0]["kernels"] == "plain PyTorch" and not found["gpus"][0]["fp8"]
-    assert found["formats"]["nvfp4"] == {"cpu": "plain PyTorch", "gpu": "plain PyTorch"}
     lines = "\n".join(found["falls_back"])
     assert "Products on the CPU run in plain PyTorch: no compiler." in lines
     assert "A GPU runs plain PyTorch: expected compute capability 8.0 or more, got 7.5." in lines
     assert "has no FP8 tensor cores" in lines
-    assert re.search(r"int8, .*fp8_tensor run in plain PyTorch: no kernel supports them", lines)
+    assert re.search(
+        r"int8, .*fp8_tensor run in plain PyTorch on a CPU: no kernel supports them", lines
+    )
     text = run("doctor").stdout
     assert "CPU: plain PyTorch (" in text
     assert "no-such-library: not installed (tested: 1.0 to 2.0)\n" in text
@@ -115,30 +116,24 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (10, 0))
     monkeypatch.setattr("fp4pass.cli.doctor.load", lambda: ({}, None))
     found = run_json("doctor")
-    assert found["formats"]["nvfp4"] == {"cpu": "C++", "gpu": "Triton"}
+    assert found["cpu"]["kernels"] == "C++" and found["gpus"][0]["kernels"] == "Triton"
     assert len(found["falls_back"]) == 1 and found["gpus"][0]["fp4"]
 
 
-def test_doctor_lists_what_was_tested_and_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = _compat.installed_version
     versions = {"torch": "99.1.0", "peft": "0.20.3", "lm-eval": "0.4.9"}
     monkeypatch.setattr(
         "fp4pass.cli.doctor._version", lambda name: versions.get(name) or installed(name)
     )
-    hooks = next(part for part in _compat.PARTS if part.name.startswith("hooks"))
-    monkeypatch.setattr(hooks, "is_tested", False)
-    monkeypatch.setattr(hooks, "problem", None)
-    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
     found = run_json("doctor")
     assert found["tested"]["torch"] == ["2.11", _compat.LIBRARIES["torch"].newest]
-    assert str(hooks) in found["falls_back"]
     text = run("doctor").stdout
     assert re.search(
         r"^torch: 99\.1\.0 \(tested: 2\.11 to .*\), newer than the tested ones$", text, re.M
     )
     assert re.search(r"^peft: 0\.20\.3 \(tested: 0\.20 to 0\.\d+\)$", text, re.M)
     assert re.search(r"^lm-eval: 0\.4\.9 .*, older than the tested ones$", text, re.M)
-    assert f"  {hooks}" in text
 
 
 @pytest.mark.slow
@@ -159,7 +154,7 @@ def test_missing_packages_are_named(
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    expected = "fp4pass: typer, rich, pyyaml is missing: pip install 'fp4pass[cli]'\n"
+    expected = "fp4pass: transformers, jinja2, pyyaml is missing: pip install 'fp4pass[cli]'\n"
     assert stop.value.code == 2 and capsys.readouterr() == ("", expected)
 
 

@@ -15,7 +15,7 @@ from small_models import TINY
 import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 peft = pytest.importorskip("peft")
 
@@ -45,7 +45,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("base", ["base", "modelopt"])
 def test_a_folder_and_an_adapter(folders: Path, tmp_path: Path, base: str) -> None:
     found = run_json("merge", folders / base, folders / "adapter", "-o", tmp_path / "out", *DATA)
-    assert set(found["layers"].values()) == {"gptq"} and found["tokens"] == 4 * 64
+    merged = {name for name, method in found["layers"].items() if method == "gptq"}
+    assert found["tokens"] == 4 * 64
     assert 0 < found["kl_after"] < found["kl_without"]
     assert open_checkpoint(tmp_path / "out").layout.name == found["layout"]
     assert (
@@ -55,8 +56,8 @@ def test_a_folder_and_an_adapter(folders: Path, tmp_path: Path, base: str) -> No
         load_file(each / "model.safetensors") for each in (folders / base, tmp_path / "out")
     )
     changed = {name.rpartition(".")[0] for name in before if not _same(before[name], after[name])}
-    assert changed <= {*found["layers"], *found["rescaled"]}
-    assert {name for name in changed if name.endswith("v_proj")} == set(found["layers"])
+    assert changed <= {*found["layers"]}
+    assert {name for name in changed if name.endswith("v_proj")} == merged
     stored = json.loads((tmp_path / "out" / "fp4pass.json").read_text())["recipe"]["merged"]
     assert stored == [{name: found[name] for name in stored[0]}]
     assert (tmp_path / "out" / "tokenizer_config.json").exists()

@@ -23,7 +23,7 @@ from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.methods import Naive
 from fp4pass.record.schemes import QUALITIES, Quality
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -96,11 +96,10 @@ def test_chats_of_a_file(source: Path, tmp_path: Path, options: tuple[str, ...])
     data = jsonl(tmp_path / "chats.jsonl", [{"id": 1, "messages": chat} for chat in chats])
     command = ("quantize", source, "-o", tmp_path / "q", *QUICK, "--data", data, *options)
     lines = run(*command).stderr
-    assert f"fp4pass: {data}: reads messages, of id, messages.\n" in lines
     assert "fp4pass: windows have 64 tokens, the context of the model, and not 512.\n" in lines
     (made,) = batches(chats, tokenizer(), seq_len=64)
     count = len(made["input_ids"])
-    assert f"{data} has {count} windows of up to 64 tokens, 128 were asked for.\n" in lines
+    assert f"{data} has {count} examples, 128 were asked for.\n" in lines
     # Padding is no token.
     found = run_json("inspect", tmp_path / "q")["calibration"]
     assert found["tokens"] == int(made["attention_mask"].sum()) < made["input_ids"].numel()
@@ -114,10 +113,10 @@ def test_images_of_a_file(tmp_path: Path) -> None:
     vision_model().save_pretrained(folder)
     processor().save_pretrained(folder)
     picture().save(tmp_path / "one.png")
-    data = jsonl(tmp_path / "rows.jsonl", [{"image": "one.png", "text": "a list"}] * 2)
+    data = jsonl(tmp_path / "rows.jsonl", [{"image": str(tmp_path / "one.png"), "text": "a"}] * 2)
     command = ("quantize", folder, "-o", tmp_path / "q", *QUICK, "--data", data)
     result = run(*command)
-    assert "reads text + image.\n" in result.stderr and "does not reach" not in result.stderr
+    assert "does not reach" not in result.stderr
     rows = run_json("inspect", tmp_path / "q")["layers"]
     assert any("vision_tower" in row["name"] for row in rows)
 
@@ -210,7 +209,7 @@ def test_numbers_of_windows_hold_for_text_that_the_model_writes(
         (None, ("--method", "sse"), "--quality best decides --method. Leave out one of them."),
         ({"method": "gptq"}, (), "method: quality 'best' stands for"),
         ({"quality": "good"}, (), "quality: 'good', and --quality best is given"),
-        (None, ("--device", "auto"), "--quality best runs layers on one device"),
+        (None, ("--device", "auto"), "--quality best runs on one device"),
     ],
     ids=["option", "recipe", "two", "device"],
 )
@@ -364,7 +363,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no unit": (("--budget", "5.0"), "--budget: expected a number as in 5.0bits or 0.02kl, got 5"),
     "no number": (("--budget", "bits"), "expected a number as in 5.0bits"),
     "schemes alone": (("--schemes", "nvfp4a16,bf16"), "--schemes is for --budget"),
-    "a scheme": (("--budget", "5bits", "--scheme", "nvfp4"), "--budget decides --scheme"),
+    "a scheme": (("--budget", "5bits", "--scheme", "nvfp4"), "--budget does not go with --scheme"),
     "a quality": (
         ("--budget", "5bits", "--quality", "good"),
         "--budget does not go with a quality",

@@ -10,7 +10,7 @@ import pytest
 from commands import EVAL, run, run_json
 from small_models import TINY
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2"):
+for package in ("transformers", "datasets", "yaml", "jinja2"):
     pytest.importorskip(package)
 
 pytestmark = pytest.mark.usefixtures("offline")

@@ -194,10 +194,10 @@ class Mlp(nn.Module):
 
 
 STYLES = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-# Tokens are split between the layers.
-SEQUENCE = {
-    "a": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
-    "b": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+# The tensor between the layers is whole.
+WHOLE = {
+    "a": ColwiseParallel(output_layouts=Replicate()),
+    "b": RowwiseParallel(input_layouts=Replicate()),
 }
 
 
@@ -218,9 +218,9 @@ def styles(folder: Path) -> dict[str, Any]:
             (each.weight.cpu(), other.weight.full_tensor().cpu())
             for each, other in ((whole.a, part.a), (whole.b, part.b))
         ]
-    tokens = parallelize_module(copy.deepcopy(whole), mesh(), SEQUENCE)
+    between = parallelize_module(copy.deepcopy(whole), mesh(), WHOLE)
     with torch.no_grad():
-        found["tokens"] = whole(x).chunk(2)[RANK].cpu(), tokens(x.chunk(2)[RANK]).cpu()
+        found["between"] = whole(x).cpu(), between(x).cpu()
     # The largest number is among the columns of one process.
     wide = torch.randn(5, 128, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     wide[:, 64:] *= 4096
@@ -324,6 +324,9 @@ def errors(folder: Path) -> dict[str, Any]:
     found["a parameter"] = split({}, plan={"model.norm.weight": "colwise"})
     model = converted("Qwen3", {}, W4A16)
     found["mesh"] = failure(lambda: fp4pass.parallelize(model, mesh(1, 2)))
+    tokens = ColwiseParallel(input_layouts=Shard(0))
+    layer = fp4pass.convert(nn.Linear(64, 64), "nvfp4", method="sse")
+    found["tokens"] = failure(lambda: parallelize_module(layer, mesh(), tokens))
     found["rows"] = failure(
         lambda: parallelize_module(
             fp4pass.convert(nn.Linear(64, 63), "nvfp4", method="sse"), mesh(), STYLES["a"]
@@ -377,7 +380,7 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from fp4pass.integrations import Fp4PassConfig, PackedConfig
+    from fp4pass.integrations import Fp4PassConfig
 
     os.environ["LOCAL_RANK"] = str(RANK)
     if RANK == 0:
@@ -389,20 +392,10 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
         path = folder / "float"
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
 
-    found = {"whole": computed(load().to(DEVICE))}
-    model = load(distributed_config=DistributedConfig(tp_size=2))
-    found |= {"split": computed(model), "shapes": shapes(model)}
-    fp4pass.save(model, folder / "packed")
-    found["saved"] = computed(fp4pass.load(folder / "packed").to(DEVICE))
-    # The folder declares bfloat16, which engines compute in.
-    options = {"distributed_config": DistributedConfig(tp_size=2), "dtype": torch.float32}
-    kept = AutoModelForCausalLM.from_pretrained(
-        folder / "packed", quantization_config=PackedConfig(), **options
-    )
-    found |= {"kept packed": computed(kept), "kept shapes": shapes(kept)}
-    own = DistributedConfig(tp_plan={"model.layers.*.mlp.up_proj": "colwise"})
-    found["own plan"] = failure(lambda: load(distributed_config=own))
-    found["fsdp"] = failure(lambda: load(distributed_config=DistributedConfig(fsdp_size=2)))
+    found: dict[str, Any] = {}
+    for name in ("tp_size", "fsdp_size"):
+        config = DistributedConfig(**{name: 2})
+        found[name] = failure(lambda config=config: load(distributed_config=config))
     rules = [("*.self_attn.*", None)]
     model = converted("Qwen3Moe", EXPERTS, {"rules": rules})
     found["their plan"] = failure(lambda: theirs(model))

@@ -252,7 +252,7 @@ def test_what_is_more_than_a_fair_share_is_taken_apart() -> None:
 
 @pytest.mark.slow
 def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
-    pytest.importorskip("typer")
+    pytest.importorskip("yaml")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", "-m", "fp4pass", "quantize", str(TINY), "-o", str(tmp_path / "two")]
     command += ["--data", str(TINY / "calib.txt"), "--samples", "5", "--seq-len", "64", "--json"]

@@ -210,7 +210,6 @@ def language_results() -> dict[str, Any]:
             row["texts"][name] = {
                 **measures,
                 "kl": value(0.625),
-                "top_p_kl": value(0.375),
                 "top1": value(0.75),
                 "change": {"perplexity_ratio": value(1.25, significant=True)},
                 "against": {"naive": against} if row["method"] == "better" else {},

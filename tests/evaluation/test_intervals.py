@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fp4pass.evaluation.intervals import SUMS, Bootstrap, Change, _widened, changes, intervals
+from fp4pass.evaluation.intervals import SUMS, Change, _widened, changes, intervals
 
 TOKENS, BYTES, NLL, KL = (SUMS.index(name) for name in ("tokens", "bytes", "nll", "kl"))
 
@@ -24,17 +24,17 @@ def documents(generator, count, nll=2.0, spread=0.3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_intervals_cover_the_truth_as_often_as_they_say(count):
-    generator = np.random.default_rng(0)
-    rounds, options = 400, Bootstrap(resamples=600)
+def test_intervals_cover_the_truth_as_often_as_they_say(count, monkeypatch):
+    monkeypatch.setattr("fp4pass.evaluation.intervals._RESAMPLES", 600)
+    generator, rounds = np.random.default_rng(0), 400
     alone = paired = narrower = 0
     for _ in range(rounds):
         ours = documents(generator, count)
-        (low, high) = intervals(ours, options)["perplexity"]
+        (low, high) = intervals(ours)["perplexity"]
         alone += low <= math.exp(2.0) <= high
         theirs = ours.copy()
         theirs[:, NLL] -= ours[:, TOKENS] * generator.normal(0.1, 0.05, count)
-        ratio = changes(ours, theirs, options)["perplexity_ratio"]
+        ratio = changes(ours, theirs)["perplexity_ratio"]
         paired += ratio.low <= math.exp(0.1) <= ratio.high
         narrower += ratio.high - ratio.low < (high - low) / math.exp(2.0) / 2
     # 3 standard deviations of 400 throws are 3.3 %; few documents cost a percent or two more.
@@ -53,14 +53,15 @@ def test_intervals_cover_the_truth_as_often_as_they_say(count):
         (40, (6.37413139501217, 7.8996813338922784), (0.5530757065653826, 1.4095832740640744)),
     ],
 )
-def test_published_intervals_can_be_made_again(count, alone, ratio):
+def test_published_intervals_can_be_made_again(count, alone, ratio, monkeypatch):
     """The numbers of the implementation that the published tables were made with."""
     sums = documents(np.random.default_rng(1), count)
     others = documents(np.random.default_rng(2), count)
     others[:, TOKENS] = sums[:, TOKENS]
-    assert intervals(sums, Bootstrap()) == {"perplexity": pytest.approx(alone, rel=1e-12)}
-    options = Bootstrap(resamples=500, seed=3, confidence=0.9)
-    change = changes(sums, others, options)["perplexity_ratio"]
+    assert intervals(sums) == {"perplexity": pytest.approx(alone, rel=1e-12)}
+    for name, number in (("_RESAMPLES", 500), ("_SEED", 3)):
+        monkeypatch.setattr(f"fp4pass.evaluation.intervals.{name}", number)
+    change = changes(sums, others, 0.9)["perplexity_ratio"]
     assert (change.low, change.high) == pytest.approx(ratio, rel=1e-12)
 
 
@@ -78,26 +79,26 @@ def test_few_units_give_no_verdict():
         sums = documents(np.random.default_rng(1), units, spread=0.01)
         others = sums.copy()
         others[:, NLL] *= 2.0
-        change = changes(sums, others, Bootstrap(resamples=100))["perplexity_ratio"]
+        change = changes(sums, others)["perplexity_ratio"]
         assert change.high < 1 and change.significant == (True if units == 10 else None)
 
 
 @pytest.mark.core
 def test_sums_without_an_interval():
     sums = documents(np.random.default_rng(3), 8)
-    assert intervals(sums[:1], Bootstrap()) == {}
+    assert intervals(sums[:1]) == {}
     sums[:, KL] = 0.0
-    assert intervals(sums, Bootstrap(resamples=50))["kl"] == (0.0, 0.0)
+    assert intervals(sums)["kl"] == (0.0, 0.0)
     # Resamples without the one document that has bytes have no bits per byte.
     sums[:, BYTES] = 0.0
     sums[0, BYTES] = 9.0
     sums[3, KL] = math.inf
-    assert set(intervals(sums, Bootstrap(resamples=50))) == {"perplexity"}
+    assert set(intervals(sums)) == {"perplexity"}
     other = documents(np.random.default_rng(4), 8)
     other[:, KL] = 0.0
-    changed = changes(sums, other, Bootstrap(resamples=50))
+    changed = changes(sums, other)
     assert changed["kl"] == Change(math.inf, None, None, None)
     assert set(changed) == {"perplexity", "perplexity_ratio", "kl"}
-    assert "kl" not in changes(sums, sums, Bootstrap(resamples=50))
+    assert "kl" not in changes(sums, sums)
     sums[:, NLL] = math.inf
-    assert intervals(sums, Bootstrap(resamples=50)) == {}
+    assert intervals(sums) == {}

@@ -50,7 +50,7 @@ def test_large_logits_run_fewer_windows(large, monkeypatch):
     with torch.no_grad():
         reference.get_output_embeddings().weight.add_(0.1)
     ids = torch.randint(3, 20000, (3, 50))
-    options = {"batch_size": 3, "resamples": 2, "progress": False, "top_p": 1.0}
+    options = {"batch_size": 3, "progress": False}
     window = 50 * 20000 * 2
     monkeypatch.setattr("fp4pass.evaluation.measure._CHUNK", 4 * 20000)
     with Largest() as whole:

@@ -22,15 +22,14 @@ from fp4pass.evaluation.intervals import SUMS
 
 @torch.no_grad()
 def straightforward(model, reference, ids):
-    """Of each token nll, KL, agreement and difference of probabilities, in float64: [4, tokens]."""
+    """Of each token nll, KL and agreement, in float64: [3, tokens]."""
     terms = []
     for row in ids:
         q = model(row[None]).logits[0, :-1].double().log_softmax(-1)
         p = reference(row[None]).logits[0, :-1].double().log_softmax(-1)
         nll = F.nll_loss(q, row[1:], reduction="none")
         kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-        delta = (q.exp() - p.exp()).gather(1, row[1:, None])[:, 0]
-        terms.append(torch.stack((nll, kl, (p.argmax(-1) == q.argmax(-1)).double(), delta)))
+        terms.append(torch.stack((nll, kl, (p.argmax(-1) == q.argmax(-1)).double())))
     return torch.cat(terms, 1)
 
 
@@ -41,7 +40,7 @@ def test_against_float64(tiny, chunk, monkeypatch):
     model, converted, tokenizer, ids = tiny
     found = fp4pass.evaluate(converted, tokenizer, ids, model, batch_size=3, progress=False)
     terms = straightforward(converted, model, ids)
-    nll, kl, top1, delta = terms.mean(1).tolist()
+    nll, kl, top1 = terms.mean(1).tolist()
     assert math.log(found.perplexity) == pytest.approx(nll, rel=1e-5)
     # A KL is a small difference of float32 logits, and batches of another size round otherwise.
     assert found.kl == pytest.approx(kl, rel=1e-3)
@@ -49,11 +48,8 @@ def test_against_float64(tiny, chunk, monkeypatch):
     assert found.kl > 0.01
     assert found.kl_999 == pytest.approx(np.quantile(terms[1].numpy(), 0.999), rel=1e-3)
     assert found.kl_999 > 5 * found.kl
-    assert found.delta_p == pytest.approx(delta, rel=1e-3)
-    rms = terms[3].square().mean().sqrt().item()
-    assert found.rms_delta_p == pytest.approx(rms, rel=1e-3) and rms > abs(delta)
-    low, high = found.intervals["rms_delta_p"]
-    assert low < rms < high
+    low, high = found.intervals["kl"]
+    assert low < kl < high
     # In a byte-level vocabulary each character of a token stands for one byte.
     names = [tokenizer.convert_ids_to_tokens(row[1:]) for row in ids.tolist()]
     size = sum(len(name) for row in names for name in row if name != "<|doc|>")
@@ -72,11 +68,7 @@ def test_a_model_against_itself(tiny):
         "bits_per_byte": found.bits_per_byte,
         "kl": 0.0,
         "top1": 1.0,
-        "top_p_kl": 0.0,
-        "top_p": 0.95,
         "kl_999": 0.0,
-        "delta_p": 0.0,
-        "rms_delta_p": 0.0,
         "unit": "window",
         "units": 6,
         "confidence": 0.95,
@@ -112,9 +104,8 @@ def test_what_a_model_rules_out_is_infinitely_far(toy, ruled_out):
         other.head.bias[:ruled_out] = -math.inf
     ids = torch.full((4, 16), VOCABULARY - 1)
     found = fp4pass.evaluate(other, None, ids, toy, progress=False)
-    assert (found.kl, found.top_p_kl) == (math.inf, math.inf)
-    assert found.kl_999 == math.inf
-    assert set(found.intervals) == {"perplexity", "top1", "delta_p", "rms_delta_p"}
+    assert found.kl == found.kl_999 == math.inf
+    assert set(found.intervals) == {"perplexity", "top1"}
     difference = found.difference(fp4pass.evaluate(toy, None, ids, toy, progress=False))
     assert (difference.kl.value, difference.kl.significant) == (math.inf, None)
 
@@ -124,9 +115,8 @@ def test_refusals(toy):
     ids = torch.randint(1, VOCABULARY, (2, 16))
     with pytest.raises(OptionError, match="batch_size: expected at least 1, got 0"):
         fp4pass.evaluate(toy, None, ids, batch_size=0)
-    for options in ({"top_p": 0.0}, {"top_p": 1.1}, {"confidence": 1.0}, {"resamples": 0}):
-        with pytest.raises(OptionError, match=f"{next(iter(options))}: expected"):
-            fp4pass.evaluate(toy, None, ids, **options)
+    with pytest.raises(OptionError, match="confidence: expected"):
+        fp4pass.evaluate(toy, None, ids, confidence=1.0)
     with pytest.raises(StateError, match="training mode"):
         fp4pass.evaluate(copy.deepcopy(toy).train(), None, ids)
     with pytest.raises(StateError, match="training mode"):
@@ -141,8 +131,8 @@ def test_refusals(toy):
 
 
 @torch.no_grad()
-def terms_of(model, reference, cut, top_p):
-    """A row for each scored token: its unit, nll, KL, agreement, KL in the nucleus; in float64."""
+def terms_of(model, reference, cut):
+    """A row for each scored token: its unit, nll, KL, agreement; in float64."""
     rows = []
     for window in cut:
         q = model(window.ids[None]).logits[0].double().log_softmax(-1)
@@ -151,39 +141,25 @@ def terms_of(model, reference, cut, top_p):
             range(window.first, len(window.ids)), window.units.tolist(), strict=True
         ):
             a, b = p[i - 1], q[i - 1]
-            order = a.argsort(descending=True)
-            size = 1 + int((a[order].exp().cumsum(0) < top_p).sum())
-            kept = order[:size]
-            a_kept, b_kept = a[kept].log_softmax(-1), b[kept].log_softmax(-1)
-            kls = [
-                F.kl_div(x, y, log_target=True, reduction="sum")
-                for y, x in ((a, b), (a_kept, b_kept))
-            ]
-            rows.append([unit, -b[window.ids[i]], kls[0], a.argmax() == b.argmax(), kls[1]])
+            kl = F.kl_div(b, a, log_target=True, reduction="sum")
+            rows.append([unit, -b[window.ids[i]], kl, a.argmax() == b.argmax()])
     return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("options", "top_p"),
-    [({"stride": 20}, 0.95), ({"stride": 64}, 0.5), ({"within_documents": True}, 0.999)],
-)
-def test_sliding_windows_and_nuclei_against_float64(tiny, held_out, options, top_p):
+@pytest.mark.parametrize("options", [{"stride": 20}, {"within_documents": True}])
+def test_sliding_windows_against_float64(tiny, held_out, options):
     model, converted, tokenizer, _ = tiny
     text = held_out[:3000]
     options = {"window": 64, "windows": 6, **options}
     cut = cut_windows(tokenizer, text, **options)
-    wanted = terms_of(converted, model, cut, top_p)
-    found = fp4pass.evaluate(
-        converted, tokenizer, text, model, top_p=top_p, progress=False, **options
-    )
+    wanted = terms_of(converted, model, cut)
+    found = fp4pass.evaluate(converted, tokenizer, text, model, progress=False, **options)
     assert found.tokens == len(wanted) and (found.unit, found.windows) == ("document", 6)
     mean = wanted.mean(0).tolist()
     assert math.log(found.perplexity) == pytest.approx(mean[1], rel=1e-5)
     assert found.kl == pytest.approx(mean[2], rel=1e-3)
     assert found.top1 == pytest.approx(mean[3], abs=1.5 / found.tokens)
-    # A token at the edge of the nucleus is in or out by a rounding.
-    assert found.top_p_kl == pytest.approx(mean[4], rel=5e-3)
     units = wanted[:, 0].unique()
     for unit, sums in zip(units, found.sums, strict=True):
         own = wanted[wanted[:, 0] == unit]
@@ -193,27 +169,6 @@ def test_sliding_windows_and_nuclei_against_float64(tiny, held_out, options, top
     assert found.sums[:, SUMS.index("bytes")].sum() == pytest.approx(
         scored_bytes(tokenizer, cut).sum().item()
     )
-    measures = {"perplexity", "bits_per_byte", "kl", "top_p_kl", "top1", "delta_p", "rms_delta_p"}
-    assert set(found.intervals) == measures
+    assert set(found.intervals) == {"perplexity", "bits_per_byte", "kl", "top1"}
     for name, (low, high) in found.intervals.items():
         assert low < getattr(found, name) < high
-
-
-@pytest.mark.core
-def test_nuclei(toy):
-    """Of all tokens, of ties, and of masses that all of them hardly have."""
-    ids = torch.randint(1, VOCABULARY, (4, 16))
-    with torch.no_grad():
-        toy.head.weight.zero_()
-        toy.head.bias.copy_(torch.tensor([3.0, 1.0, 1.0, *[-9.0] * (VOCABULARY - 3)]))
-    other = copy.deepcopy(toy)
-    with torch.no_grad():
-        other.head.bias.copy_(torch.randn(VOCABULARY))
-    p, q = (model.head.bias.detach().double() for model in (toy, other))
-    for top_p, size in ((0.7, 1), (0.8, 3), (0.99, 3), (0.99999999, VOCABULARY), (1.0, VOCABULARY)):
-        # Ties come together: the nucleus is all that is as likely as its least likely token.
-        a, b = p[:size].log_softmax(0), q[:size].log_softmax(0)
-        found = fp4pass.evaluate(other, None, ids, toy, top_p=top_p, progress=False)
-        wanted = F.kl_div(b, a, log_target=True, reduction="sum").item()
-        assert found.top_p_kl == pytest.approx(wanted, rel=1e-5, abs=1e-6), top_p
-    assert found.top_p_kl == found.kl

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fp4pass.graph.inductor.attention import fuse_attention
-from fp4pass.graph.inductor.rotary import fuse_rotary
+from fp4pass.graph.inductor.attention import fuse_attention, fuse_rotary
 
 aten = torch.ops.aten
 LAYERS = 2

@@ -15,7 +15,7 @@ from torch import Tensor
 import fp4pass
 from fp4pass import ops
 from fp4pass.graph.inductor.fusions import on_gpu
-from fp4pass.graph.inductor.gates import fuse_experts
+from fp4pass.graph.inductor.products import fuse_experts
 from fp4pass.nn import experts as experts_module
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4pass import ops
 from fp4pass.graph.inductor.fusions import on_gpu
-from fp4pass.graph.inductor.gates import fuse_gates
+from fp4pass.graph.inductor.products import fuse_gates
 
 K, N = 64, 32
 

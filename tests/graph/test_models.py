@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 import fp4pass
 from fp4pass.graph.inductor.fusions import fuse_quantizers
-from fp4pass.graph.inductor.gates import fuse_gates
 from fp4pass.graph.inductor.merge import group_linears, share_calls
-from fp4pass.graph.inductor.residuals import fuse_norms, fuse_residuals
+from fp4pass.graph.inductor.products import fuse_gates, fuse_norms, fuse_residuals
 
 pytestmark = [pytest.mark.usefixtures("fresh_graphs"), pytest.mark.slow]
 

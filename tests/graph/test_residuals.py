@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from fp4pass import ops
 from fp4pass.graph.inductor.fusions import on_gpu
-from fp4pass.graph.inductor.gates import fuse_gates
 from fp4pass.graph.inductor.merge import group_linears
-from fp4pass.graph.inductor.residuals import fuse_norms, fuse_residuals, is_one_row
+from fp4pass.graph.inductor.products import fuse_gates, fuse_norms, fuse_residuals, is_one_row
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 
 import fp4pass
-from fp4pass.checkpoint.transcode import transcode
+from fp4pass.checkpoint import transcode
 from fp4pass.evaluation import output_errors
 from fp4pass.nn.linear import PACKED, QuantizedLinear
 

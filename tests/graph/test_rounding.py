@@ -12,7 +12,7 @@ from post_grad import compiled, run_passes
 from torch import Tensor, fx
 
 from fp4pass import ops
-from fp4pass.graph.inductor.rounding import round_rows
+from fp4pass.graph.inductor.products import round_rows
 
 ROWS, K, N = 70, 64, 32
 
@@ -110,7 +110,7 @@ def test_a_norm_is_rounded_with_the_sum_before(adds: bool) -> None:
 
 
 def test_a_norm_of_wide_rows_is_rounded_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp4pass.graph.inductor.rounding.WIDEST", K - 1)
+    monkeypatch.setattr("fp4pass.graph.inductor.products.WIDEST", K - 1)
     row = torch.ones(K, dtype=torch.bfloat16)
     found, changed, left = run(lambda x: product(rms_norm(x, row)), inputs())
     torch.testing.assert_close(

@@ -18,7 +18,7 @@ from small_models import TINY, converted
 import fp4pass
 from fp4pass.errors import CheckpointError, OptionError, VersionError
 
-for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+for package in ("transformers", "datasets", "yaml"):
     pytest.importorskip(package)
 lm_eval = pytest.importorskip("lm_eval")
 registry = pytest.importorskip("lm_eval.api.registry")

@@ -184,24 +184,6 @@ def test_deepseek_v4(deepseek_v4: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         theirs_logits, our_logits = stock(IDS).logits.float(), model(IDS).logits.float()
     assert (our_logits - theirs_logits).norm() < 0.1 * theirs_logits.norm()
-    fp4pass.save(model, tmp_path / "again", layout="deepseek-v4")
-    theirs, ours = (dict(open_checkpoint(f).tensors()) for f in (folder, tmp_path / "again"))
-    for name, tensor in theirs.items():
-        layer = name.removesuffix(".weight").removesuffix(".scale")
-        is_dense = layer.startswith("mtp.") or layer.endswith(".wo_a")
-        if layer in reader.layers and not is_dense:
-            mine = ours[f"model.{name}"]
-            assert mine.dtype == tensor.dtype and torch.equal(
-                mine.view(torch.uint8), tensor.view(torch.uint8)
-            )
-    with pytest.raises(CheckpointError, match="deepseek-v4 has no place for it in mxfp4a16; it"):
-        fp4pass.save(
-            fp4pass.convert(llama(), "mxfp4a16", "naive"), tmp_path / "r", layout="deepseek-v4"
-        )
-    with pytest.raises(CheckpointError, match="deepseek-v4 has powers of two for scales in FP8"):
-        fp4pass.save(
-            fp4pass.convert(llama(), "fp8_block", "naive"), tmp_path / "r", layout="deepseek-v4"
-        )
     # V4.1 declares it among the others.
     shutil.copytree(folder, tmp_path / "v41")
 
@@ -325,7 +307,7 @@ def test_what_cannot_be_kept_packed(tmp_path: Path) -> None:
         tmp_path / "fp8" / "config.json",
         lambda config: config["quantization_config"].update(quant_algo="FP8"),
     )
-    with pytest.raises(UnreadError, match=r"does not read 14 of its .* layers: FP8: .*weight U8"):
+    with pytest.raises(UnreadError, match=r"does not read 14 of its .* layers: .*weight U8"):
         AUTO.from_pretrained(tmp_path / "fp8")
     with pytest.raises(CheckpointError, match=r"is not quantized.* Load it with transformers"):
         AUTO.from_pretrained(TINY, quantization_config=PackedConfig())

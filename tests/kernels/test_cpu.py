@@ -22,10 +22,8 @@ from torch import Tensor
 
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.cpu import library
 from fp4pass.kernels.cpu import operators as cpu
-from fp4pass.kernels.cpu.library import function
-from fp4pass.kernels.cpu.operators import FEW_ROWS, dequantize_cpu, quantize_cpu
+from fp4pass.kernels.cpu.operators import FEW_ROWS, dequantize_cpu, function, quantize_cpu
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.quantize.naive import quantize_ref
 
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 linear_cpu, linear_ref = flat("linear", "cpu"), flat("linear", "reference")
 
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [fmt for fmt in ALL if library.serves(torch.float32, fmt)]
+FORMATS = [fmt for fmt in ALL if cpu.serves(torch.float32, fmt)]
 FORMATS.append(get_format("nvfp4").with_multiplier())
 
 
@@ -226,9 +224,9 @@ def test_conversions_have_the_bits_of_the_references(
 
 @pytest.fixture
 def loaded_anew() -> Iterator[None]:
-    library.load.cache_clear()
+    cpu.load.cache_clear()
     yield
-    library.load.cache_clear()
+    cpu.load.cache_clear()
 
 
 @pytest.mark.usefixtures("loaded_anew")
@@ -264,8 +262,8 @@ def test_older_instructions_give_the_same(
 ) -> None:
     made = tmp_path / "older.so"
     command = ["g++", "-std=c++20", "-O3", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi", *flags]
-    subprocess.run([*command, str(library.SOURCES[-1]), "-o", str(made)], check=True)
-    monkeypatch.setattr(library, "_built", lambda: made)
+    subprocess.run([*command, str(cpu.SOURCE), "-o", str(made)], check=True)
+    monkeypatch.setattr(cpu, "_built", lambda: made)
     for fmt, dtype in itertools.product(FORMATS, DTYPES):
         with monkeypatch.context() as patch:
             test_few_rows_are_multiplied(fmt, dtype, patch)

@@ -24,9 +24,8 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import triton as module
-from fp4pass.kernels.experts.matmul_triton import route, route_and_arrange
 from fp4pass.kernels.experts.naive import Gate
-from fp4pass.kernels.experts.triton import ExpertTiles, config, mix
+from fp4pass.kernels.experts.triton import ExpertTiles, config, mix, route
 from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 from fp4pass.kernels.quantize.naive import quantize_ref
 
@@ -145,10 +144,10 @@ def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
 
 def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of each expert in their order, all in one tile, in more steps than one."""
-    monkeypatch.setattr("fp4pass.kernels.experts.matmul_triton._BLOCK", 64)
+    monkeypatch.setattr("fp4pass.kernels.experts.triton._PAIRS", 64)
     for tokens, experts, rows in ((1, 3, 8), (70, 3, 16), (9, 12, 8)):
         ids = routed(tokens, 2, experts)
-        order, tiles = route(ids, experts, rows)
+        (order, tiles), _ = route(ids, experts, rows)
         known = torch.where((ids < 0) | (ids >= experts), experts, ids).flatten()
         assert torch.equal(order.long(), known.sort(stable=True).indices)
         seen = torch.zeros_like(known)
@@ -295,8 +294,8 @@ def test_every_kernel_mixture(case: str) -> None:
 def test_sorted_in_the_launch_that_routes() -> None:
     """What `route` and `arranged` give."""
     x, ids = numbers(70, 176, dtype=torch.bfloat16), routed(70, 2, 3)
-    (order, tiles), out = route_and_arrange(ids, 3, 16, x, 16, NVFP4)
-    expected = route(ids, 3, 16)
+    (order, tiles), out = route(ids, 3, 16, x, 16, NVFP4)
+    expected, _ = route(ids, 3, 16)
     assert torch.equal(order, expected[0]) and torch.equal(tiles, expected[1])
     assert torch.equal(out, arranged(InputRows.of_numbers(x), 70, 176, 16, NVFP4, True))
 

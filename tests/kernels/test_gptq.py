@@ -14,17 +14,20 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.search.gptq_reference import damp, gptq_ref, make_problem, solve
 from fp4pass.kernels.search.joint_reference import (
     REFERENCE,
     as_blocks,
     block_hessians,
     choose_blocks,
+    damp,
+    gptq_ref,
     joint_ref,
     losses,
     make_metric,
+    make_problem,
     normalize,
     regular,
+    solve,
 )
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks
@@ -146,7 +149,7 @@ def test_same_bits_again_and_row_by_row(
     again = gptq_ref(w.t().contiguous().t(), hessian.clone(), g, fmt, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     # Rows share the Hessian and the order, and nothing else.
-    monkeypatch.setattr("fp4pass.kernels.search.gptq_reference.ROWS", 16)
+    monkeypatch.setattr("fp4pass.kernels.search.joint_reference.ROWS", 16)
     tiled = gptq_ref(w, hessian, g, fmt, **options)
     assert (tiled[1] != found[1]).double().mean() < 0.02
     # Parts of them are those of all.

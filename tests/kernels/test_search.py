@@ -213,8 +213,8 @@ def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program, whatever its size."""
     if not GPU:
         monkeypatch.setattr("fp4pass.kernels.search.triton._LANES", 512)
-        monkeypatch.setattr("fp4pass.kernels.search.hessian_triton._ROWS", 32)
-        monkeypatch.setattr("fp4pass.kernels.search.hessian_triton._SPLIT", 2)
+        monkeypatch.setattr("fp4pass.kernels.search.triton._ROWS", 32)
+        monkeypatch.setattr("fp4pass.kernels.search.triton._SPLIT", 2)
 
 
 def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objective: str) -> None:

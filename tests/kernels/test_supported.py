@@ -32,10 +32,9 @@ from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
-from fp4pass.kernels.search.hessian_triton import _residual_ptx as residual_ptx
-from fp4pass.kernels.search.hessian_triton import packs_pairs
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.triton import search_triton
+from fp4pass.kernels.search.triton import _residual_ptx as residual_ptx
+from fp4pass.kernels.search.triton import packs_pairs, search_triton
 from fp4pass.ops.registration import OPERATORS, unserved
 
 pytestmark = quiet

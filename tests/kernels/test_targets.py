@@ -55,8 +55,9 @@ from fp4pass.kernels.quantize.triton import (
     quantize_e4m3,
     quantize_triton,
 )
-from fp4pass.kernels.reduce.naive import LARGEST, WORDS, Memory, count_of_words
-from fp4pass.kernels.reduce.triton import all_reduce_add_triton, all_reduce_triton
+from fp4pass.kernels.reduce.naive import LARGEST
+from fp4pass.kernels.reduce.triton import WORDS, Memory, count_of_words
+from fp4pass.kernels.reduce.triton import reduce as reduce_triton
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import Metric, Solution
 from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton
@@ -309,9 +310,9 @@ def _launch_reductions(dtypes: Sequence[torch.dtype]) -> None:
         memory = Memory(words, _empty(size, dtype=torch.int64), calls, 1, None)
         for dtype in dtypes:
             for maximum in (False, True):
-                all_reduce_triton(_empty(4, 4096, dtype=dtype), memory, maximum)
+                reduce_triton(_empty(4, 4096, dtype=dtype), memory, maximum)
             x = _empty(1, 4096, dtype=dtype)
-            all_reduce_add_triton(x, x, memory)
+            reduce_triton(x, memory, False, x)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:

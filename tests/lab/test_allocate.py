@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import CalibrationError, Fp4PassError, OptionError, StateError
 from fp4pass.lab import Allocation
-from fp4pass.lab.allocate import FLOAT, cheapest
+from fp4pass.lab.allocate import FLOAT, Cost, cheapest
 
 pytest.importorskip("transformers")
 
@@ -66,9 +66,6 @@ def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
     assert found.kl <= found.uniform.kl
     assert found.chosen.bytes == sum(g.costs[g.scheme].bytes for g in found.groups)
     assert found.chosen.predicted == pytest.approx(sum(g.costs[g.scheme].kl for g in found.groups))
-    pairs = list(itertools.pairwise(found.curve))
-    assert pairs and all(a["bytes"] < b["bytes"] for a, b in pairs)
-    assert all(a["predicted"] >= b["predicted"] for a, b in pairs)
     # The recipe makes the model that was measured.
     packed = fp4pass.convert(model, **found.recipe.arguments(), progress=False)
     rows = {row.name: row.scheme for row in fp4pass.report(packed).converted}
@@ -118,17 +115,16 @@ def test_a_kl_is_met_by_the_smallest_model_that_was_found() -> None:
     assert found.kl <= wanted and small.bits < found.bits < 16
     smaller = [each for each in found.measured if each.bytes < found.chosen.bytes]
     assert all(each.kl > wanted for each in smaller)
-    tries = [each for each in found.measured if each.label == "allocated"]
-    assert 1 <= len(tries) <= 6
+    assert found.chosen in found.measured and len(found.measured) <= 6 + 2
     # What all groups together are far below needs no more than the smallest scheme.
     loose = allocated(model, kl=10 * small.kl)
     assert {group.scheme for group in loose.groups} == {"nvfp4a16"}
 
 
 def test_a_kl_that_no_scheme_reaches() -> None:
-    with pytest.raises(OptionError, match=r"kl=1e-12: the nearest model has [\d.e-]+ on held-out"):
+    with pytest.raises(OptionError, match=r"kl=1e-12: the nearest model has [\d.e-]+\."):
         allocated(decoder(), kl=1e-12, schemes=("nvfp4a16", EIGHT))
-    with pytest.raises(OptionError, match="Give a larger kl"):
+    with pytest.raises(OptionError, match=r"the nearest model has [\d.e-]+\. Give a larger kl"):
         allocated(decoder(), kl=1e-12)
 
 
@@ -242,16 +238,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
     "neither": ({}, OptionError, "expected bits= or kl=, got neither. bits=5.0 is for"),
     "both": ({"bits": 5, "kl": 0.1}, OptionError, "expected bits= or kl=, got both"),
     "negative": ({"kl": -1.0}, OptionError, "kl: expected a positive number"),
-    "too small": ({"bits": 4.4}, OptionError, r"takes 4\.5000 bits a weight here. Give at least"),
-    "too large": ({"bits": 33}, OptionError, "nothing is to be quantized. Give fewer"),
+    "too small": ({"bits": 4.4}, OptionError, r"expected from 4\.5000, the bits of the smallest"),
+    "too large": ({"bits": 33}, OptionError, r"to below 32\.0000, those of the largest"),
     "unknown": ({"bits": 5, "schemes": ("nvfp5", "bf16")}, OptionError, "Did you mean 'nvfp4'"),
     "one": ({"bits": 5, "schemes": ("nvfp4a16",)}, OptionError, "Add 'bf16' to leave layers"),
     "only float": ({"bits": 5, "schemes": ("bf16",)}, OptionError, "at least one that quantizes"),
-    "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "schemes decides fmt. Leave"),
+    "a format": ({"bits": 5, "fmt": "nvfp4"}, OptionError, "Leave it out of the options"),
     "a rule": (
         {"bits": 5, "rules": [("*.down_proj", {"fmt": "mxfp4"})]},
         OptionError,
-        r"a rule that of '\*\.down_proj'. Leave fmt out",
+        r"schemes decides fmt. Leave it out of \*\.down_proj",
     ),
     "little text": ({"bits": 5, "data": windows(1)}, CalibrationError, "two windows or more"),
     "beyond": (
@@ -317,12 +313,18 @@ def test_the_knapsack_is_the_best_of_all_choices() -> None:
         sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 6))]
         groups = [[(number(), number()) for _ in range(size)] for size in sizes]
         limit = rng.random() * 60
-        best, found = brute_force(groups, limit), cheapest(groups, limit)
+        swaps = rng.random() < 0.5
+        costs = [
+            {str(i): Cost(b, a) if swaps else Cost(a, b) for i, (a, b) in enumerate(each)}
+            for each in groups
+        ]
+        best = brute_force(groups, limit)
+        found = cheapest(costs, limit, "kl" if swaps else "bytes")
         if best is None or found is None:
             infeasible += 1
             assert best is None and found is None
             continue
-        weight, value = sums(groups, found)
+        weight, value = sums(groups, [int(each) for each in found])
         assert weight <= limit * (1 + 1e-9)
         assert value == pytest.approx(best, rel=1e-12, abs=1e-12)
     assert 15 < infeasible < 300

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.core import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.lab import Distillation, kl_loss
 from fp4pass.lab.distill import draw
@@ -201,7 +201,7 @@ def test_wrong_calls_change_nothing() -> None:
         (OptionError, r"share: expected a number in \[0, 1\], got 2", {"share": 2}),
         (OptionError, "others: expected a number that is not negative", {"others": math.nan}),
         (OptionError, "batch_size: expected 1, 2, ..., got 0", {"batch_size": 0}),
-        (CalibrationError, "batches: expected at least 2 windows", {"batches": windows(1)}),
+        (CalibrationError, "give at least 2 windows or batches", {"batches": windows(1)}),
         (CalibrationError, "at least one window in each", {"held_out": []}),
         (CalibrationError, "expected tokens from 0 to 47, .*, got 48", {"batches": beyond}),
         (ShapeError, "those of the converted model", {"original": Predictor(64).eval()}),

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.core import Element, Format, unpack_codes
-from fp4pass.core.formats import FORMATS, get_format
+from fp4pass.core.elements import Element
+from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.common.rounding import round_to_codes_, round_to_values_
 from fp4pass.lab import freeze, kl_loss, trainable
@@ -34,7 +35,7 @@ from fp4pass.lab.latent import (
     steps_of,
 )
 from fp4pass.methods import search_scales
-from fp4pass.nn import StoredWeight
+from fp4pass.nn.linear import StoredWeight
 
 ELEMENTS = {fmt.element.name: fmt.element for fmt in FORMATS.values()}
 

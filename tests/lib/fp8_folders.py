@@ -236,15 +236,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
     "finegrained": (by_block, "weight_scale_inv", False, _finegrained(), None),
 }  # fmt: skip
 
-# In blocks that are only made dense.
+# In blocks that are not read.
 OTHER_BLOCKS = {
-    **{f"finegrained-{tall}x{wide}": (
-        partial(by_block, tall=tall, wide=wide), "weight_scale_inv", False,
-        _finegrained(tall, wide), None)
-        for tall, wide in ((64, 64), (1, 128), (128, 256))},
-    "ct-64x32": (partial(by_block, tall=64, wide=32), "weight_scale", False, _compressed_tensors(
-        "float-quantized", {"strategy": "block", "block_structure": [64, 32]},
-        {"strategy": "group", "group_size": 32, "dynamic": True}), None),
+    "finegrained-64x64": (
+        partial(by_block, tall=64, wide=64), "weight_scale_inv", False, _finegrained(64, 64), None),
     "ct-group": (partial(by_block, tall=1, wide=64), "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "group", "group_size": 64}, None), None),
 }  # fmt: skip

@@ -70,7 +70,8 @@ class Tables(HTMLParser):
 def test_the_tables_hold_the_numbers(mixed: tuple[dict[str, Any], str]) -> None:
     data, text = mixed
     found = Tables(text)
-    groups, sizes, outside, scales, layers = (rows[1:] for rows in found.tables)
+    groups, sizes, *maps, outside, scales, layers = (rows[1:] for rows in found.tables)
+    assert [len(rows) for rows in maps] == [7, 7] and len(maps[0][0]) == 5
     summary = data["summary"]
     tiles = [written(summary["bits_per_weight"], ".2f"), written(summary["bytes"], "size")]
     tiles += [written(summary["weight_error"], "percent"), str(summary["skipped"])]
@@ -120,10 +121,10 @@ def test_what_is_not_known_is_said(folders: Path) -> None:
 def test_measures_of_a_text() -> None:
     change = {"value": 1.5, "low": 1.25, "high": 2.0, "significant": True}
     row = {"text": "t", "windows": 1, "tokens": 5, "unit": "document", "units": 20, "kl": 0.25}
-    row |= {"confidence": 0.95, "perplexity": 3.0, "top_p_kl": 0.125, "top1": 0.5}
+    row |= {"confidence": 0.95, "perplexity": 3.0, "top1": 0.5}
     row |= {"reference_perplexity": 2.0, "difference": {"perplexity_ratio": change}}
     row |= {"intervals": {"perplexity": [2.5, 3.5]}, "bits_per_byte": 0.75}
-    row |= {"kl_999": 1.5, "delta_p": -0.0125, "rms_delta_p": 0.0625}
+    row |= {"kl_999": 1.5}
     row["difference"]["bits_per_byte"] = {"value": 0.125, "low": 0.0625, "high": 0.25}
     text = render(gather(converted(), evaluations=[row]))
     assert "5 tokens scored in 1 window; 95 % intervals over 20 documents" in text
@@ -141,10 +142,7 @@ def test_measures_of_a_text() -> None:
         ["change", "+0.1250", "+0.0625", "+0.2500"],
         ["KL from the original", "0.25000", DASH, DASH],
         ["99.9 % KL", "1.50000", DASH, DASH],
-        ["KL in its top 95 %", "0.12500", DASH, DASH],
         ["Same top token", "50.00 %", DASH, DASH],
-        ["Mean Δp of the right token", "-1.250 %", DASH, DASH],
-        ["RMS Δp of the right token", "6.25 %", DASH, DASH],
     ]
     alone = {"text": "t", "windows": 1, "tokens": 5, "unit": "window", "units": 1, "kl": None}
     alone |= {"confidence": 0.95, "perplexity": 3.0, "intervals": {}}
@@ -218,10 +216,7 @@ def test_a_browser_shows_it(mixed: tuple[dict[str, Any], str], tmp_path: Path) -
     done = browse(mixed[1], tmp_path)
     # Whatever the page says, or the policy of its contents refuses.
     assert "CONSOLE" not in done.stderr
-    assert (
-        len(re.findall('<svg role="img"', done.stdout)) == 4
-        and "model.layers.3.mlp.down_proj" in done.stdout
-    )
+    assert "model.layers.3.mlp.down_proj" in done.stdout
 
 
 def test_charts_have_the_colors_of_the_page(mixed: tuple[dict[str, Any], str]) -> None:

@@ -18,6 +18,7 @@ from .base import (
     read_layers,
     register_layout,
     side_files,
+    written_layouts,
 )
 from .compressed_tensors import CompressedTensors
 from .layer import (
@@ -33,8 +34,6 @@ from .layer import (
     is_plain,
     join,
     join_layers,
-    join_part,
-    joined_record,
     matches,
     split_layer,
 )

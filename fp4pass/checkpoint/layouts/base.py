@@ -103,6 +103,7 @@ class Layout:
             suffix of the name of the parameter, and codes are [E, N, K / block, bytes].
         engines: serving engines read it, from the file `WEIGHTS` and in bfloat16. Else buffers are
             stored as they are, and fp4pass.json alone declares them.
+        is_written: `save` and `transcode` write it, too.
         fallback: name of the layout that is written for layers that this one cannot hold.
         dtypes: names of safetensors for the dtypes of parts, of what differs from codes in U8 and
             scales in the dtype of the format.
@@ -124,6 +125,7 @@ class Layout:
     multiplies: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
     engines: ClassVar[bool] = True
+    is_written: ClassVar[bool] = True
     fallback: ClassVar[str] = ""
     dtypes: ClassVar[Mapping[str, str]] = {}
     side_files: ClassVar[tuple[str, ...]] = ()
@@ -269,10 +271,6 @@ class Layout:
             "of fp4pass. Copy the folder again, or write it with this version."
         )
 
-    def group(self, name: str, declared: Mapping[str, Any]) -> str:
-        """Return what a quantization_config calls the scheme of a layer, "" if it does not say."""
-        return ""
-
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what a quantization_config says stays dense, None if it says nothing."""
         declared = declared.get("quantization", declared)
@@ -307,12 +305,8 @@ class Layout:
             return ""
         if not self.stacks and layer.is_stacked:
             return "stacked experts"
-        if self.stacks and not layer.is_stacked:
-            return "a linear layer: only experts are packed. Skip the others with a rule"
-        if self.stacks and not layer.transposed:
-            return "experts that the model does not have as [E, K, N]"
-        if self.stacks and not layer.config.weight_only:
-            return "experts with 4-bit inputs"
+        if self.stacks and not (layer.is_stacked and layer.transposed and layer.config.weight_only):
+            return "anything but experts as [E, K, N] with inputs in float. Skip others with a rule"
         problem = self.config_problem(layer.config)
         is_turned = layer.transposed and not self.stacks
         return problem or (f"{layer.fmt.key}, transposed" if is_turned else "")
@@ -321,7 +315,11 @@ class Layout:
         """Raise CheckpointError for the first layer that this layout has no place for."""
         for name, layer in layers.items():
             if problem := self.problem(layer):
-                others = [n for n, o in LAYOUTS.items() if not any(map(o.problem, layers.values()))]
+                others = [
+                    other
+                    for other in written_layouts()
+                    if not any(map(LAYOUTS[other].problem, layers.values()))
+                ]
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for {problem}; it holds "
                     f"{' and '.join(self.formats)}. Choose another layout "
@@ -355,10 +353,15 @@ def register_layout(cls: type[Layout]) -> type[Layout]:
     return cls
 
 
+def written_layouts() -> list[str]:
+    """Return the names of the layouts that can be written."""
+    return [name for name, layout in LAYOUTS.items() if layout.is_written]
+
+
 def get_layout(name: str) -> Layout:
-    """Return a layout to write, by its name. Raises OptionError for an unknown one."""
-    if name not in LAYOUTS:
-        raise unknown_name("layout: Layout", name, LAYOUTS)
+    """Return a layout to write, by its name. Raises OptionError for any other name."""
+    if name not in written_layouts():
+        raise unknown_name("layout: Layout", name, written_layouts())
     return LAYOUTS[name]
 
 
@@ -419,23 +422,21 @@ def read_layers(
         if name == layout.tensor_name(layer, PACKED, fmt) and kind == _codes_dtype(layout, fmt):
             layers[layer] = _read_layer(layout, layer, name, found, shapes, dtype)
     if unread:
-        group, (first, *_) = layout.group(next(iter(unread)), declared), unread.values()
-        count = f"{len(unread)} layers are so: {some(list(unread))}"
-        raise UnreadError(f"{f'{group}: ' if group else ''}{first} {count}.") from first
+        first = next(iter(unread.values()))
+        raise UnreadError(f"{first} {len(unread)} layers are so: {some([*unread])}.") from first
     return layers
 
 
 def _layer_of(layout: Layout, name: str, kind: str) -> str | None:
     """Return the layer whose codes a tensor may be by its name and dtype, None for others."""
-    if layout.stacks:
-        layer = name.removesuffix(layout.parts[PACKED])
-        return None if layer == name else layer
-    layer, _, last = name.rpartition(".")
     usual = layout.parts[PACKED]
-    holds_native = any(get_format(each).element.native for each in layout.formats)
+    if layout.stacks:
+        return name.removesuffix(usual) if name.endswith(usual) else None
+    layer, _, last = name.rpartition(".")
     is_native = kind in _NATIVE.values() and last == layout.native_parts.get(PACKED, usual)
+    is_native &= any(get_format(each).element.native is not None for each in layout.formats)
     is_bytes = kind == layout.dtypes.get(PACKED, "U8") and last == usual
-    return layer if (is_native and holds_native) or is_bytes else None
+    return layer if is_native or is_bytes else None
 
 
 def _read_layer(
@@ -445,14 +446,12 @@ def _read_layer(
     fmt, (shape, _) = get_format(found.fmt), shapes[codes]
     scale = layout.tensor_name(layer, SCALE, fmt)
     if scale not in shapes:
-        beside = scale.removeprefix(layer).lstrip(".") if not layout.stacks else scale
-        raise CheckpointError(f"{codes} has no {beside} beside it. Copy the folder again.")
-    if layout.stacks and len(shape) != 4:
-        raise CheckpointError(
-            f"{codes}: expected shape [experts, N, K / 32, 16], got {list(shape)}."
-        )
+        raise CheckpointError(f"{codes} has no {scale} beside it. Copy the folder again.")
     rows, columns = shape[:1], fmt.columns(shape[-1])
     if layout.stacks:
+        if len(shape) != 4:
+            what = "shape [experts, N, K / 32, 16]"
+            raise CheckpointError(expected(codes, what, list(shape)))
         rows, columns = shape[:2], shape[2] * fmt.block
     block: int | str = "default"
     if not fmt.has_float_scale:
@@ -469,8 +468,8 @@ def _read_layer(
         config = LinearConfig(fmt.name, None, found.weight_only, fmt.block, rotation=found.rotation)
     except OptionError as error:
         raise CheckpointError(f"{layer}: {error}") from error
-    whole, is_static = (*rows, columns), found.static_inputs
-    return PackedLayer(config, dtype, layout.stacks, whole, (), is_static, found.tile)
+    shape = (*rows, columns)
+    return PackedLayer(config, dtype, layout.stacks, shape, static_inputs=found.static_inputs)
 
 
 def _codes_dtype(layout: Layout, fmt: Format) -> str:
@@ -486,24 +485,27 @@ Expected = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
 def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
     """Return the shapes and dtypes that each stored buffer of a layer may have."""
     fmt, (*rows, columns) = layer.fmt, layer.shape
-    codes, kind = (*rows, fmt.packed_columns(columns)), "U8"
+    codes = (*rows, fmt.packed_columns(columns))
     if layout.stacks:
         codes = (*layer.scale_shape, fmt.packed_columns(fmt.block))
+    kinds = (layout.dtypes.get(SCALE, _DTYPES[fmt.scale.storage]),)
+    found: dict[str, Expected] = {
+        PACKED: ((codes,), ("U8",)),
+        SCALE: ((layer.scale_shape,), kinds),
+    }
     if layout.engines:
-        kind = _codes_dtype(layout, fmt)
-    is_float = fmt.has_float_scale and layout.engines
-    usual = layout.dtypes.get(SCALE, _DTYPES[fmt.scale.storage])
-    scale_kinds = _FLOATS if is_float else (usual,)
-    shapes = layout.scale_shapes(layer) if layout.engines else (layer.scale_shape,)
-    found: dict[str, Expected] = {PACKED: ((codes,), (kind,)), SCALE: (shapes, scale_kinds)}
+        found = {
+            PACKED: ((codes,), (_codes_dtype(layout, fmt),)),
+            SCALE: (layout.scale_shapes(layer), _FLOATS if fmt.has_float_scale else kinds),
+        }
     one: tuple[tuple[int, ...], ...] = ((), (1,))
     each = layer.shape[:1]
-    inputs: Expected = ((*one, each) if layer.is_stacked else one, ("F32",))
+    inputs = (*one, each) if layer.is_stacked else one
     if fmt.has_global_scale:
         # Of all rows of an expert, or of its parts, as gate and up.
         of_stack = (each, (*each, 2), (*each, 3))
         found[GLOBAL] = (of_stack if layer.is_stacked else one, ("F32",))
-        found[INPUT_GLOBAL] = inputs
+        found[INPUT_GLOBAL] = (inputs, ("F32",))
     elif layer.static_inputs:
-        found[INPUT_GLOBAL] = (inputs[0], _FLOATS)
+        found[INPUT_GLOBAL] = (inputs, _FLOATS)
     return found

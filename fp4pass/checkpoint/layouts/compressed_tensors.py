@@ -14,7 +14,7 @@ from ...nn.linear import INPUT_GLOBAL, PACKED
 from ...record.config import LinearConfig
 from ..source_files import Shapes
 from .base import CacheLayout, Layout, register_layout
-from .layer import PackedLayer, Scheme, distance, fused_names, is_tile, matches
+from .layer import PackedLayer, Scheme, distance, fused_names, matches
 
 # The values of arguments that a config does not give.
 _UNSAID = {"symmetric": True, "dynamic": False}
@@ -64,9 +64,6 @@ SCHEMES: dict[str, CtScheme] = {
     "mxfp8": CtScheme("mxfp8-quantized", {**_FP8, **_GROUPS}, {**_FP8, **_GROUPS, "dynamic": True}),
 }
 
-# Other names of the formats, for the same tensors.
-_ALIASES = {"naive-quantized": "float-quantized"}
-
 
 def group_args(fmt: str, weight_only: bool, static_inputs: bool = False) -> dict[str, Any]:
     """Return a group of config_groups, but for its targets."""
@@ -87,16 +84,9 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
 
     Raises ValueError for one that fp4pass does not read.
     """
-    named = group.get("format")
-    label = str(named or whole)
-    label = _ALIASES.get(label, label)
+    label = str(group.get("format") or whole)
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    if label == SCHEMES["fp8_block"].format and (tile := _other_tile(weights)):
-        return Scheme("fp8_block", inputs is None, tile=tile)
     labelled = {key: each for key, each in SCHEMES.items() if each.format == label}
-    if not named and not labelled:
-        # Old folders of several groups do not name that of each.
-        labelled = SCHEMES
     found = [key for key, each in labelled.items() if _says(weights, each.weights)]
     if len(found) != 1:
         known = ", ".join(dict.fromkeys(each.format for each in SCHEMES.values()))
@@ -114,18 +104,6 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
         return Scheme(found[0], False, block, static_inputs=True)
     known = "inputs in the format of the weights or in floating point"
     raise ValueError(expected("a group", known, dict(inputs)))
-
-
-def _other_tile(weights: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the rows and columns of the blocks of FP8 weights, () for the usual ones or none."""
-    usual, tile = SCHEMES["fp8_block"].weights, weights.get("block_structure")
-    if weights.get("strategy") == "group":
-        tile = 1, weights.get("group_size")
-    elif weights.get("strategy") != usual["strategy"] or _plain(tile) == usual["block_structure"]:
-        return ()
-    own = {"strategy", "block_structure", "group_size"}
-    rest = {key: value for key, value in weights.items() if key not in own}
-    return tuple(tile or ()) if is_tile(tile) and _says(rest, usual) else ()
 
 
 def _says(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -207,14 +185,6 @@ class CompressedTensors(Layout):
         if layer.fmt.rows == WHOLE:
             return (1,), (), layer.scale_shape
         return layer.scale_shape, layer.scale_shape[:1]
-
-    def group(self, name: str, declared: Mapping[str, Any]) -> str:
-        """Return the name and the format of the group of a layer."""
-        group = group_of(name, declared)
-        names = [key for key, each in declared.get("config_groups", {}).items() if each is group]
-        if group is None or not names:
-            return ""
-        return f"{names[0]} ({group.get('format') or declared.get('format')})"
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme whose targets match a layer best."""

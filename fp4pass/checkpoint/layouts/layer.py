@@ -36,8 +36,6 @@ class PackedLayer:
         stored_shape: of the parameter that has stacked experts, where it is another one than
             `shape` or, transposed, [E, K, N].
         static_inputs: inputs in FP8 have the one scale that is stored, and not one for each token.
-        tile: the rows and columns that share a scale on disk, where they are others than those of
-            the format; such a weight is only made dense.
 
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
@@ -52,7 +50,6 @@ class PackedLayer:
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...] = ()
     static_inputs: bool = False
-    tile: tuple[int, ...] = ()
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -60,12 +57,6 @@ class PackedLayer:
         *experts, rows, columns = self.shape
         usual = (*experts, columns, rows) if self.transposed else self.shape
         return self.stored_shape or usual
-
-    @property
-    def dense_bytes(self) -> int:
-        """The bytes of the dense weight."""
-        itemsize: int = getattr(torch, self.weight_dtype).itemsize
-        return math.prod(self.dense_shape) * itemsize
 
     def dense(self, stored: Tensor) -> Tensor:
         """Return what codes stand for, [N, K] or [E, N, K], as the dense weight has it."""
@@ -92,8 +83,6 @@ class PackedLayer:
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of the scales, as a QuantizedLinear has them."""
         *experts, rows, columns = self.shape
-        if self.tile:
-            return tuple(-(-size // own) for size, own in zip(self.shape, self.tile, strict=True))
         return (*experts, *self.fmt.scale_shape(rows, columns))
 
     @property
@@ -104,9 +93,8 @@ class PackedLayer:
     @property
     def scheme(self) -> str:
         """The name of the scheme, and whether inputs in FP8 have one scale."""
-        blocks = f" in blocks of {' x '.join(map(str, self.tile))}" if self.tile else ""
         static = " with one scale of inputs" if self.static_inputs else ""
-        return f"{self.config.scheme}{blocks}{static}"
+        return f"{self.config.scheme}{static}"
 
     @property
     def is_stacked(self) -> bool:
@@ -116,8 +104,7 @@ class PackedLayer:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
         shapes = {"shape": list(self.shape), "stored_shape": list(self.stored_shape)}
-        facts = {key: value for key, value in vars(self).items() if key != "tile"}
-        return {**facts, "config": self.config.to_dict(), **shapes}
+        return {**vars(self), "config": self.config.to_dict(), **shapes}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PackedLayer:
@@ -125,21 +112,11 @@ class PackedLayer:
         config, shape = LinearConfig.from_dict(data["config"]), tuple(data["shape"])
         stored = tuple(data.get("stored_shape", ()))
         layer = PackedLayer(**{**data, "config": config, "shape": shape, "stored_shape": stored})
-        if len(shape) not in (2, 3) or not _are_sizes(shape):
+        if len(shape) not in (2, 3) or not all(type(n) is int and n > 0 for n in shape):
             raise OptionError(expected("shape", "two or three sizes above 0", repr(shape)))
         if not isinstance(getattr(torch, layer.weight_dtype, None), torch.dtype):
             raise OptionError(expected("weight_dtype", "a dtype", repr(layer.weight_dtype)))
         return layer
-
-
-def _are_sizes(value: Any) -> bool:
-    is_list = isinstance(value, list | tuple)
-    return is_list and all(type(size) is int and size > 0 for size in value)
-
-
-def is_tile(value: Any) -> bool:
-    """Return whether a value of a config is the rows and columns of a block."""
-    return _are_sizes(value) and len(value) == 2
 
 
 class Scheme(NamedTuple):
@@ -151,7 +128,6 @@ class Scheme(NamedTuple):
         block: weights that share a scale, None if that is not declared.
         rotation: columns of the input that are rotated together at each call.
         static_inputs: as `PackedLayer` has it.
-        tile: as `PackedLayer` has it.
 
     Example:
         >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True).fmt
@@ -163,7 +139,6 @@ class Scheme(NamedTuple):
     block: int | None = None
     rotation: int = 0
     static_inputs: bool = False
-    tile: tuple[int, ...] = ()
 
 
 # The names that engines give to some of them.
@@ -224,9 +199,6 @@ _MOST_TIME = 0.02
 
 _BELOW = r"(\..*)?$"
 
-# The parts of a simple pattern, and those of a glob.
-_GLOBS = {".*": "*", ".": "?"}
-
 
 def matches(name: str, targets: Sequence[str]) -> bool:
     """Return whether a linear layer is among targets: names, patterns behind "re:", or Linear."""
@@ -264,20 +236,17 @@ def below(path: str) -> str:
     return f"re:{re.escape(path)}{_BELOW}"
 
 
+def is_plain(pattern: str) -> bool:
+    """Return whether a pattern is a name, or one of `below`, which every layout can write."""
+    return not pattern.startswith("re:") or pattern.endswith(_BELOW)
+
+
 def as_globs(patterns: Iterable[str]) -> list[str]:
-    """Return names and patterns as globs, which ModelOpt's readers match, as far as they can be."""
+    """Return the plain ones of patterns as globs, which ModelOpt's readers match."""
     found = []
-    for pattern in patterns:
-        if not pattern.startswith("re:"):
-            found.append(pattern)
-        elif pattern.endswith(_BELOW):
-            path = re.sub(r"\\(.)", r"\1", pattern[3 : -len(_BELOW)])
-            found += [path, f"{path}.*"]
-        else:
-            # Patterns match the start of a name.
-            text = f"{pattern[3:].removeprefix('^')}.*".removesuffix("$.*")
-            glob = re.sub(r"\.\*|\\?.", lambda each: _GLOBS.get(each[0], each[0][-1]), text)
-            found += [glob] if _pattern(glob) == text else []
+    for pattern in filter(is_plain, patterns):
+        path = re.sub(r"\\(.)", r"\1", pattern.removeprefix("re:").removesuffix(_BELOW))
+        found += [path, f"{path}.*"] if pattern.startswith("re:") else [pattern]
     return found
 
 
@@ -286,20 +255,12 @@ def from_globs(globs: Iterable[str]) -> list[str]:
     found = []
     for each in globs:
         path = each.removesuffix(".*")
-        if not set(path) & set("*?"):
-            found.append(each if path == each else below(path))
+        if set(path) & set("*?"):
+            text = re.escape(each).replace(r"\*", ".*").replace(r"\?", ".")
+            found.append(f"re:{text}$")
         else:
-            found.append(f"re:{_pattern(each)}$")
+            found.append(each if path == each else below(path))
     return found
-
-
-def _pattern(glob: str) -> str:
-    return re.escape(glob).replace(r"\*", ".*").replace(r"\?", ".")
-
-
-def is_plain(pattern: str) -> bool:
-    """Return whether a pattern is a name, or one of `below`, which every layout can write."""
-    return not pattern.startswith("re:") or pattern.endswith(_BELOW)
 
 
 # Stacks of experts, which lie in a folder as layers.
@@ -312,20 +273,6 @@ class Piece(NamedTuple):
     expert: int = 0
     start: int = 0
     stop: int = 0  # 0 for all that the layer has
-
-    def of(self, part: str, tensor: Tensor, rows: int, fmt: Format) -> Tensor:
-        """Return the share of a buffer of a layer, whose experts have so many rows."""
-        if not self.stop:
-            return tensor
-        if part == SCALE:
-            return tensor[self.expert, self.scales(fmt)].clone()
-        if part not in (GLOBAL, INPUT_GLOBAL):
-            return tensor[self.expert, self.start : self.stop].clone()
-        # Of all experts, of each, or of each part of its rows.
-        own = tensor if len(tensor) == 1 else tensor[self.expert : self.expert + 1]
-        if own.ndim == 2:
-            own = own[0].split(1)[self.start * own.shape[1] // rows]
-        return own.clone()
 
     def scales(self, fmt: Format) -> slice:
         """Return which rows of the scales of an expert these rows have."""
@@ -345,47 +292,19 @@ def split_layer(
     """Yield the name on disk and the share of a buffer of a layer, for each of its pieces."""
     rows = max(piece.stop for piece in pieces)
     for piece in pieces:
-        yield piece.name, piece.of(part, tensor, rows, fmt)
-
-
-def joined_record(
-    name: str, pieces: Sequence[Piece], layers: Mapping[str, PackedLayer], whole: PackedLayer
-) -> PackedLayer:
-    """Return how a stack is packed whose pieces are linear layers.
-
-    whole: how it lies in the model, but for its config. Raises UnreadError for layers that are
-    quantized in several ways, or share tiles.
-    """
-    records = [layers[piece.name] for piece in pieces]
-    if not has_whole_tiles(pieces, records[0].fmt):
-        raise UnreadError(
-            f"{name}: expected gate and up of whole tiles of {records[0].fmt.rows} rows, which one "
-            f"stack can hold, got {pieces[0].stop - pieces[0].start} rows. Make it dense by "
-            "fp4pass transcode --to bf16, or give it to fp4pass quantize."
-        )
-    # Which way a number goes may differ by expert, as some are powers of two by chance.
-    multiplies = any(each.config.multiplies for each in records)
-    configs = {
-        (dataclasses.replace(each.config, multiplies=multiplies), each.static_inputs)
-        for each in records
-    }
-    if len(configs) > 1:
-        raise UnreadError(
-            f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
-            "the folder with the library that wrote it, or make it dense by fp4pass transcode --to "
-            "bf16."
-        )
-    config, is_static = configs.pop()
-    if config.format.rows == WHOLE:
-        # Gate and up have a scale each, and all rows of a layer the same.
-        by_rows = (each for each in FORMATS.values() if each.rows == 1)
-        fmt = next(
-            each.name
-            for each in by_rows
-            if dataclasses.replace(config.format, name=each.name, rows=1) == each
-        )
-        config = dataclasses.replace(config, fmt=fmt, block=None)
-    return dataclasses.replace(whole, config=config, static_inputs=is_static)
+        if not piece.stop:
+            share = tensor
+        elif part == SCALE:
+            share = tensor[piece.expert, piece.scales(fmt)].clone()
+        elif part not in (GLOBAL, INPUT_GLOBAL):
+            share = tensor[piece.expert, piece.start : piece.stop].clone()
+        else:
+            # Of all experts, of each, or of each part of its rows.
+            share = tensor if len(tensor) == 1 else tensor[piece.expert : piece.expert + 1]
+            if share.ndim == 2:
+                share = share[0].split(1)[piece.start * share.shape[1] // rows]
+            share = share.clone()
+        yield piece.name, share
 
 
 def join_layers(
@@ -395,65 +314,72 @@ def join_layers(
     whole: PackedLayer,
     state: Mapping[str, Tensor],
 ) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return what `joined_record` does, and the buffers of the stack, by those of its pieces."""
-    whole = joined_record(name, pieces, layers, whole)
-    joined = {}
+    """Return the record and the buffers of a stack whose pieces are linear layers on disk.
+
+    whole: how it lies in the model, but for its config. state: the buffers of the layers, of which
+    parts may be missing. Raises CheckpointError for layers that a stack cannot hold.
+    """
+    records = [layers[piece.name] for piece in pieces]
+    # Which way a number goes may differ by expert, as some are powers of two by chance.
+    multiplies = any(each.config.multiplies for each in records)
+    configs = {
+        (dataclasses.replace(each.config, multiplies=multiplies), each.static_inputs)
+        for each in records
+    }
+    if len(configs) > 1 or not has_whole_tiles(pieces, records[0].fmt):
+        raise UnreadError(
+            f"{name}: expected experts that are quantized alike, gate and up of each in tiles of "
+            f"their own, got {len(configs)} schemes, and gate of "
+            f"{pieces[0].stop - pieces[0].start} rows. Make the folder dense by fp4pass transcode "
+            "--to bf16, or give it to fp4pass quantize."
+        )
+    config, is_static = configs.pop()
+    if config.format.rows == WHOLE:
+        # Gate and up have a scale each, and all rows of a layer the same.
+        fmt = next(
+            each.name
+            for each in FORMATS.values()
+            if each.rows == 1 and dataclasses.replace(config.format, name=each.name, rows=1) == each
+        )
+        config = dataclasses.replace(config, fmt=fmt, block=None)
+    whole = dataclasses.replace(whole, config=config, static_inputs=is_static)
+    experts, rows, _ = whole.shape
+    parts, joined = len(pieces) // experts, {}
     for part in BUFFERS:
         found = [state.get(join(piece.name, part)) for piece in pieces]
-        tensor = join_part(name, pieces, layers, whole, part, found)
-        if tensor is not None:
-            joined[join(name, part)] = tensor
+        first = next((each for each in found if each is not None), None)
+        if first is None or (part == GLOBAL and not whole.fmt.has_global_scale):
+            continue
+        if part in (PACKED, SCALE):
+            shape = whole.scale_shape if part == SCALE else (experts, rows, first.shape[1])
+            stack = first.new_empty(shape)
+            for piece, own in zip(pieces, found, strict=True):
+                where = piece.scales(whole.fmt) if part == SCALE else slice(piece.start, piece.stop)
+                stack[piece.expert, where] = own  # type: ignore[assignment]
+            joined[join(name, part)] = stack
+            continue
+        table = torch.full((experts, parts), math.nan, dtype=torch.float32)
+        for piece, record, own in zip(pieces, records, found, strict=True):
+            if own is not None:
+                # A divisor is a power of two where others multiply.
+                own = own if record.config.multiplies == multiplies else 1 / own
+                table[piece.expert, piece.start * parts // rows] = own.item()
+        if part == INPUT_GLOBAL:
+            # Those of inputs in FP8 multiply everywhere.
+            is_factor = multiplies or not whole.fmt.has_global_scale
+            joined[join(name, part)] = _input_scales(name, table, is_factor)
+        else:
+            is_one = (table == table[:, :1]).all()
+            joined[join(name, part)] = table[:, 0].clone() if is_one else table
     return whole, joined
 
 
-def join_part(
-    name: str,
-    pieces: Sequence[Piece],
-    layers: Mapping[str, PackedLayer],
-    whole: PackedLayer,
-    part: str,
-    found: Sequence[Tensor | None],
-) -> Tensor | None:
-    """Return one buffer of a stack, given those of its pieces; None for one that it lacks.
-
-    whole: as `joined_record` returns it. Raises CheckpointError for several scales of one input.
-    """
-    experts, rows, _ = whole.shape
-    parts = len(pieces) // experts
-    if part in (PACKED, SCALE):
-        first = found[0]
-        assert first is not None, "open_checkpoint requires both"
-        shape = whole.scale_shape if part == SCALE else (experts, rows, first.shape[1])
-        stack = first.new_empty(shape)
-        for piece, own in zip(pieces, found, strict=True):
-            where = slice(piece.start, piece.stop)
-            where = piece.scales(whole.fmt) if part == SCALE else where
-            stack[piece.expert, where] = own  # type: ignore[assignment]
-        return stack
-    records = [layers[piece.name] for piece in pieces]
-    multiplies = any(each.config.multiplies for each in records)
-    table = torch.full((experts, parts), math.nan, dtype=torch.float32)
-    for piece, record, own in zip(pieces, records, found, strict=True):
-        if own is not None:
-            # A divisor is a power of two where others multiply.
-            own = own if record.config.multiplies == multiplies else 1 / own
-            table[piece.expert, piece.start * parts // rows] = own.item()
-    if part == INPUT_GLOBAL:
-        # Those of inputs in FP8 multiply everywhere.
-        return _input_scales(name, table, multiplies or not whole.fmt.has_global_scale)
-    if not whole.fmt.has_global_scale:
-        return None
-    return table[:, 0].clone() if (table == table[:, :1]).all() else table
-
-
-def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
+def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor:
     """Return the scales of inputs, [1] for all experts or [E], for those of parts [E, R].
 
     NaN stands for none. Raises CheckpointError for parts of an expert that differ.
     """
     missing = table.isnan()
-    if missing.all():
-        return None
     least, most = table.nan_to_num(math.inf).amin(1), table.nan_to_num(-math.inf).amax(1)
     if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():
         raise CheckpointError(

@@ -15,10 +15,12 @@ from ...errors import CheckpointError, UnreadError, as_option, as_rules, expecte
 from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import CacheLayout, Layout, register_layout
 from .compressed_tensors import group_of
-from .layer import PackedLayer, Scheme, as_globs, fused_names, is_tile
+from .layer import PackedLayer, Scheme, as_globs, fused_names
 
 # The rows and columns of a block.
 _BLOCK = [128, 128]
+
+_ELSEWHERE = "Load the folder with the library that wrote it."
 
 
 @register_layout
@@ -60,15 +62,12 @@ class FineGrainedFp8(Layout):
         """Return the scheme of all layers."""
         block = declared.get("weight_block_size", _BLOCK)
         inputs = declared.get("activation_scheme", "dynamic")
-        if (block is not None and not is_tile(block)) or inputs not in ("dynamic", "static"):
-            known = "weight_block_size of two sizes or none, and dynamic or static inputs"
-            raise UnreadError(
-                f"{name}: {expected('quantization_config', known, f'{block} and {inputs!r}')} "
-                "Load the folder with the library that wrote it."
-            )
-        fmt, is_static = self.formats[block is None], inputs == "static"
-        tile = tuple(block) if block is not None and list(block) != _BLOCK else ()
-        return Scheme(fmt, weight_only=False, static_inputs=is_static, tile=tile)
+        if block not in (None, _BLOCK, tuple(_BLOCK)) or inputs not in ("dynamic", "static"):
+            known = f"weight_block_size {_BLOCK} or none, and dynamic or static inputs"
+            found = expected("quantization_config", known, f"{block} and {inputs!r}")
+            raise UnreadError(f"{name}: {found} {_ELSEWHERE}")
+        fmt = self.formats[block is None]
+        return Scheme(fmt, weight_only=False, static_inputs=inputs == "static")
 
     def scale_shapes(self, layer: PackedLayer) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a layer may have on disk, the written one first."""
@@ -76,27 +75,19 @@ class FineGrainedFp8(Layout):
 
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
-        found = super().problem(layer)
-        if not found and layer.config.weight_only:
-            return f"{layer.fmt.key} of weights only: its readers quantize inputs"
-        return found
+        return super().problem(layer) or (layer.scheme if layer.config.weight_only else "")
 
     def require(self, layers: Mapping[str, PackedLayer]) -> None:
         """Raise CheckpointError for the first layer that this layout has no place for."""
         super().require(layers)
-        first, *others = layers
-        for name in others:
-            if layers[name].scheme != layers[first].scheme:
+        usual = next(iter(layers.values())).scheme
+        for name, layer in layers.items():
+            # Readers take what is in no list of layers for dense.
+            if layer.scheme != usual or not any(map(str.isdigit, name.split("."))):
                 raise CheckpointError(
-                    f"{name}: {self.name} has one scheme for all layers, and {first} is "
-                    f"{layers[first].scheme}, this one {layers[name].scheme}. Choose "
-                    f"{as_option('layout', 'compressed-tensors')}, which has a group for each."
-                )
-        for name in layers:
-            if not any(map(str.isdigit, name.split("."))):
-                raise CheckpointError(
-                    f"{name}: readers of {self.name} take it for dense. Skip it with "
-                    f"{as_rules(name)}, or choose {as_option('layout', 'compressed-tensors')}."
+                    f"{name}: {self.name} has one scheme, {usual}, for the linear layers in lists, "
+                    f"got {layer.scheme}. Skip it with {as_rules(name)}, or choose "
+                    f"{as_option('layout', 'compressed-tensors')}."
                 )
 
 
@@ -108,22 +99,11 @@ class DeepSeek(Layout):
     """
 
     name = "deepseek-v4"
+    is_written = False
     parts: ClassVar[Mapping[str, str]] = {PACKED: "weight", SCALE: "scale"}
     formats = ("mxfp4", "fp8_block")
     dense_keys, has_globs = ("modules_to_not_convert",), True
     dtypes: ClassVar[Mapping[str, str]] = {PACKED: "I8", SCALE: "F8_E8M0"}
-
-    def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
-        """Return the quantization_config."""
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "scale_fmt": "ue8m0",
-            "activation_scheme": "dynamic",
-            "weight_block_size": _BLOCK,
-            "expert_dtype": "fp4",
-            "modules_to_not_convert": as_globs(ignore),
-        }
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config, with `expert_dtype` of config.json, says so."""
@@ -131,55 +111,19 @@ class DeepSeek(Layout):
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme of experts, or that of all others."""
-        if _is_expert(name):
+        if ".experts." in name:
             return Scheme("mxfp4", weight_only=True, block=32)
         block = declared.get("weight_block_size") or _BLOCK
         if list(block) != _BLOCK:
-            wanted = expected("weight_block_size", str(_BLOCK), str(block))
-            raise UnreadError(f"{name}: {wanted} Load the folder with the library that wrote it.")
+            what = expected("weight_block_size", str(_BLOCK), str(block))
+            raise UnreadError(f"{name}: {what} {_ELSEWHERE}")
         return Scheme("fp8_block", weight_only=False)
 
-    def problem(self, layer: PackedLayer) -> str:
-        """Return what this layout has no place for in a layer, "" if it holds the layer."""
-        found = super().problem(layer)
-        if not found and layer.config.weight_only == layer.fmt.has_float_scale:
-            found = f"{layer.config.scheme}, only for mxfp4a16 and fp8_block"
-        return found
-
-    def encode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a buffer of a layer as it is stored."""
-        if part == PACKED:
-            return tensor.view(torch.float8_e4m3fn if layer.fmt.has_float_scale else torch.int8)
-        if not layer.fmt.has_float_scale:
-            return tensor.view(torch.float8_e8m0fnu)
-        stored = tensor.to(torch.float8_e8m0fnu)
-        if not torch.equal(stored.float(), tensor):
-            raise CheckpointError(
-                f"{self.name} has powers of two for scales in FP8, and those of this model are "
-                f"none. Choose {as_option('layout', 'compressed-tensors')}."
-            )
-        return stored
-
     def decode(self, part: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a buffer of a layer of what is stored: the inverse of `encode`."""
+        """Return a buffer of a layer of what is stored."""
         if part == SCALE and layer.fmt.has_float_scale:
             return tensor.float()
         return tensor.view(torch.uint8)
-
-    def require(self, layers: Mapping[str, PackedLayer]) -> None:
-        """Raise CheckpointError for what this layout has no place for, as other experts."""
-        super().require(layers)
-        for name, layer in layers.items():
-            if _is_expert(name) == layer.fmt.has_float_scale:
-                raise CheckpointError(
-                    f"{name}: {self.name} has no place for it in {layer.scheme}; it holds experts, "
-                    "each a linear layer, in mxfp4a16, and others in fp8_block. Skip the others by "
-                    f"{as_option('rules')}, or choose another layout."
-                )
-
-
-def _is_expert(name: str) -> bool:
-    return ".experts." in name
 
 
 # Its names for ways to quantize, and what they stand for.
@@ -228,18 +172,19 @@ class ModelOpt(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config; hf_quant_config.json says the same."""
-        algorithms = {name: _name_of(layer) for name, layer in layers.items()}
+        by_algorithm: dict[str, list[str]] = {}
+        for name, layer in layers.items():
+            by_algorithm.setdefault(_name_of(layer), []).append(name)
         groups = {}
-        for i, algorithm in enumerate(sorted(set(algorithms.values()))):
-            names = [name for name, each in algorithms.items() if each == algorithm]
+        for i, (algorithm, names) in enumerate(sorted(by_algorithm.items())):
             found, fmt = ALGORITHMS[algorithm], layers[names[0]].fmt
             args = {"dynamic": False, "num_bits": fmt.element.bits, "type": "float", **_size(found)}
             group: dict[str, Any] = {"weights": args}
             if not found.weight_only:
                 is_dynamic = not (found.static_inputs or fmt.has_global_scale)
                 group["input_activations"] = {**args, "dynamic": is_dynamic}
-            whole = len(names) == len(algorithms)
-            groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
+            targets = ["Linear"] if len(by_algorithm) == 1 else names
+            groups[f"group_{i}"] = group | {"targets": targets}
         return {
             "quant_method": self.name,
             **_declared(layers),
@@ -261,23 +206,24 @@ class ModelOpt(Layout):
         }
         return {_SIDE_FILE: {"producer": _PRODUCER, "quantization": quantization}}
 
-    def group(self, name: str, declared: Mapping[str, Any]) -> str:
-        """Return the algorithm of a layer."""
-        return str(_facts_of(name, declared).get("quant_algo") or "")
-
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
-        """Return what the algorithm of a layer stands for."""
-        found = _facts_of(name, declared)
-        block = found.get("group_size")
-        if block is None and (group := group_of(name, declared)) is not None:
-            block = (group.get("weights") or {}).get("group_size")
+        """Return what the algorithm of a layer, or of a module around it, stands for."""
+        found: Mapping[str, Any] = declared.get("quantization", declared)
+        if found.get("quant_algo") == _MIXED:
+            listed, path = found.get("quantized_layers") or {}, name
+            while path and path not in listed:
+                # All experts of a layer have one entry.
+                path = path.rpartition(".")[0]
+            found = listed.get(path, {})
         # It writes some of them in lower case.
         algorithm = ALGORITHMS.get(str(found.get("quant_algo")).upper())
         if algorithm is None:
-            raise UnreadError(
-                f"{name}: quant_algo: expected {' or '.join(ALGORITHMS)}, got "
-                f"{found.get('quant_algo')!r}. Load the folder with the library that wrote it."
-            )
+            got = repr(found.get("quant_algo"))
+            what = expected("quant_algo", " or ".join(ALGORITHMS), got)
+            raise UnreadError(f"{name}: {what} {_ELSEWHERE}")
+        block = found.get("group_size")
+        if block is None and (group := group_of(name, declared)) is not None:
+            block = (group.get("weights") or {}).get("group_size")
         # Of FP8 it says none, and that of a group is of another layer.
         return algorithm._replace(block=algorithm.block and block)
 
@@ -291,41 +237,13 @@ class ModelOpt(Layout):
 
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
-        found = super().problem(layer)
-        if found or _name_of(layer):
-            return found
-        known = [each for each in ALGORITHMS.values() if each.fmt == layer.fmt.key]
-        return f"{_words(_scheme_of(layer))}, only for {' or '.join(map(_words, known))}"
-
-
-def _scheme_of(layer: PackedLayer) -> Scheme:
-    only = bool(layer.config.weight_only)
-    return Scheme(layer.fmt.key, only, static_inputs=layer.static_inputs)
-
-
-def _words(scheme: Scheme) -> str:
-    """Return a way to quantize in words."""
-    if scheme.weight_only:
-        return f"{scheme.fmt} of weights only"
-    inputs = "one stored scale" if scheme.static_inputs else "dynamic scales"
-    return f"{scheme.fmt} with {inputs} of inputs"
-
-
-def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a config, in either of its forms, says of a layer or of a module around it."""
-    found: Mapping[str, Any] = declared.get("quantization", declared)
-    if found.get("quant_algo") != _MIXED:
-        return found
-    layers: Mapping[str, Mapping[str, Any]] = found.get("quantized_layers") or {}
-    while name and name not in layers:
-        # All experts of a layer have one entry.
-        name = name.rpartition(".")[0]
-    return layers.get(name, {})
+        return super().problem(layer) or ("" if _name_of(layer) else layer.scheme)
 
 
 def _name_of(layer: PackedLayer) -> str:
     """Return its name for how a layer is quantized, "" if it has none."""
-    own = _scheme_of(layer)
+    only, static = bool(layer.config.weight_only), layer.static_inputs
+    own = Scheme(layer.fmt.key, only, static_inputs=static)
     return next((n for n, each in ALGORITHMS.items() if each._replace(block=None) == own), "")
 
 
@@ -335,13 +253,10 @@ def _size(algorithm: Scheme) -> dict[str, int]:
 
 def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
     """Return the algorithm of all layers, or of each one where there are several."""
-    found = set(map(_name_of, layers.values()))
-    if len(found) == 1:
-        return {"quant_algo": found.pop()}
-    each = {
-        name: {"quant_algo": _name_of(layer), **_size(ALGORITHMS[_name_of(layer)])}
-        for name, layer in layers.items()
-    }
+    names = {name: _name_of(layer) for name, layer in layers.items()}
+    if len({*names.values()}) == 1:
+        return {"quant_algo": next(iter(names.values()))}
+    each = {name: {"quant_algo": own, **_size(ALGORITHMS[own])} for name, own in names.items()}
     each |= {fused: each[first] for first, fused in fused_names([*layers])}
     return {"quant_algo": _MIXED, "quantized_layers": each}
 
@@ -397,7 +312,12 @@ class Quark(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config; what differs from the first layer is named."""
-        schemes = {name: _spec_of(layer) for name, layer in layers.items()}
+        weight = {**_MXFP4, **_REST, "is_dynamic": False}
+        rest = {"output_tensors": None, "bias": None}
+        schemes: dict[str, dict[str, Any]] = {}
+        for name, layer in layers.items():
+            inputs = None if layer.config.weight_only else {**weight, "is_dynamic": True}
+            schemes[name] = {"weight": weight, "input_tensors": inputs, **rest}
         usual = next(iter(schemes.values()))
         return {
             "quant_method": self.name,
@@ -422,18 +342,17 @@ class Quark(Layout):
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return what the most particular entry says of a layer."""
-        found = _entry_of(name, declared)
+        named, by_class = declared.get(_NAMED) or {}, declared.get(_BY_CLASS) or {}
+        entries = [each for pattern, each in named.items() if fnmatchcase(name, pattern)]
+        entries += [by_class[each] for each in _LINEAR if each in by_class]
+        found = next(iter(entries), None) or declared.get(_FOR_ALL) or {}
         weight, inputs = found.get("weight"), found.get("input_tensors")
-        if not _is_mxfp4(weight) or not (inputs is None or _is_mxfp4(inputs)):
+        is_read = inputs is None or (_is_mxfp4(inputs) and inputs.get("is_dynamic", True))
+        if not _is_mxfp4(weight) or not is_read:
             raise UnreadError(
                 f"{name}: expected weights in fp4 in groups of 32 with scales in e8m0, and inputs "
-                f"alike or in floating point, got weights {weight} and inputs {inputs}. Load the "
-                "folder with the library that wrote it."
-            )
-        if inputs is not None and not inputs.get("is_dynamic", True):
-            raise UnreadError(
-                f"{name}: expected inputs whose scales are computed at each call, got static ones. "
-                "Load the folder with the library that wrote it."
+                "alike with scales of each call, or in floating point, got weights "
+                f"{weight} and inputs {inputs}. {_ELSEWHERE}"
             )
         return Scheme(self.formats[0], inputs is None, 32)
 
@@ -446,24 +365,6 @@ def is_read(declared: Mapping[str, Any]) -> bool:
     return any(_is_mxfp4((each or {}).get("weight")) for each in every)
 
 
-def _entry_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entry of a config that holds for a linear layer, {} if there is none."""
-    for pattern, found in (declared.get(_NAMED) or {}).items():
-        if fnmatchcase(name, pattern):
-            return found
-    by_class = declared.get(_BY_CLASS) or {}
-    found = next((by_class[each] for each in _LINEAR if each in by_class), None)
-    return found or declared.get(_FOR_ALL) or {}
-
-
 def _is_mxfp4(spec: Any) -> bool:
     """Return whether Quark's words for a tensor are those of mxfp4; a list has two scales."""
     return isinstance(spec, Mapping) and _MXFP4.items() <= spec.items()
-
-
-def _spec_of(layer: PackedLayer) -> dict[str, Any]:
-    def spec(is_dynamic: bool) -> dict[str, Any]:
-        return {**_MXFP4, **_REST, "is_dynamic": is_dynamic}
-
-    inputs = None if layer.config.weight_only else spec(True)
-    return {"weight": spec(False), "input_tensors": inputs, "output_tensors": None, "bias": None}

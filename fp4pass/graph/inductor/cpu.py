@@ -1,72 +1,62 @@
-"""Lower products for a CPU to C++ that Inductor compiles with the graph."""
+"""Lower products of few rows for a CPU to C++ that Inductor compiles with the graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import ops
-from ..._compat.inductor import CppCall, DenseProduct, lower_to_cpp
-from ...core.formats import Format, get_format
-from ...kernels.compute_fp8.naive import uses_fp8
-from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
-from ...kernels.cpu.operators import FEW_ROWS, TILE
+from ..._compat.inductor import CppCall, lower_to_cpp
+from ...core.formats import get_format
+from ...kernels.cpu.operators import FEW_ROWS, HEADER, serves, tables, threads_for
 from ...kernels.linear.naive import ALONE, Around
 
 # The C++ types of a dtype in Inductor's code, and in few_rows.h.
 _TYPES = {torch.float32: ("float", "float"), torch.bfloat16: ("uint16_t", "fp4pass::BFloat16")}
 
-# The parameters of both begin with pointers to the tensors that there are.
-_WEIGHT = """{{
+# The parameters are pointers to the tensors that there are.
+_SOURCE = """
+extern "C" void NAME({parameters})
+{{
     static const float values[16] = {{{values}}};
     static const float steps[256] = {{{steps}}};
     const fp4pass::Weight weight = {{
         packed, scale, {global_scale}, values, steps, {n}, {k}, {block}, {multiplies}}};
-"""
-
-_FEW_ROWS = """
     fp4pass::product<{number}>(
         reinterpret_cast<const {number}*>(x), {rows}, weight,
         {bias}, reinterpret_cast<{number}*>(y), {threads});
 }}
 """
 
-# One function serves all sizes.
-_DEQUANTIZE = """
-    fp4pass::dequantize(weight, 0, n, reinterpret_cast<{number}*>(y), int(threads));
-}}
-"""
-
 
 def lower_products() -> None:
-    """Have Inductor make C++ of products whose sizes it knows."""
+    """Have Inductor make C++ of products of few rows whose sizes it knows."""
     lower_to_cpp(ops.linear, _linear)
     lower_to_cpp(ops.linear_group, _linear_group)
 
 
-def _linear(*product: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
+def _linear(*product: Any, **options: Any) -> list[CppCall] | None:
     call = _call(*product, **options)
     return None if call is None else [call]
 
 
 def _linear_group(
     x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str, *options: Any
-) -> list[CppCall | DenseProduct] | None:
-    compute, around = (*options[:1], "input")[0], Around(*options[1:])
+) -> list[CppCall] | None:
+    if Around(*options[1:]) != ALONE:
+        return None
     columns = zip(packed, scale, global_scale, bias, strict=True)
-    calls = [_call(x, *each, fmt, compute) for each in columns] if around == ALONE else []
-    found = [call for call in calls if call is not None]
-    return found if len(found) == len(packed) else None
+    calls = [call for each in columns if (call := _call(x, *each, fmt)) is not None]
+    return calls if len(calls) == len(packed) else None
 
 
 def _call(
     x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str, compute: str = "input"
-) -> CppCall | DenseProduct | None:
+) -> CppCall | None:
     """Return the code of a product, or None for those that stay operators."""
+    # In the dtype of x, whatever `compute` says of many rows.
     record = get_format(fmt)
     if None in x.size or not serves(x.dtype, record) or (bias and bias.dtype != x.dtype):
         return None
@@ -75,63 +65,28 @@ def _call(
     fits = fits and packed.dtype == scale.dtype == torch.uint8
     if global_scale:
         fits = fits and (global_scale.dtype, global_scale.size) == (torch.float32, (1,))
-    if not fits or not rows or not k:
+    if not fits or not k or not 0 < rows <= FEW_ROWS:
         return None
     type_, number = _TYPES[x.dtype]
-    stored = _given({"packed": packed, "scale": scale, "global_scale": global_scale})
-    if rows <= FEW_ROWS:
-        # In the dtype of x, whatever `compute` says of many rows.
-        given = _given({"x": x, **stored, "bias": bias})
-        parameters = {name: _pointer(each) for name, each in given.items()}
-        parameters["y"] = f"{type_}*"
-        source = _source(HEADERS[:1], parameters, _FEW_ROWS).format(
-            **_constants(record, "global_scale" in given),
-            **{"n": n, "k": k, "rows": rows, "number": number},
-            bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
-            threads=threads_for(rows * n * k // 4),
-        )
-        inputs, size = tuple(given.values()), (*x.size[:-1], n)
-        return CppCall(source, tuple(parameters.values()), inputs, size, x.dtype)
-    if n * k > TILE or uses_fp8(compute, rows):
-        return None
-    parameters = {name: _pointer(each) for name, each in stored.items()}
-    parameters |= {"y": f"{type_}*", "n": "int64_t", "k": "int64_t", "threads": "int64_t"}
-    source = _source(HEADERS, parameters, _DEQUANTIZE).format(
-        **_constants(record, "global_scale" in stored), n="n", k="k", number=number
-    )
-    kinds, inputs = tuple(parameters.values()), tuple(stored.values())
-    dense = CppCall(source, kinds, inputs, (n, k), x.dtype, (n, k, threads_for(n * k)))
-    return DenseProduct(x, dense, bias)
-
-
-def _given(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in tensors.items() if each is not None}
-
-
-def _pointer(tensor: Any) -> str:
-    return f"const {'uint8_t' if tensor.dtype == torch.uint8 else _TYPES[tensor.dtype][0]}*"
-
-
-def _source(headers: Sequence[Path], parameters: dict[str, str], body: str) -> str:
-    """Return what is to be formatted: headers, then a function with a weight and this body."""
-    names = {path.name for path in headers}
-    lines = (line for path in headers for line in path.read_text().splitlines())
-    header = "\n".join(line for line in lines if line.removeprefix("#include ")[1:-1] not in names)
-    listed = ", ".join(f"{kind} {name}" for name, kind in parameters.items())
-    header = header.replace("{", "{{").replace("}", "}}")
-    return f'{header}\nextern "C" void NAME({listed})\n{_WEIGHT}{body}'
-
-
-def _constants(fmt: Format, has_number: bool) -> dict[str, Any]:
-    """Return what stands for a format in C++."""
-    values, steps, *_ = tables(fmt)
-    return {
-        "values": _numbers(values),
-        "steps": _numbers(steps),
-        "block": fmt.block,
-        "multiplies": str(fmt.multiplies).lower(),
-        "global_scale": "global_scale" if has_number else "nullptr",
+    tensors = {"x": x, "packed": packed, "scale": scale, "global_scale": global_scale, "bias": bias}
+    given = {name: each for name, each in tensors.items() if each is not None}
+    kinds = {
+        name: f"const {'uint8_t' if each.dtype == torch.uint8 else _TYPES[each.dtype][0]}*"
+        for name, each in given.items()
     }
+    kinds["y"] = f"{type_}*"
+    values, steps, *_ = tables(record)
+    source = _SOURCE.format(
+        parameters=", ".join(f"{kind} {name}" for name, kind in kinds.items()),
+        **{"values": _numbers(values), "steps": _numbers(steps), "block": record.block},
+        multiplies=str(record.multiplies).lower(),
+        global_scale="global_scale" if "global_scale" in given else "nullptr",
+        **{"n": n, "k": k, "rows": rows, "number": number},
+        bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
+        threads=threads_for(rows * n * k // 4),
+    )
+    source, inputs = HEADER.read_text() + source, tuple(given.values())
+    return CppCall(source, tuple(kinds.values()), inputs, (*x.size[:-1], n), x.dtype)
 
 
 def _numbers(table: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +13,10 @@ from pathlib import Path
 from torch import fx
 
 from ..._compat import torch as compat
-from ...errors import unknown_name
-from .argmax import split_argmax
-from .attention import fuse_attention
+from .attention import fuse_attention, fuse_rotary
 from .fusions import fuse_quantizers
-from .gates import fuse_experts, fuse_gates
-from .merge import group_linears, join_counters, share_calls, share_observers
-from .residuals import fuse_norms, fuse_residuals
-from .rotary import fuse_rotary
-from .rounding import round_rows
+from .merge import group_linears, join_counters, share_calls, share_observers, split_argmax
+from .products import fuse_experts, fuse_gates, fuse_norms, fuse_residuals, round_rows
 
 # The passes on every graph with operators of fp4pass, in their order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -41,9 +35,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     join_counters,
 )
 
-# The environment variable with the names of passes that do not run, separated by commas.
-SWITCH = "FP4PASS_SKIP_PASSES"
-
 # Every file that decides what a pass does, or the code of a graph.
 SOURCES = (
     *sorted(Path(__file__).parent.glob("*.py")),
@@ -60,44 +51,31 @@ def install_passes() -> None:
 
     `convert` and `load` do this. Call it for a converted model that arrives in another way, such as
     by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
-    nothing. A torch whose Inductor runs passes in another way gets none, and a logged warning.
+    nothing.
     """
-    active_passes()
     compat.chain_post_grad_pass(run_passes, cache_key)
 
 
 def run_passes(graph: fx.Graph) -> None:
     """Run all passes on a graph with operators of fp4pass, and record their changes."""
     before = count_calls(graph)
-    if not before or not compat.passes_are_run.works():
+    if not before:
         return
     # Late, for most processes compile nothing.
     from ..._compat.inductor import call_by_name
     from .cpu import lower_products
 
     lower_products()
-    changes = {each.__name__: each(graph) for each in active_passes()}
+    changes = {each.__name__: each(graph) for each in PASSES}
     called = (compat.operator_of(node) for node in graph.nodes)
     call_by_name(each for each in called if each is not None and each.namespace == "fp4pass")
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])
 
 
-def active_passes() -> list[Callable[[fx.Graph], int]]:
-    """Return the passes but those that FP4PASS_SKIP_PASSES names.
-
-    Raises OptionError if it names another one.
-    """
-    known = {each.__name__: each for each in PASSES}
-    skipped = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
-    for name in skipped - known.keys():
-        raise unknown_name(f"{SWITCH}: pass", name, known)
-    return [each for name, each in known.items() if name not in skipped]
-
-
 def cache_key() -> tuple[str, ...]:
     """Return what stands for the passes in the key of Inductor's cache: their names and source."""
-    return (*(each.__name__ for each in active_passes()), _digest(SOURCES))
+    return (*(each.__name__ for each in PASSES), _digest(SOURCES))
 
 
 @functools.cache

@@ -29,6 +29,7 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 _PLAIN: dict[Any, tuple[dict[str, Any], ...]] = {
     aten.var_mean.correction: ({"correction": 0, "keepdim": True},),
     aten.sum.dim_IntList: ({}, {"dtype": torch.float32}),
+    aten.clone.default: ({}, {"memory_format": torch.contiguous_format}),
 }
 
 # The values of a pattern's variables, by their names.
@@ -89,8 +90,8 @@ def add(a: Any, b: Any) -> Call:
 def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
     """Yield what the variables of a pattern stand for, for every way in which a value matches.
 
-    A plain value in a pattern must be equal. Nodes have a fake tensor in `meta["val"]`; `bound` has
-    the values of variables that are known.
+    A plain value in a pattern must be equal, a list in each of its places. Nodes have a fake tensor
+    in `meta["val"]`; `bound` has the values of variables that are known.
     """
     bound = {} if bound is None else bound
     if isinstance(pattern, Var):
@@ -105,6 +106,9 @@ def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Boun
         yield from _match_cast(pattern, value, bound)
     elif isinstance(pattern, Call):
         yield from _match_call(pattern, value, bound)
+    elif isinstance(pattern, list):
+        if isinstance(value, list | tuple) and len(value) == len(pattern):
+            yield from _match_all(pattern, value, bound)
     elif not isinstance(value, fx.Node) and value == pattern:
         yield bound
 
@@ -134,7 +138,7 @@ def replace(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
 def insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
     """Insert a call, with the tensors that it gives; the rest of its meta is another node's."""
     node = graph.call_function(target, arguments)
-    values = (each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments)
+    values: Any = fx.map_arg(arguments, lambda node: node.meta["val"])
     node.meta = meta_of(like, val=target(*values))
     return node
 
@@ -183,7 +187,12 @@ def _match_call(pattern: Call, value: Any, bound: Bound) -> Iterator[Bound]:
     if value.target in COMMUTATIVE:
         orders.append(value.args[::-1])
     for args in orders:
-        found = [bound]
-        for each, arg in zip(pattern.args, args, strict=True):
-            found = [more for so_far in found for more in match(each, arg, so_far)]
-        yield from found
+        yield from _match_all(pattern.args, args, bound)
+
+
+def _match_all(patterns: Sequence[Any], values: Sequence[Any], bound: Bound) -> list[Bound]:
+    """Match each of some values by its pattern, with one meaning of all variables."""
+    found = [bound]
+    for pattern, value in zip(patterns, values, strict=True):
+        found = [more for so_far in found for more in match(pattern, value, so_far)]
+    return found

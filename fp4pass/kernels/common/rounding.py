@@ -45,7 +45,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
+def thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the quotients above which the next of `values` is nearer, ties to the even index."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     exact = torch.tensor(middles, dtype=torch.float64)
@@ -90,7 +90,7 @@ def round_to_codes_(y: Tensor, element: Element) -> Tensor:
     sign = (y.view(torch.int32) >> 31).to(torch.uint8) & 1 << (element.bits - 1)
     y.abs_().clamp_(max=element.max)
     if element.minifloat is None:
-        index = torch.bucketize(y, _thresholds(element.magnitudes, y.device), out_int32=True)
+        index = torch.bucketize(y, thresholds(element.magnitudes, y.device), out_int32=True)
     else:
         index = _round_to_index_(y, *element.minifloat)
     return sign.bitwise_or_(index.to(torch.uint8))
@@ -104,7 +104,7 @@ def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
         return _round_to_index_(
             value.clamp(max=scale.max), scale.mantissa_bits, 1 - scale.bias
         ).long()
-    return torch.bucketize(value, _thresholds((0.0, *scale.values), value.device))
+    return torch.bucketize(value, thresholds((0.0, *scale.values), value.device))
 
 
 def naive_scale(

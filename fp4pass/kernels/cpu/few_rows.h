@@ -3,7 +3,6 @@
 #ifndef FP4PASS_FEW_ROWS
 #define FP4PASS_FEW_ROWS
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -29,30 +28,27 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+template <typename To, typename From>
+inline To load(const From* from) {
+  To found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(BFloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-template <typename T>
-T from_float(float x);
-
-template <>
-inline float from_float<float>(float x) {
-  return x;
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  return load<float>(&bits);
 }
 
 // To nearest, ties to even.
-template <>
-inline BFloat16 from_float<BFloat16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  return {uint16_t(is_nan ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+inline void store(float* to, float x) { *to = x; }
+
+inline void store(BFloat16* to, float x) {
+  const uint32_t bits = load<uint32_t>(&x);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  to->bits = uint16_t(is_nan ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -63,12 +59,6 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #else
   return a * b + c;
 #endif
-}
-
-inline Floats load(const float* from) {
-  Floats found;
-  std::memcpy(&found, from, sizeof found);
-  return found;
 }
 
 // The numbers of a table at each index, of which the lowest bits count.
@@ -87,8 +77,10 @@ inline Floats pick(Floats table, Words index) {
 // The values of the codes in the low 4 bits of each word. Those with the sign bit are the negatives
 // of those without.
 inline Floats decode(const float* values, Words words) {
-  if (kLanes == 16) return pick(load(values), words);
-  if (kLanes == 8) return (Floats)((Words)pick(load(values), words) ^ (words & 8) << 28);
+  if (kLanes >= 8) {
+    const Floats found = pick(load<Floats>(values), words);
+    return kLanes == 16 ? found : (Floats)((Words)found ^ (words & 8) << 28);
+  }
   Floats found;
   for (int i = 0; i < kLanes; i++) found[i] = values[words[i] & 15];
   return found;
@@ -113,6 +105,10 @@ struct Weight {
   const float* steps;   // [256]
   int64_t n, k, block;
   bool multiplies;
+
+  float times_global(float x) const {
+    return !global_scale ? x : multiplies ? x * *global_scale : x / *global_scale;
+  }
 };
 
 // Rows [first, last) of the weight times M rows of x. Of x, number 8 * w + p of row m is lane
@@ -142,26 +138,20 @@ void product_of_rows(
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) sum[m] = multiply_add(value, numbers[p * M + m], sum[m]);
       }
-      const Floats step = pick(load(steps.get() + g * scales), of_word);
+      const Floats step = pick(load<Floats>(steps.get() + g * scales), of_word);
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) total[m] = multiply_add(sum[m], step, total[m]);
     };
-    for (int64_t g = 0; g < whole; g++) {
-      Words word;
-      std::memcpy(&word, codes + g * sizeof word, sizeof word);
-      add(word, g);
-    }
+    for (int64_t g = 0; g < whole; g++) add(load<Words>(codes + g * sizeof(Words)), g);
     if (whole * kLanes < words) {
       Words word = {};
       std::memcpy(&word, codes + whole * sizeof word, (words - whole * kLanes) * 4);
       add(word, whole);
     }
     for (int m = 0; m < M; m++) {
-      float found = sum_of(total[m]);
-      if (weight.global_scale)
-        found = weight.multiplies ? found * *weight.global_scale : found / *weight.global_scale;
+      float found = weight.times_global(sum_of(total[m]));
       if (bias) found += to_float(bias[n]);
-      y[m * weight.n + n] = from_float<T>(found);
+      store(y + m * weight.n + n, found);
     }
   }
 }

@@ -1,20 +1,31 @@
-"""Call the C++: dequantize, quantize, and multiply few rows by codes, more by dense tiles."""
+"""Compile the C++, and call it: dequantize, quantize, and multiply few rows by codes."""
 
 from __future__ import annotations
 
+import ctypes
+import getpass
+import hashlib
+import logging
 import math
+import os
+import platform
+import tempfile
 from collections.abc import Callable
-from ctypes import byref
-from functools import lru_cache, partial
+from ctypes import POINTER, byref, c_bool, c_float, c_int, c_int64, c_void_p
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..._compat.torch import build_library
+from ...core.elements import element_table, scale_table
 from ...core.formats import Format
 from ...core.packing import PackedWeight, empty_blocks
-from ..common.rounding import global_multiplier
+from ...errors import BuildError
+from ..common.rounding import global_multiplier, thresholds
 from ..compute_fp8.naive import uses_fp8
 from ..dequantize.naive import dequantize_ref
 from ..experts.naive import experts_quantize_ref
@@ -26,7 +37,132 @@ from ..linear.naive import (
 )
 from ..quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 from ..rotate.naive import rotate_quantize_ref
-from .library import Grid, Rounding, function, is_stored, tables, threads_for, weight_at
+
+_log = logging.getLogger(__name__)
+
+# What Inductor pastes, and what eager PyTorch compiles, which includes that.
+HEADER, SOURCE = (Path(__file__).with_name(name) for name in ("few_rows.h", "kernels.cpp"))
+
+# The dtypes that the functions are compiled for, by the end of their names.
+DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+# Numbers that a thread should have to work on, so that starting it pays.
+_SHARE = 1 << 15
+
+
+class Weight(ctypes.Structure):
+    """A packed weight, as few_rows.h has it."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "scale", "global_scale", "values", "steps")),
+        *((name, c_int64) for name in ("n", "k", "block")),
+        ("multiplies", c_bool),
+    ]
+
+
+class Rounding(ctypes.Structure):
+    """Rules by which a block of activations is rounded, as kernels.cpp has them."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("middles", "limits", "below", "steps")),
+        ("nan", c_int),
+        *((name, c_float) for name in ("global_scale", "full")),
+        ("has_zero", c_bool),
+    ]
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "product": (c_void_p, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int),
+    "quantize": (c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(Rounding), c_int),
+    "dequantize": (POINTER(Weight), c_int64, c_int64, c_void_p, c_int),
+}
+
+
+@lru_cache(maxsize=1)
+def load() -> tuple[dict[tuple[str, torch.dtype], Any], str | None]:
+    """Return the functions by name and dtype, and the reason if there are none.
+
+    The first call on a machine compiles them in two seconds.
+    """
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (BuildError, OSError) as error:
+        reason = str(error)
+        _log.warning("Packed weights are multiplied in plain PyTorch on this CPU: %s", reason)
+        return {}, reason
+    found = {}
+    for name, arguments in _ARGUMENTS.items():
+        for dtype, ending in DTYPES.items():
+            function = getattr(library, f"{name}_{ending}")
+            function.argtypes, function.restype = arguments, None
+            found[name, dtype] = function
+    return found, None
+
+
+def _built() -> Path:
+    """Return the compiled library: that of an earlier process, if one made it."""
+    cpu = torch.cpu.get_capabilities()
+    parts = [torch.__version__, platform.platform(), str(sorted(cpu.items()))]
+    parts += [path.read_text() for path in (HEADER, SOURCE)]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    library = cache_folder() / f"{name}.so"
+    if not library.exists():
+        _log.info("Compiling the CPU kernels to %s.", library)
+        build_library(SOURCE, library)
+    return library
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries, beside what torch.compile keeps."""
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if cache is None:
+        # Inductor's own default; asking Inductor imports it, which takes a second.
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return Path(cache).absolute() / "fp4pass"
+
+
+def serves(dtype: torch.dtype, fmt: Format) -> bool:
+    """Return whether the functions know a dtype of numbers and a format."""
+    return dtype in DTYPES and fmt.element.bits == 4 and fmt.block in (16, 32)
+
+
+def function(name: str, dtype: torch.dtype, fmt: Format) -> Any:
+    """Return a function for tensors of a dtype and a format, or None where there is none."""
+    return load()[0].get((name, dtype)) if serves(dtype, fmt) else None
+
+
+def is_stored(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> bool:
+    """Return whether a tensor is in memory as the functions read it."""
+    return tensor.is_cpu and tensor.dtype == dtype and tensor.shape == shape
+
+
+# For good: what has their places may be kept longer than they are.
+@cache
+def tables(fmt: Format) -> tuple[Tensor, Tensor, int, int]:
+    """Return the values of a format's codes and of its scales, and where they are."""
+    cpu = torch.device("cpu")
+    values, steps = element_table(fmt.element, cpu), scale_table(fmt.scale, cpu)
+    return values, steps, values.data_ptr(), steps.data_ptr()
+
+
+def weight_at(
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, n: int, k: int, fmt: Format
+) -> Any:
+    """Return what the functions take of a weight [n, k] whose tensors are contiguous."""
+    number = None if global_scale is None else global_scale.data_ptr()
+    return _weight(packed.data_ptr(), scale.data_ptr(), number, n, k, fmt)
+
+
+# Making one takes longer than asking for it; there is one for each layer.
+@lru_cache(maxsize=1024)
+def _weight(packed: int, scale: int, number: int | None, n: int, k: int, fmt: Format) -> Any:
+    _, _, values, steps = tables(fmt)
+    return byref(Weight(packed, scale, number, values, steps, n, k, fmt.block, fmt.multiplies))
+
+
+def threads_for(numbers: int) -> int:
+    """Return how many threads to start for so many numbers."""
+    return max(1, min(torch.get_num_threads(), numbers // _SHARE))
 
 
 def dequantize_cpu(
@@ -47,21 +183,28 @@ def dequantize_cpu(
     return dense
 
 
-@lru_cache(maxsize=64)
-def _rounding(fmt: Format) -> Rounding | None:
-    """Return how blocks are rounded, but for the global scale; None if it is not known there."""
-    element, scale = fmt.element, fmt.scale
-    if element.minifloat is None or (scale.mantissa_bits and not scale.subnormal):
-        return None
-    return Rounding(
-        element=Grid(*element.minifloat, element.max),
-        scale=Grid(scale.mantissa_bits, 1 - scale.bias, scale.max),
-        last=scale.last,
-        nan=scale.nan,
-        carry=element.carry,
-        shift=127 - scale.bias + math.frexp(element.max)[1] - 1,
-        steps=tables(fmt)[-1],
-        full=element.max,
+@cache
+def _limits(fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers above which a code, and a scale, is the next (`quantize_ref`)."""
+    element, scale, cpu = fmt.element, fmt.scale, torch.device("cpu")
+    if scale.mantissa_bits:
+        limits = thresholds((0.0, *scale.values), cpu)
+    else:
+        # The scale of amax has the exponent of its bits + carry.
+        exponents = torch.arange(1, scale.last + 1, device=cpu) + math.frexp(element.max)[1]
+        bits = ((exponents + 126 - scale.bias) << 23) - element.carry - 1
+        limits = bits.clamp_(0, 0x7F800000).int().view(torch.float32)
+    floats = (torch.arange(2048, dtype=torch.int32, device=cpu) << 20).view(torch.float32)
+    below = torch.bucketize(floats.nan_to_num(), limits).to(torch.uint8)
+    middles = F.pad(thresholds(element.magnitudes, cpu), (0, 9))
+    return middles, F.pad(limits, (0, 1), value=math.inf), below
+
+
+@lru_cache(maxsize=1024)
+def _rounding(fmt: Format, factor: float, full: float) -> Any:
+    places = [each.data_ptr() for each in _limits(fmt)]
+    return byref(
+        Rounding(*places, tables(fmt)[-1], fmt.scale.nan, factor, full, fmt.scale.mantissa_bits > 0)
     )
 
 
@@ -70,21 +213,16 @@ def quantize_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Return packed codes and scale bits of activations x [..., K], as `quantize_ref`."""
     call = function("quantize", x.dtype, fmt)
-    rounding = None if call is None else _rounding(fmt)
-    if call is None or rounding is None or scale_method != "naive":
+    if call is None or scale_method != "naive":
         return quantize_ref(x, global_scale, fmt, scale_method)
-    if global_scale is not None:
-        # As the reference has it in float32.
-        factor = global_multiplier(global_scale, fmt)
-        full = fmt.element.max * factor
-        rounding = Rounding.from_buffer_copy(rounding)
-        rounding.has_global_scale = True
-        rounding.global_scale, rounding.full = float(factor), float(full)
+    # As the reference has it in float32.
+    factor = 1.0 if global_scale is None else global_multiplier(global_scale, fmt)
+    has_zero = fmt.scale.mantissa_bits > 0
+    rounding = _rounding(fmt, float(factor), float(fmt.element.max * factor) if has_zero else 1.0)
     x = x.contiguous()
     packed, scale = empty_blocks(x, fmt)
-    blocks, threads = scale.numel(), threads_for(x.numel())
     pointers = (each.data_ptr() for each in (x, packed, scale))
-    call(*pointers, blocks, fmt.block, byref(rounding), threads)
+    call(*pointers, scale.numel(), fmt.block, rounding, threads_for(x.numel()))
     return packed, scale
 
 

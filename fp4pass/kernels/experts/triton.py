@@ -1,4 +1,7 @@
-"""Multiply a mixture's experts on a GPU, or compute all of it, decoded in the kernels."""
+"""Multiply a mixture's experts on a GPU, or compute all of it, decoded in the kernels.
+
+Pairs of tokens and experts are sorted by expert first, last in this file (docs/kernels.md).
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,20 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight, empty_rows
-from ..common.tiles import (
-    DTYPES,
-    LAUNCH,
-    as_words,
-    cdiv,
-    global_multiplier,
-    load_block,
-    overlapping,
-    power,
-    rounded,
-    wait,
-)
+from ..common import tiles as common
 from ..dequantize.triton import packed_words
-from ..linear.decode_triton import InputRows, arranged, offset, small_scales
-from ..linear.matmul_triton import padded_columns
+from ..linear.decode_triton import (
+    LARGE,
+    InputRows,
+    arrange_words,
+    arranged,
+    offset,
+    small_scales,
+)
+from ..linear.matmul_triton import few_rows_sums, finish, halves, padded_columns, rows_sums
 from ..linear.tiling import Tiles, shared_memory_of
 from ..quantize.tiles import load_global_scale, quantize_block, store_block, word_count
-from .matmul_triton import (
-    exact_few_rows_sums,
-    experts_kernel,
-    pairs_kernel,
-    route,
-    route_and_arrange,
-)
+from ..quantize.triton import activate
 from .naive import Gate, experts_linear_quantized_ref, experts_linear_ref, experts_mixture_ref
 
 # Offsets in x and in results are 32 bits.
@@ -59,7 +52,7 @@ def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> 
     """Return the tiles of so many rows times weights [experts, n, K]; of one row: each alone."""
     # terms, shared_memory: as the config of linear layers takes them.
     if 2 * pairs <= experts or pairs <= 8:
-        programs = pairs * cdiv(n, 16)
+        programs = pairs * common.cdiv(n, 16)
         words, warps = (32, 2) if programs <= 768 else (16, 2) if programs <= 2048 else (32, 1)
         return ExpertTiles(1, 16, words, warps, 3, warps_share=True)
     mean = pairs / experts
@@ -154,7 +147,7 @@ def multiply(
     if not tiles.warps_share or x.dtype != torch.bfloat16:
         numbers = arranged(x, rows, k, group_of(tiles), fmt, True)
     ids = ids.contiguous()
-    routing = None if tiles.m == 1 else route(ids, experts, tiles.m)
+    routing = None if tiles.m == 1 else route(ids, experts, tiles.m)[0]
     numbers = numbers.view(torch.bfloat16)
     launch(numbers, x.global_scale, weight, out, ids, routing, shared, x.terms, fmt, tiles)
 
@@ -181,12 +174,12 @@ def launch(
     """Fill `out` with products, or with the gates of products, sorted in groups of words."""
     (tokens, fan), (experts, n, words) = ids.shape, weight.packed.shape
     stored = weight._replace(packed=packed_words(weight.packed), scale=weight.scale.contiguous())
-    columns = cdiv(n if gate is None else 2 * out.shape[-1], tiles.n)
+    columns = common.cdiv(n if gate is None else 2 * out.shape[-1], tiles.n)
     sizes = (tokens if shared else tokens * fan, experts, n)
     options = dict(
         FAN=fan if shared else 1, K=2 * words, FMT=fmt, TERMS=terms, TILES=tiles, GATE=gate,
-        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
-        **overlapping(out.device, tiles.releases),
+        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages, **common.LAUNCH,
+        **common.overlapping(out.device, tiles.releases),
     )  # fmt: skip
     if routing is None:
         grid = (tokens * fan, columns)
@@ -254,13 +247,11 @@ def mix(
     few = one.m == 1
     group = group_of(two)
     inner = padded_columns(2 * down_weight.packed.shape[2], group)
-    rows, routing = as_words(x).view(torch.bfloat16).view(x.shape), None
+    rows, routing = common.as_words(x).view(torch.bfloat16).view(x.shape), None
     if not few:
-        cut = (ids, experts, one.m)
-        if one.warps_share:
-            routing = route(*cut)
-        else:
-            routing, rows = route_and_arrange(*cut, rows, group_of(one), fmt)
+        sorting = () if one.warps_share else (rows, group_of(one), fmt)
+        routing, found = route(ids, experts, one.m, *sorting)
+        rows = rows if found is None else found
     # Products of numbers have no global scale of x.
     h = x.new_empty((tokens * fan, inner))
     launch(rows, None, weight, h, ids, routing, True, 1, fmt, one, gate, group)
@@ -269,9 +260,9 @@ def mix(
         return
     y = x.new_empty((tokens * fan, out.shape[1]))
     launch(h, None, down_weight, y, ids, routing, False, 1, fmt, two)
-    sum_pairs_kernel[(tokens, cdiv(out.shape[1], _BLOCK))](
+    sum_pairs_kernel[(tokens, common.cdiv(out.shape[1], _BLOCK))](
         y, weights, out, out.shape[1], FAN=fan, BLOCK=_BLOCK,
-        **LAUNCH, **overlapping(out.device, False),
+        **common.LAUNCH, **common.overlapping(out.device, False),
     )  # fmt: skip
 
 
@@ -284,10 +275,10 @@ def sum_products(
     step = warps * _WORDS * (16 + 5 * _ROWS)
     stages = 3 if 3 * step <= shared_memory_of(h.device) else 2
     stored = weight._replace(packed=packed_words(weight.packed), scale=weight.scale.contiguous())
-    summed_pairs_kernel[(tokens, cdiv(n, _ROWS))](
+    summed_pairs_kernel[(tokens, common.cdiv(n, _ROWS))](
         h, stored, out, ids, weights, tokens * fan, experts, n, FAN=fan, K=2 * words, FMT=fmt,
         TILES=Tiles(8, _ROWS, _WORDS, warps, stages), num_warps=warps, num_stages=stages,
-        **LAUNCH, **overlapping(out.device, False),
+        **common.LAUNCH, **common.overlapping(out.device, False),
     )  # fmt: skip
 
 
@@ -298,7 +289,7 @@ def summed_pairs_kernel(
 ):  # fmt: skip
     """Add the products of some columns of all pairs of a token, times their weights."""
     # A warp takes a pair.
-    wait(OVERLAP, RELEASES)
+    common.wait(OVERLAP, RELEASES)
     token = tl.program_id(0)
     warp = tl.arange(0, TILES.warps)
     pair = token * FAN + warp
@@ -311,16 +302,16 @@ def summed_pairs_kernel(
         x, weight.packed, weight.scale, row, pair[:, None, None], live[:, None, None], M,
         K, FMT, 1, 1, TILES.m, TILES, 1,
     )  # fmt: skip
-    y = acc * power(-offset(FMT))
+    y = acc * common.power(-offset(FMT))
     if weight.global_scale is not None:
-        y *= global_multiplier(weight.global_scale + expert, FMT)[:, None, None]
+        y *= common.global_multiplier(weight.global_scale + expert, FMT)[:, None, None]
     if weight.bias is not None:
         y += tl.load(weight.bias + row, mask=(n < N)[None, :, None], other=0.0).to(tl.float32)
     factor = tl.load(weights + pair, mask=live, other=0.0).to(tl.float32)
     y = tl.where(live[:, None, None], y * factor[:, None, None], 0.0)
     m = tl.arange(0, TILES.m)
     at = out + token.to(tl.int64) * N + n[:, None] + 0 * m[None, :]
-    total = rounded(tl.sum(y, axis=0), out.dtype.element_ty)
+    total = common.rounded(tl.sum(y, axis=0), out.dtype.element_ty)
     tl.store(at, total, mask=(n < N)[:, None] & (m < 1)[None, :])
 
 
@@ -330,7 +321,7 @@ def sum_pairs_kernel(
     RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Add the rows of the pairs of a token, times their weights, in their order."""
-    wait(OVERLAP, RELEASES)
+    common.wait(OVERLAP, RELEASES)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -338,7 +329,7 @@ def sum_pairs_kernel(
         pair = token * FAN + i
         term = tl.load(y + pair * N + n, mask=n < N, other=0.0).to(tl.float32)
         total += term * tl.load(weights + pair).to(tl.float32)
-    tl.store(out + token * N + n, rounded(total, out.dtype.element_ty), mask=n < N)
+    tl.store(out + token * N + n, common.rounded(total, out.dtype.element_ty), mask=n < N)
 
 
 _LANES, _WARPS = 64, 2
@@ -351,11 +342,11 @@ def experts_quantize_triton(
     packed, scale = empty_rows(x, ids.shape, fmt)
     if scale.numel():
         blocks = scale.shape[-1]
-        _experts_quantize_kernel[(ids.numel(), cdiv(blocks, _LANES))](
-            as_words(x), ids.contiguous(), global_scale, packed.view(torch.int64), scale, blocks,
-            len(global_scale), FAN=ids.shape[1] if x.ndim == 2 else 1,
-            DTYPE=DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
-            LANES=_LANES, num_warps=_WARPS, **LAUNCH,
+        _experts_quantize_kernel[(ids.numel(), common.cdiv(blocks, _LANES))](
+            common.as_words(x), ids.contiguous(), global_scale, packed.view(torch.int64), scale,
+            blocks, len(global_scale), FAN=ids.shape[1] if x.ndim == 2 else 1,
+            DTYPE=common.DTYPES.get(x.dtype, tl.float32), FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, num_warps=_WARPS, **common.LAUNCH,
         )  # fmt: skip
     return packed, scale
 
@@ -374,7 +365,333 @@ def _experts_quantize_kernel(
     mask = at < blocks
     block = (pair // FAN) * blocks + at
     read = tl.where(live, at, blocks) < blocks
-    tile = load_block(words, block, read, word_count(FMT.block, DTYPE))
+    tile = common.load_block(words, block, read, word_count(FMT.block, DTYPE))
     byte, codes = quantize_block(tile, global_scale, DTYPE, FMT, SEARCHES)
     codes = [tl.where(live, each, 0) for each in codes]
     store_block(packed, scale, pair * blocks + at, mask, tl.where(live, byte, 0), codes)
+
+
+# Sums are decoded faster where the scales of a tile allow it, which is checked with them.
+
+
+@triton.jit
+def exact_few_rows_sums(
+    x, words, scales, row, x_row, live_rows, M, K: tl.constexpr, FMT: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
+    SHARE: tl.constexpr,
+):  # fmt: skip
+    """Return `few_rows_sums` over K, whose lanes own blocks."""
+    SMALL: tl.constexpr = small_scales(FMT)
+    RUN: tl.constexpr = FMT.block // 8
+    acc, seen = few_rows_sums(
+        x, words, scales, row, x_row, live_rows, M, 0,
+        K, FMT, TERMS, ROWS, BM, TILES, RUN, SHARE, SMALL,
+    )  # fmt: skip
+    if SMALL:
+        most = tl.max(seen.to(tl.int32))
+        if most >= LARGE:
+            zero = unknown_zero(most)
+            acc, _ = few_rows_sums(
+                x + zero, words + zero, scales + zero, row, x_row, live_rows, M, 0,
+                K, FMT, TERMS, ROWS, BM, TILES, RUN, SHARE, False, 1,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def exact_rows_sums(
+    x, words, scales, row, x_row, live_rows, M, K: tl.constexpr, FMT: tl.constexpr,
+    TERMS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """Return `rows_sums` over K, decoded faster only if SMALL."""
+    acc, seen = rows_sums(
+        x, words, scales, row, x_row, live_rows, M, 0, K, FMT, TERMS, BM, TILES, SMALL,
+    )  # fmt: skip
+    if SMALL:
+        most = tl.max(seen.to(tl.int32))
+        if most >= LARGE:
+            zero = unknown_zero(most)
+            acc, _ = rows_sums(
+                x + zero, words + zero, scales + zero, row, x_row, live_rows, M, 0,
+                K, FMT, TERMS, BM, TILES, False, 1,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def unknown_zero(most):
+    """Return 0, of which the compiler knows only that it is a multiple of 16."""
+    # Else what both loops compute would be kept in registers through the first one.
+    if common.PTX:
+        zero = tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, 31;", "=r,r", [most], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        zero = most >> 31
+    return tl.multiple_of(zero, 16)
+
+
+@triton.jit
+def finish_of(y, x_global_scale, weight, expert, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the float32 result for sums y [BN, BM] of the weights n of an expert (int64)."""
+    global_scale = None if weight.global_scale is None else weight.global_scale + expert
+    bias = None if weight.bias is None else weight.bias + expert * N
+    return finish(y, x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+
+
+@triton.jit
+def gated(y, BN: tl.constexpr, BM: tl.constexpr, GATE: tl.constexpr):
+    """Return the gate [BN / 2, BM] of float32 sums, in eights of gates and of their factors."""
+    gate, up = halves(y, BN, BM)
+    if GATE.limit is not None:
+        gate = tl.minimum(gate, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+    ACTIVATION: tl.constexpr = GATE.activation
+    active = activate((gate * GATE.slope,), ACTIVATION, tl.float32)[0]
+    return active * (1.0 / GATE.slope) * (up + GATE.shift)
+
+
+@triton.jit
+def tile_weights(tile, N, BN: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the weights [BN] of a tile, of an expert that has N; N for those that are not."""
+    i = tl.arange(0, BN)
+    if GATE is None:
+        n = tile * BN + i
+    else:
+        # Eight of gates and the eight of their factors are of one thread. Results follow the codes
+        # of the next product (`arranged`) in groups of words.
+        span: tl.constexpr = 8 * GROUP
+        place = tile * (BN // 2) + i // 16 * 8 + i % 8
+        column = place // span * span + place % GROUP * 8 + place % span // GROUP
+        half = i // 8 % 2
+        n = 2 * column + half if GATE.interleaved else column + half * (N // 2)
+        n = tl.where(2 * column < N, n, N)
+    return n
+
+
+@triton.jit
+def store_tile(
+    y, out, pair, live, tile, n, N, BN: tl.constexpr, BM: tl.constexpr, GATE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store float32 results [BN, BM] of the weights n of a tile, for the `live` of pairs [BM]."""
+    if GATE is None:
+        columns = N
+        place = n
+    else:
+        span: tl.constexpr = 8 * GROUP
+        columns = (N // 2 + span - 1) // span * span
+        place = tile * (BN // 2) + tl.arange(0, BN // 2)
+        y = gated(tl.where((n < N)[:, None], y, 0.0), BN, BM, GATE)
+    at = (pair * columns)[None, :] + place[:, None]
+    inside = (place < columns)[:, None] & live[None, :]
+    tl.store(out + at, common.rounded(y, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "E"])
+def pairs_kernel(
+    x, x_global_scale, weight, out, ids, M, E, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply the row of one pair, FAN of which share one, and weights of its expert."""
+    # M: rows of x. Tensor cores get a row BM times.
+    BN: tl.constexpr = TILES.n
+    common.wait(OVERLAP, RELEASES)
+    pair = tl.program_id(0)
+    expert = tl.load(ids + pair)
+    tile = tl.program_id(1)
+    n = tile_weights(tile, N, BN, GATE, GROUP)
+    m = tl.arange(0, BM)
+    pairs = pair.to(tl.int64) + 0 * m
+    if (expert < 0) | (expert >= E):
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
+        return
+    row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
+    x_row = tl.arange(0, 1)[None, :, None]
+    acc = exact_few_rows_sums(
+        x + (pair // FAN).to(tl.int64) * K, weight.packed, weight.scale, row, x_row, x_row < 1, M,
+        K, FMT, TERMS, 1, BM, TILES, TILES.warps,
+    )  # fmt: skip
+    y = tl.sum(acc, axis=0)
+    y = finish_of(y, x_global_scale, weight, expert, n, N, FMT, offset(FMT))
+    store_tile(y, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
+
+
+@triton.jit
+def rows_tile(
+    x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows from start to end, up to BM, and a tile of weights of an expert."""
+    # expert: int64.
+    n = tile_weights(column, N, TILES.n, GATE, GROUP)
+    row = expert * N + tl.minimum(n, N - 1)
+    m = start + tl.arange(0, BM)
+    pair = tl.load(order + m, mask=m < end, other=0)
+    if TILES.warps_share:
+        x_m = start + tl.arange(0, BM)[None, :, None]
+        x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
+        acc = exact_few_rows_sums(
+            x, weight.packed, weight.scale, row[None, :, None], x_row, x_m < end, M,
+            K, FMT, TERMS, BM, BM, TILES, TILES.warps,
+        )  # fmt: skip
+        y = tl.sum(acc, axis=0)
+    else:
+        columns: tl.constexpr = padded_columns(K, TILES.words)
+        x_row, live = (pair // FAN)[None, :] * columns, (m < end)[None, :]
+        y = exact_rows_sums(
+            x, weight.packed, weight.scale, row[:, None], x_row, live, M,
+            K, FMT, TERMS, BM, TILES, SMALL,
+        )  # fmt: skip
+    y = finish_of(y, x_global_scale, weight, expert, n, N, FMT, offset(FMT))
+    store_tile(y, out, pair, m < end, column, n, N, TILES.n, BM, GATE, GROUP)
+
+
+@triton.jit(do_not_specialize=["M", "E"])
+def experts_kernel(
+    x, x_global_scale, weight, out, order, tiles, M, E, N,
+    FAN: tl.constexpr, K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, SMALL: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows and weights of their expert; the warps share K, or x is sorted."""
+    BN: tl.constexpr = TILES.n
+    BM: tl.constexpr = TILES.m
+    common.wait(OVERLAP, RELEASES)
+    tile = tiles + 3 * tl.program_id(1 if TILES.rows_stay else 0)
+    start, end = tl.load(tile + 1), tl.load(tile + 2)
+    if start >= end:
+        return
+    expert = tl.load(tile).to(tl.int64)
+    if expert == E:
+        column = tl.program_id(0 if TILES.rows_stay else 1)
+        n = tile_weights(column, N, BN, GATE, GROUP)
+        m = start + tl.arange(0, BM)
+        pair = tl.load(order + m, mask=m < end, other=0)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
+        return
+    column = tl.program_id(0 if TILES.rows_stay else 1)
+    # The last rows of an expert are often few, and their tile takes as long as a full one.
+    if TILES.rest > 0:
+        if end - start <= TILES.rest:
+            rows_tile(
+                x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+                FAN, K, FMT, TERMS, TILES.rest, TILES, GATE, GROUP, SMALL,
+            )  # fmt: skip
+            return
+    rows_tile(
+        x, x_global_scale, weight, out, order, expert, start, end, column, M, N,
+        FAN, K, FMT, TERMS, BM, TILES, GATE, GROUP, SMALL,
+    )  # fmt: skip
+
+
+# Pairs to a step of a program, at most, and to one of its lanes.
+_PAIRS, _WAYS = 16384, 8
+
+
+def route(
+    ids: Tensor, experts: int, rows: int, x: Tensor | None = None, group: int = 1,
+    fmt: Format | None = None,
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:  # fmt: skip
+    """Sort the pairs of ids [T, k] by expert, in tiles of up to `rows`, and bfloat16 x [T, K]."""
+    # Returned are order, int32 [T * k], the pairs, those of an expert in their own order, and those
+    # of no expert last, as of expert E; tiles, int32 [T * k // rows + E + 1, 3], expert, start and
+    # end in `order`, of no more rows where start is not before end; and x as `arranged` has it.
+    # A program counts the pairs of smaller experts itself, so that none waits for another. Tiles
+    # of expert e begin at start // rows + e, which leaves room for those of all before.
+    pairs = ids.numel()
+    order = ids.new_empty(pairs, dtype=torch.int32)
+    tiles = ids.new_empty((pairs // rows + experts + 1, 3), dtype=torch.int32)
+    block = min(_PAIRS, max(1024, triton.next_power_of_2(pairs)))
+    warps = min(16, max(4, block // 256))
+    programs, words, columns, count, out = experts + 1, None, None, None, None
+    if x is not None:
+        columns, words = x.shape[1], common.wider(x, torch.int64)
+        padded = common.cdiv(columns // 8, group) * group
+        out, count = x.new_empty((1, len(x), 8 * padded)), len(x) * padded
+        programs += common.cdiv(count, 32 * warps)
+    route_kernel[(programs,)](
+        ids, order, tiles, pairs, experts, words, out, count, K=columns, FMT=fmt,
+        DTYPE=None if x is None else common.DTYPES[x.dtype], GROUP=group, WORDS=32 * warps,
+        ROWS=rows, BLOCK=block, WAYS=_WAYS, STEPS=min(2, common.cdiv(pairs, block)),
+        num_warps=warps, **common.LAUNCH, **common.overlapping(ids.device, True),
+    )  # fmt: skip
+    return (order, tiles), out
+
+
+@triton.jit(do_not_specialize=["S", "E", "count"])
+def route_kernel(
+    ids, order, tiles, S, E, x, out, count,
+    K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
+    STEPS: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Write where the pairs of one expert are, and its tiles, or sort some words of x."""
+    common.wait(OVERLAP, RELEASES)
+    program = tl.program_id(0)
+    if x is None:
+        route_expert(program, ids, order, tiles, S, E, ROWS, BLOCK, WAYS, STEPS)
+    elif program <= E:
+        route_expert(program, ids, order, tiles, S, E, ROWS, BLOCK, WAYS, STEPS)
+    else:
+        i = (program - E - 1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+        arrange_words(x, None, out, i, count, K, FMT, DTYPE, 1, GROUP)
+
+
+@triton.jit
+def route_expert(
+    expert, ids, order, tiles, S, E, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WAYS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write where the pairs of an expert are, and its tiles. STEPS: 1, or 2 for any more."""
+    # Pairs that follow each other are one lane's, so that few numbers are summed up.
+    lane = tl.arange(0, BLOCK // WAYS)
+    pair = lane[:, None] * WAYS + tl.arange(0, WAYS)[None, :]
+    if STEPS == 1:
+        chosen = expert_at(ids, pair, S, E)
+        mine = (chosen == expert).to(tl.int32)
+        first = tl.sum(tl.sum((chosen < expert).to(tl.int32), axis=1))
+        count = write_order(order, mine, pair, first)
+    else:
+        before = tl.zeros((BLOCK // WAYS,), tl.int32)
+        for start in range(0, S, BLOCK):
+            chosen = expert_at(ids, start + pair, S, E)
+            before += tl.sum((chosen < expert).to(tl.int32), axis=1)
+        first = tl.sum(before)
+        count = first - first
+        for start in range(0, S, BLOCK):
+            mine = (expert_at(ids, start + pair, S, E) == expert).to(tl.int32)
+            count += write_order(order, mine, start + pair, first + count)
+    end = first + count
+    slot = first // ROWS + expert
+    last = end // ROWS + expert + 1
+    for start in range(slot, last, BLOCK // WAYS):
+        at = first + (start - slot + lane) * ROWS
+        tile = tiles + 3 * (start + lane)
+        inside = start + lane < last
+        tl.store(tile, tl.zeros((BLOCK // WAYS,), tl.int32) + expert, mask=inside)
+        tl.store(tile + 1, at, mask=inside)
+        tl.store(tile + 2, tl.minimum(at + ROWS, end), mask=inside)
+
+
+@triton.jit
+def write_order(order, mine, pair, first):
+    """Write those of pairs that are an expert's from `first` on; return how many there are."""
+    own = tl.sum(mine, axis=1)
+    place = first + (tl.cumsum(own) - own)[:, None] + tl.cumsum(mine, axis=1) - mine
+    tl.store(order + place, pair, mask=mine > 0)
+    return tl.sum(own)
+
+
+@triton.jit
+def expert_at(ids, pair, S, E):
+    """Return the experts of pairs as int32: E for those of none, E + 1 beyond the last pair."""
+    chosen = tl.load(ids + pair, mask=pair < S, other=0)
+    chosen = tl.where((chosen >= 0) & (chosen < E), chosen, E).to(tl.int32)
+    return tl.where(pair < S, chosen, E + 1)

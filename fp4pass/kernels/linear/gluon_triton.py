@@ -8,27 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat.triton import gluon
+from ..._compat import optional
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
 from .naive import ALONE, Around
 from .tiling import Tiles, shared_memory_of
 
-
-def _kernels() -> tuple[Any, ...]:
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+# Gluon is experimental: what it has differs between versions of Triton.
+gl: Any = None
+one_row_kernel: Any = None
+wide_kernel: Any = None
+TensorDescriptor: Any = None
+with optional("triton", "Products of one row, and of many rows on Hopper, take longer"):
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[no-redef]
 
     from .one_row_triton import one_row_kernel
     from .wide_triton import wide_kernel
-
-    return language, TensorDescriptor, one_row_kernel, wide_kernel
-
-
-# Gluon is experimental: what it has differs between versions of Triton.
-_FOUND: tuple[Any, ...] = gluon.attempt(_kernels) or (None,) * 4
-gl, TensorDescriptor, one_row_kernel, wide_kernel = _FOUND
 
 
 @lru_cache(maxsize=64)

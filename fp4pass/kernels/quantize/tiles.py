@@ -38,7 +38,7 @@ from ..common.tiles import (
     unpack_half,
     unpack_word,
 )
-from ..search.tiles import normalization, squared_error
+from ..search.triton import normalization, squared_error
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
-    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/tiles.py)."""
+    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/triton.py)."""
     # Only powers of two may be so small that quotients are clipped.
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:

@@ -9,51 +9,93 @@ before it, as all that are launched early do, so calls of one process do not ove
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._compat.torch import process_group
 from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
 from ..norm.naive import SQUARES, sums_of_squares
-from .naive import WORDS, Memory
+from .naive import LARGEST, all_reduce_add_ref, all_reduce_ref
+
+# Words of a program, one for each of its threads.
+WORDS = 128
 
 
-def all_reduce_triton(x: Tensor, memory: Memory, maximum: bool) -> Tensor:
-    """Return the sum or the maximum of x of all processes, of at most LARGEST bytes."""
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """The memory of all processes of a group, as this one reaches it."""
+
+    # int64 [2, size, LARGEST / 4], of this process: what each rank sent in even and in odd calls,
+    # its 32 bits below the number of the call.
+    words: Tensor
+    addresses: Tensor  # int64 [size], of `words` of each process
+    calls: Tensor  # int32 [LARGEST / 4 / WORDS], how often each program ran
+    rank: int
+    group: Any
+
+    @staticmethod
+    def of(words: Tensor, addresses: list[int], rank: int, group: Any = None) -> Memory:
+        """Return the memory of a group, given the words [2 x size x LARGEST / 4] of each, zero."""
+        there = torch.tensor(addresses, dtype=torch.int64, device=words.device)
+        calls = torch.zeros(LARGEST // 4 // WORDS, dtype=torch.int32, device=words.device)
+        return Memory(words, there, calls, rank, group)
+
+
+# That of each group, by its name.
+MEMORIES: dict[str, Memory] = {}
+
+
+def count_of_words(size: int) -> int:
+    """Return the number of words that a process of a group has."""
+    return 2 * size * LARGEST // 4
+
+
+def all_reduce_triton(x: Tensor, group: str, maximum: bool) -> Tensor:
+    """Return the sum or the maximum of x of all processes (`all_reduce_ref`)."""
+    memory = _memory_for(x, group)
+    return all_reduce_ref(x, group, maximum) if memory is None else reduce(x, memory, maximum)[0]
+
+
+def all_reduce_add_triton(x: Tensor, residual: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Return residual + the sum of x of all processes (`all_reduce_add_ref`)."""
+    memory = _memory_for(x, group)
+    if memory is None or x.shape[-1] % SQUARES:
+        return all_reduce_add_ref(x, residual, group, reduce=all_reduce_triton)
+    return reduce(x, memory, False, residual)
+
+
+def _memory_for(x: Tensor, group: str) -> Memory | None:
+    """Return the memory through which a tensor goes, or None for the backend of its group."""
+    memory = MEMORIES.get(group)
+    # A group of that name may be gone.
+    is_there = memory is not None and memory.group is process_group(group)
+    is_served = x.nbytes % 4 == 0 and 0 < x.nbytes <= LARGEST and x.dtype in DTYPES
+    return memory if is_there and is_served else None
+
+
+def reduce(
+    x: Tensor, memory: Memory, maximum: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return x reduced, of at most LARGEST bytes; with a residual, the sum and its squares."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(x, None, out, None, memory, maximum)
-    return out
-
-
-def all_reduce_add_triton(x: Tensor, residual: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Return residual + the sum of x of all processes, and its sums of squares."""
-    x, residual = x.contiguous(), residual.contiguous()
-    out = torch.empty_like(x)
-    squares = sums_of_squares(out)
-    _launch(x, residual, out, squares, memory, False)
-    return out, squares
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    out: Tensor,
-    squares: Tensor | None,
-    memory: Memory,
-    maximum: bool,
-) -> None:
+    squares = out if residual is None else sums_of_squares(out)
     # 32 bits are one float32 or two smaller numbers.
-    words = x.nbytes // 4
+    words, size = x.nbytes // 4, len(memory.addresses)
     all_reduce_kernel[(max(1, cdiv(words, WORDS)),)](
         x.view(-1).view(torch.int32),
-        None if residual is None else residual.view(-1).view(torch.int32),
-        out.view(-1).view(torch.int32), squares,
+        None if residual is None else residual.contiguous().view(-1).view(torch.int32),
+        out.view(-1).view(torch.int32), None if residual is None else squares,
         *(memory.addresses, memory.calls, words, memory.rank),
-        *(memory.size, memory.words.numel() // memory.size // 2, DTYPES[x.dtype], maximum, WORDS),
+        *(size, memory.words.numel() // size // 2, DTYPES[x.dtype], maximum, WORDS),
         SQUARES * x.element_size() // 4, num_warps=4, **LAUNCH, **overlapping(x.device, True),
     )  # fmt: skip
+    return out, squares
 
 
 @triton.jit
@@ -145,10 +187,8 @@ def all_reduce_kernel(
     SIZE: tl.constexpr, CAPACITY: tl.constexpr, DTYPE: tl.constexpr, MAXIMUM: tl.constexpr,
     WORDS: tl.constexpr, SQUARED: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Send WORDS words to all others, and reduce what all have sent, in the order of ranks.
-
-    With a residual, that is added, and the squares of every SQUARED words.
-    """
+    """Send WORDS words to all others, and reduce what all have sent, in the order of ranks."""
+    # With a residual, that is added, and the squares of every SQUARED words.
     program = tl.program_id(0)
     wait(OVERLAP, RELEASES)
     call = tl.load(calls_ptr + program) + 1

@@ -9,19 +9,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import empty_blocks
-from ..common.tiles import (
-    LAUNCH,
-    PTX,
-    bits_of,
-    cdiv,
-    code_value,
-    float_of,
-    power,
-    reciprocal,
-    round_to_codes,
-    rounded,
-    scale_value,
-)
+from ..common import tiles
 from ..quantize.tiles import (
     candidate_byte,
     candidates,
@@ -30,7 +18,7 @@ from ..quantize.tiles import (
     load_global_scale,
     signed_code,
 )
-from ..search.tiles import normalization
+from ..search.triton import normalization
 from .naive import rotate_ref
 
 # Rows of a tile, warps of a program, and programs: enough to fill any GPU.
@@ -44,7 +32,13 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := x.numel() // rotation:
         _rotate_kernel[(_programs(rows),)](
-            x.contiguous(), out, rows, ROTATION=rotation, ROWS=_ROWS, num_warps=_WARPS, **LAUNCH
+            x.contiguous(),
+            out,
+            rows,
+            ROTATION=rotation,
+            ROWS=_ROWS,
+            num_warps=_WARPS,
+            **tiles.LAUNCH,
         )
     return out
 
@@ -58,13 +52,13 @@ def rotate_quantize_triton(
         _rotate_quantize_kernel[(_programs(rows),)](
             (x.float() if x.dtype == torch.float64 else x).contiguous(),
             *(global_scale, packed, scale, rows), ROTATION=rotation, FMT=fmt,
-            SEARCHES=scale_method == "sse", ROWS=_ROWS, num_warps=_WARPS, **LAUNCH,
+            SEARCHES=scale_method == "sse", ROWS=_ROWS, num_warps=_WARPS, **tiles.LAUNCH,
         )  # fmt: skip
     return packed, scale
 
 
 def _programs(rows: int) -> int:
-    return min(cdiv(rows, _ROWS), _PROGRAMS)
+    return min(tiles.cdiv(rows, _ROWS), _PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -74,7 +68,7 @@ def _rotate_kernel(x, out, rows, ROTATION: tl.constexpr, ROWS: tl.constexpr):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         y = rotate_tile(x, row, rows, signs, ROTATION)
         at = row[:, None] * ROTATION + tl.arange(0, ROTATION)[None, :]
-        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(row < rows)[:, None])
+        tl.store(out + at, tiles.rounded(y, out.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,7 +103,7 @@ def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
     common ^= common >> 2
     common ^= common >> 1
     signs = (1 - 2 * (common & 1)).to(tl.float32)
-    return signs.to(DTYPE) if PTX else signs
+    return signs.to(DTYPE) if tiles.PTX else signs
 
 
 @triton.jit
@@ -118,7 +112,7 @@ def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
     at = row[:, None] * ROTATION + tl.arange(0, ROTATION)[None, :]
     tile = tl.load(x + at, mask=(row < rows)[:, None], other=0.0)
     # The interpreter's product takes no bfloat16.
-    tile = tile if PTX else tile.to(tl.float32)
+    tile = tile if tiles.PTX else tile.to(tl.float32)
     return tl.dot(tile, signs, input_precision="tf32x3") * (ROTATION**-0.5)
 
 
@@ -126,16 +120,16 @@ def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
 def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
     """Return scale bytes (int32) [R, J] and codes (int32) of float32 blocks x [R, J, n]."""
     SCALE: tl.constexpr = FMT.scale
-    bits = tl.max(bits_of(x) & 0x7FFFFFFF, axis=2)
+    bits = tl.max(tiles.bits_of(x) & 0x7FFFFFFF, axis=2)
     finite = bits < 0x7F800000
-    amax = float_of(tl.where(finite, bits, 0))
+    amax = tiles.float_of(tl.where(finite, bits, 0))
     byte, quotient, vanishes = input_byte(amax, global_scale, FMT)
     if SEARCHES:
         byte = near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT)
         vanishes = ~finite
     else:
         vanishes = vanishes | ~finite
-    step = scale_value(byte, SCALE) * global_scale
+    step = tiles.scale_value(byte, SCALE) * global_scale
     codes = signed_code(x, tl.math.div_rn(x, step[:, :, None]), FMT)
     codes = tl.where(vanishes[:, :, None], 0, codes)
     return tl.where(finite, byte, SCALE.nan), codes
@@ -154,9 +148,11 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
     for i in tl.static_range(candidates(SCALE)):
         candidate = candidate_byte(byte, quotient, FMT, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
-        step = tl.minimum(tl.maximum(scale_value(candidate, SCALE) * unit, power(-100)), 1.0)
-        code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)
-        rest = tl.fma(code_value(code, ELEMENT), -step[:, :, None], x)
+        step = tl.minimum(
+            tl.maximum(tiles.scale_value(candidate, SCALE) * unit, tiles.power(-100)), 1.0
+        )
+        code = tiles.round_to_codes(x * tiles.reciprocal(step)[:, :, None], ELEMENT)
+        rest = tl.fma(tiles.code_value(code, ELEMENT), -step[:, :, None], x)
         error = tl.sum(rest * rest, axis=2)
         better = (error < least) & competes(candidate, quotient, SCALE, i)
         least = tl.where(better, error, least)

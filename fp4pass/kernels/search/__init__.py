@@ -2,11 +2,11 @@
 
 Of each block, with r = w - q:
 `search` finds the scale of least |r|^2 ("sse") or r^T H r ("hessian") over all scales of the
-format, or the naive one, and rounds codes to nearest (reference.py; triton.py, hessian_triton.py).
+format, or the naive one, and rounds codes to nearest (reference.py, triton.py).
 `joint` improves scale and codes together by r^T H r; no block gets worse (joint_reference.py,
 joint_triton.py).
 `gptq` does so block after block and compensates for the errors so far by the Hessian of all inputs
-(gptq_reference.py, joint_triton.py).
+(the same files).
 
 weight is [N, K], a block Hessian [ceil(K / 32), 32, 32] float32 (gptq: [K, K]); packed codes are
 [N, P] uint8, scale bits [N, K / block] uint8. Reference and kernel have the same signature.

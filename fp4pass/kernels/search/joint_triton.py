@@ -17,21 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import (
-    LAUNCH,
-    PTX,
-    bits_of,
-    cdiv,
-    corrected_quotient,
-    float_of,
-    min_exponent,
-    power,
-    scale_value,
-    shift,
-)
-from .gptq_reference import gptq_ref
-from .joint_reference import PASSES, Chooser, Metric, Solution, candidate_steps, joint_ref
-from .tiles import floor_byte
+from ..common import tiles
+from .joint_reference import PASSES, Chooser, Metric, Solution, candidate_steps, gptq_ref, joint_ref
+from .triton import floor_byte
 
 # Blocks of one program: 4096 rows are 128 programs, as many as a large GPU has SMs.
 _LANES = 32
@@ -87,15 +75,15 @@ def _launch(
     """Choose for `columns` block columns, and fill `out`: q, byte, and loss or residual = x - q."""
     # sizes: rows, those of a part, block columns of all tensors but x, and the first to choose.
     # All tensors but unit are contiguous.
-    programs = cdiv(sizes[0], _LANES) * columns
+    programs = tiles.cdiv(sizes[0], _LANES) * columns
     groups = 1
     while groups < _MOST_GROUPS and 2 * groups * programs <= _WARPS:
         groups *= 2
-    _choose[(cdiv(sizes[0], _LANES), columns)](
+    _choose[(tiles.cdiv(sizes[0], _LANES), columns)](
         x, (metric.sequential, metric.pivots, metric.descent), unit, out,
         *sizes, *unit_strides, revise, 0,
         _LANES, groups, fmt, candidate_steps(fmt.scale), not joint,
-        PASSES if joint else 0, num_warps=groups, **LAUNCH,
+        PASSES if joint else 0, num_warps=groups, **tiles.LAUNCH,
     )  # fmt: skip
 
 
@@ -106,7 +94,7 @@ def _launch(
 @triton.jit
 def _row(tile, index, i):
     """Return row i of a tile [N, LANES], to the bit; for a constant i without an instruction."""
-    return float_of(tl.sum(tl.where(index == i, bits_of(tile), 0), axis=0))
+    return tiles.float_of(tl.sum(tl.where(index == i, tiles.bits_of(tile), 0), axis=0))
 
 
 @triton.jit
@@ -124,12 +112,14 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
     # Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
     # The quotient of a clipped x rounds to the largest element, as a clipped quotient does.
     x = tl.minimum(tl.maximum(x, -limit), limit)
-    if PTX:
-        quotient = corrected_quotient(x, step, inverse)
+    if tiles.PTX:
+        quotient = tiles.corrected_quotient(x, step, inverse)
     else:
         quotient = tl.math.div_rn(x, step)
-    binade = tl.maximum(bits_of(quotient) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
-    anchor = float_of(binade + ((shift(ELEMENT) << 23) | 0x400000))
+    binade = tl.maximum(
+        tiles.bits_of(quotient) & 0x7F800000, (tiles.min_exponent(ELEMENT) + 127) << 23
+    )
+    anchor = tiles.float_of(binade + ((tiles.shift(ELEMENT) << 23) | 0x400000))
     return (quotient + anchor - anchor) * step
 
 
@@ -198,7 +188,9 @@ def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.const
 @triton.jit
 def _step_size(byte, unit, SCALE: tl.constexpr):
     """Return what elements are multiplied by at scale bytes (blocks.step_sizes)."""
-    return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), power(100))
+    return tl.minimum(
+        tl.maximum(tiles.scale_value(byte, SCALE) * unit, tiles.power(-100)), tiles.power(100)
+    )
 
 
 @triton.jit
@@ -208,7 +200,7 @@ def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
     amax = tl.max(tl.abs(x), axis=0)
     limit = tl.math.div_rn(amax * (2 / FMT.element.halving_reach), unit)
     # The largest scale below the limit: the floor of the next smaller number.
-    below = float_of(tl.maximum(bits_of(limit) - 1, 0))
+    below = tiles.float_of(tl.maximum(tiles.bits_of(limit) - 1, 0))
     return tl.maximum(floor_byte(below, SCALE), 1) + START
 
 
