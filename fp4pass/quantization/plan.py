@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,7 +18,6 @@ from .._compat.transformers import require_for as require_transformers_for
 from .._compat.transformers_loading import names_in_model
 from ..core.machine import require_device
 from ..core.names import covering_globs, without_numbers
-from ..core.quant_state import QuantState
 from ..distributed import divide, ranks, require_initialized, sharded_parameter, summed_statistics
 from ..errors import (
     CalibrationError,
@@ -56,25 +54,11 @@ from .scan import (
 # A matrix of a weight, and the rows of it; None for all.
 Part = tuple[int, slice | None]
 
-
-# Where a layer remembers what its weight was made of, and the note on a weight that is kept.
-_KEPT = "_fp4pass_kept"
-_NOTE = "codes and scales are those of the source"
-
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; add a rule to quantize it"
 
 # Why a layer is skipped that a recipe alone would quantize.
 UNREACHED = "calibration never reached it"
-
-
-@dataclass(frozen=True)
-class KeptWeight:
-    """The codes and scales that the weight of a linear layer is made of."""
-
-    fmt: str  # the key of their format
-    read: Callable[[], Sequence[QuantState]]
-    input_scales: Callable[[], tuple[float, ...]]  # the scale that lies beside, if there is one
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,8 +70,6 @@ class LayerPlan(LinearLayer):
     tensor_scale: float | None = None  # that layers share which engines fuse; None for its own
     stats: Stats = field(default_factory=Stats)  # of its inputs, known after `with_statistics`
     searchers: tuple[int, ...] = (0,)  # the processes that search its parts, known then, too
-    kept: KeptWeight | None = None  # codes of a source in FP8, taken in place of a search
-    note: str = ""  # for the report
 
     @property
     def owner(self) -> int:
@@ -201,10 +183,6 @@ def _plan_layer(
     reason = reason or _weight_reason(layer, config)
     if reason:
         return skip(layer, reason)
-    if (kept := kept_weight(layer.module, config)) is not None:
-        # A method that needs no data: it has nothing to choose.
-        config = dataclasses.replace(config, method="naive", fmt=kept.fmt, block=None)
-        return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 
 
@@ -337,38 +315,6 @@ def with_unreached(plan: Plan) -> Plan:
 
 def _has_statistics(layer: LayerPlan) -> bool:
     return all(map(layer.stats.has, layer.config.needs))
-
-
-class _Record(NamedTuple):
-    """The codes that a weight was made of, and that weight: a layer may have another one later."""
-
-    kept: KeptWeight
-    weight: Any
-    version: int
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        weight = copy.deepcopy(self.weight, memo)
-        is_same = self.weight._version == self.version
-        return _Record(self.kept, weight, weight._version if is_same else -1)
-
-
-def keep_weight(layer: nn.Linear, kept: KeptWeight) -> None:
-    """Remember what a weight was made of, as long as it is not changed."""
-    layer.__dict__[_KEPT] = _Record(kept, layer.weight, layer.weight._version)
-
-
-def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
-    """Return what a weight was made of where a config is of the same format, else None."""
-    record, own = module.__dict__.get(_KEPT), module._parameters.get("weight")
-    if record is None or own is not record.weight or own._version != record.version:
-        return None
-    is_same = config.format.key == record.kept.fmt and not config.is_rotated
-    return record.kept if is_same else None
-
-
-def forget_kept(module: nn.Module) -> None:
-    """Forget what the weight of a layer was made of, once it is packed."""
-    module.__dict__.pop(_KEPT, None)
 
 
 def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
