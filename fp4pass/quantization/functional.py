@@ -32,6 +32,7 @@ __all__ = [
     "QuantState",
     "QuantizedBlocks",
     "error_metrics",
+    "global_scale_for",
     "load_state",
     "quantize",
     "quantize_blocks",
@@ -103,7 +104,7 @@ def quantize_blocks(
             tokens at a time and summed in float64.
         block_hessian: [J, block, block], the sum of a a^T over the inputs a, in place of `inputs`.
         global_scale: the multiplier of all block scales: a number from 2^-126 to 2^126, or "auto"
-            for the smallest power of two with which the largest magnitude is within reach.
+            for what `global_scale_for` returns.
 
     Returns:
         The quantized blocks. A block of zeros has the smallest scale.
@@ -146,6 +147,23 @@ def quantize_blocks(
         packed, scale = search_ref(rows, hessian, given.item(), found, objective)
     packed = packed.view(*blocks.shape[:-1], -1).movedim(-1, dim)
     return QuantizedBlocks(packed, scale.view(blocks.shape[:-1]), given.item(), found, dim)
+
+
+def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
+    """Return the global scale that "auto" stands for.
+
+    Args:
+        weight: a floating-point tensor.
+        fmt: a format.
+
+    Returns:
+        float32 []: the smallest power of two with which the largest block scale times the largest
+        element reaches every magnitude of the weight; 1 for formats without a global scale.
+    """
+    require_float("global_scale_for", "weight", weight)
+    if not weight.numel():
+        raise ShapeError(f"global_scale_for: expected a weight with elements, got {weight.shape}.")
+    return torch.tensor(get_format(fmt).global_scale_for(weight_amax(weight)), device=weight.device)
 
 
 def error_metrics(

@@ -27,6 +27,7 @@ _NO_MATRICES = (
     nn.utils.parametrize.ParametrizationList,
 )
 
+_POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
 _READ = "nn.MultiheadAttention reads it without calling a layer"
 _CHANGED = "an adapter changes a parameter of its module at each call (target_parameters of PEFT)"
 
@@ -130,6 +131,8 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             if weight is module._parameters.get("weight"):
                 # A subclass may have further ones.
                 yield from _loose_matrices(name, module, adapter, ("weight",))
+        elif _is_pointwise(module):
+            yield _layer(name, module, module.weight, reason=adapter or _POINTWISE)
         elif not isinstance(module, _NO_MATRICES):
             stacks = stacks_of(module)
             # Experts that are packed in part read the other part without the adapter.
@@ -198,6 +201,16 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
     # A stack may have one matrix, and its size counts.
     large = min(parameter.shape[-2:], default=0) > 1 and parameter.shape[-1] >= 16
     return parameter.ndim > 1 and large and not name.endswith("bias")
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Return whether a convolution multiplies each position by one matrix."""
+    is_alone = isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1
+    return (
+        is_alone
+        and set(module.kernel_size) == {1}
+        and min(module.in_channels, module.out_channels) > 1
+    )
 
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:

@@ -93,6 +93,7 @@ class Loose(nn.Module):
         self.one = nn.Parameter(torch.ones(1, 32, 32))
         self.cls = nn.Parameter(torch.ones(1, 1, 32))
         self.filters = nn.Parameter(torch.ones(32, 1, 4))
+        self.pointwise = nn.Conv1d(32, 64, 1)
         self.depthwise = nn.Conv1d(32, 32, 1, groups=32)
         self.wide = nn.Conv1d(32, 32, 3)
         self.attention = nn.MultiheadAttention(32, 2)
@@ -110,6 +111,7 @@ class Extended(nn.Linear):
 def test_every_matrix_has_a_row() -> None:
     found = reasons(Loose())
     assert "dimensions, not the matrix of a linear layer" in found.pop("one")
+    assert "convolution" in found.pop("pointwise")
     assert found.pop("extended.more") == "Extended uses it without a linear layer"
     assert set(found) == {
         *("linear", "extended", "attention.in_proj_weight", "attention.out_proj"),
