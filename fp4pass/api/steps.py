@@ -169,10 +169,10 @@ def convert(
     """Quantize the linear layers of `model`, in place, and return it.
 
     Everything is checked before the first weight is replaced. If the call is cut off before that,
-    the model is as it was; later, it is interrupted, and all calls here say to start
-    again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
-    take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
-    and calibrates a model that is not.
+    the model is as it was; later, it is interrupted, and all calls here say to start again. The
+    arguments of `prepare` are the defaults; methods that need no data ("naive", "sse") take a model
+    that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
+    calibrates a model that is not.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.

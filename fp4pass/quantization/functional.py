@@ -159,6 +159,10 @@ def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
     Returns:
         float32 []: the smallest power of two with which the largest block scale times the largest
         element reaches every magnitude of the weight; 1 for formats without a global scale.
+
+    Example:
+        >>> fp4pass.functional.global_scale_for(torch.tensor([[1.0] * 16]))
+        tensor(0.0005)
     """
     require_float("global_scale_for", "weight", weight)
     if not weight.numel():
