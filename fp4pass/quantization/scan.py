@@ -205,12 +205,9 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 def _is_pointwise(module: nn.Module) -> bool:
     """Return whether a convolution multiplies each position by one matrix."""
-    is_alone = isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1
-    return (
-        is_alone
-        and set(module.kernel_size) == {1}
-        and min(module.in_channels, module.out_channels) > 1
-    )
+    if not isinstance(module, nn.modules.conv._ConvNd) or module.groups > 1:
+        return False
+    return set(module.kernel_size) == {1} and min(module.in_channels, module.out_channels) > 1
 
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
