@@ -122,8 +122,10 @@ def all_linear(
     for name, module in model.named_modules():
         if module in inside:
             continue
-        inside |= set(module.modules()) if isinstance(module, BaseTunerLayer) else set()
-        inner = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        inner: Any = module
+        if isinstance(module, BaseTunerLayer):
+            inside |= set(inner.modules())
+            inner = inner.get_base_layer()
         if isinstance(inner, nn.Linear | tuners_utils.Conv1D) or is_packed(inner):
             found[name] = inner
     return {name for name, each in found.items() if each is not head}
