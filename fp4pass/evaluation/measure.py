@@ -222,7 +222,7 @@ def evaluate(
             f"{expected('tokenizer', 'one of transformers, or None', 'a string')} It comes before "
             "the text: fp4pass.evaluate(model, tokenizer, text)."
         )
-    require_evaluating(*(unwrap(each, tokenizer, text) for each in models))
+    require_evaluating(*map(unwrap, models))
     require_number("batch_size", "at least 1", batch_size, least=1)
     _require_confidence(confidence)
     cut = cut_windows(
