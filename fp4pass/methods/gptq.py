@@ -11,9 +11,8 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
-from ..kernels.search.float_scales import in_blocks
 from ..kernels.search.joint_reference import ROWS, damp, upper_factor
-from ..kernels.statistics.naive import ieee_products
+from ..kernels.statistics.naive import diagonal_blocks, ieee_products
 from .base import method
 from .search import search_weight
 from .statistics import Stats
@@ -105,7 +104,7 @@ def gptq(
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
     start, stop, _ = rows.indices(len(weight))
     if fmt.has_float_scale:
-        blocks = in_blocks(stats.hessian)
+        blocks = diagonal_blocks(stats.hessian)
         return search_weight(weight, fmt, global_scale, "hessian", blocks, scale).rows(start, stop)
     stored = (weight.detach(), stats.hessian, global_scale, fmt.key)
     given = (float(options.damping), float(options.shrinkage), options.sweeps, start, stop)

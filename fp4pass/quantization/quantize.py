@@ -25,8 +25,8 @@ from ..errors import NonFiniteError, StateError, as_rules
 from ..kernels.common.rounding import scale_of
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..kernels.search.float_scales import candidate_scales, in_blocks, scale_errors
-from ..kernels.statistics.naive import weight_amax
+from ..kernels.search.float_scales import candidate_scales, scale_errors
+from ..kernels.statistics.naive import diagonal_blocks, weight_amax
 from ..methods import Stats, resolve_method, squared_errors
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
@@ -371,7 +371,7 @@ def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
         stats = stats.rotated(config.rotation) if config.rotation else stats
         hessian = stats.block_hessian
         if hessian is None and stats.hessian is not None:
-            hessian = in_blocks(stats.hessian)
+            hessian = diagonal_blocks(stats.hessian)
         known = scales.to(weight.device).view(-1, 1, 1)
         objective = method.objective
         assert objective is not None, "the caller has looked"
