@@ -36,8 +36,7 @@ class Method:
             have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
             `rows` a slice of them to quantize alone; it starts at a multiple of so many.
-        objective: if not None, what it chooses float32 scales by: "naive", "sse" or "hessian".
-            `function` then takes as `scale` the one scale of a weight, where it is known.
+        takes_scale: whether `function` takes as `scale` the one scale of a weight, if it is known.
 
     Example:
         >>> fp4pass.methods.METHODS["gptq"].needs
@@ -51,7 +50,7 @@ class Method:
     target: TargetFunction | None = None
     stack: StackFunction | None = None
     rows_at_once: int | None = None
-    objective: str | None = None
+    takes_scale: bool = False
 
     def quantize(
         self,
@@ -96,7 +95,7 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, `stack`, `rows_at_once` and `objective` of `Method`.
+        **more: `target`, `stack`, `rows_at_once` and `takes_scale` of `Method`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
