@@ -263,7 +263,7 @@ def _plan(
 ) -> LayerPlan:
     """Return the plan of a weight [N, K]; number: its global scale, or only one, None to choose."""
     fmt, rows, columns = config.format, *weight.shape
-    able = resolve_method(config.method)[0].takes_scale
+    able = resolve_method(config.method)[0].objective is not None
     held = nn.Linear(columns, rows, bias=False, device="meta")
     held.weight = nn.Parameter(weight, requires_grad=False)
     return LayerPlan(

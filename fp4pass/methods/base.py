@@ -36,7 +36,8 @@ class Method:
             have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
             `rows` a slice of them to quantize alone; it starts at a multiple of so many.
-        takes_scale: whether `function` takes as `scale` the one scale of a weight, if it is known.
+        objective: if not None, what it chooses float32 scales by: "naive", "sse" or "hessian".
+            `function` then takes as `scale` the one scale of a weight, where it is known.
 
     Example:
         >>> fp4pass.methods.METHODS["gptq"].needs
@@ -50,7 +51,7 @@ class Method:
     target: TargetFunction | None = None
     stack: StackFunction | None = None
     rows_at_once: int | None = None
-    takes_scale: bool = False
+    objective: str | None = None
 
     def quantize(
         self,
@@ -95,7 +96,7 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, `stack`, `rows_at_once` and `takes_scale` of `Method`.
+        **more: `target`, `stack`, `rows_at_once` and `objective` of `Method`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)

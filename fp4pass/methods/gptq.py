@@ -89,7 +89,7 @@ def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
     return found
 
 
-@method("gptq", Gptq, needs=("hessian",), target=target, rows_at_once=ROWS, takes_scale=True)
+@method("gptq", Gptq, needs=("hessian",), target=target, rows_at_once=ROWS, objective="hessian")
 def gptq(
     weight: Tensor,
     stats: Stats,

@@ -90,7 +90,7 @@ class Naive:
     """
 
 
-@method("naive", Naive, stack=partial(_search_stack, "naive"), takes_scale=True)
+@method("naive", Naive, stack=partial(_search_stack, "naive"), objective="naive")
 def naive(
     weight: Tensor,
     stats: Stats,
@@ -112,7 +112,7 @@ class Sse:
     """
 
 
-@method("sse", Sse, stack=partial(_search_stack, "sse"), takes_scale=True)
+@method("sse", Sse, stack=partial(_search_stack, "sse"), objective="sse")
 def sse(
     weight: Tensor,
     stats: Stats,
@@ -156,7 +156,7 @@ class Hessian:
         return self.codes == "joint"
 
 
-@method("hessian", Hessian, needs=("block_hessian",), takes_scale=True)
+@method("hessian", Hessian, needs=("block_hessian",), objective="hessian")
 def hessian(
     weight: Tensor,
     stats: Stats,

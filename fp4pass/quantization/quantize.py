@@ -25,7 +25,8 @@ from ..errors import NonFiniteError, StateError, as_rules
 from ..kernels.common.rounding import scale_of
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..kernels.statistics.naive import weight_amax
+from ..kernels.search.float_scales import candidate_scales, scale_errors
+from ..kernels.statistics.naive import diagonal_blocks, weight_amax
 from ..methods import Stats, resolve_method, squared_errors
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
@@ -55,7 +56,7 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
         fmt = members[0].config.format
         scales = tuple(fmt.global_scale_for(max(each)) for each in zip(*amax, strict=True))
         found |= {layer.weight_key: scales for layer in members}
-    tensors = shared_tensor_scales(plan.layers, largest)
+    tensors = shared_tensor_scales(plan.layers, largest, group)
     return plan.map(
         lambda layer: dataclasses.replace(
             layer,
@@ -356,6 +357,27 @@ def stored_amax(layer: LayerPlan) -> list[float]:
         return found
 
 
+def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
+    """Return the error of a weight with each of some scales of its tensor [C].
+
+    None if the method needs statistics that are not there.
+    """
+    config, method = layer.config, resolve_method(layer.config.method)[0]
+    if not all(map(layer.stats.has, config.needs)):
+        return None
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device).matrix(0, config.expert_prior)
+        matrix = config.stored(_target(weight[0], config, lambda: stats))
+        stats = stats.rotated(config.rotation) if config.rotation else stats
+        hessian = stats.block_hessian
+        if hessian is None and stats.hessian is not None:
+            hessian = diagonal_blocks(stats.hessian)
+        known = scales.to(weight.device).view(-1, 1, 1)
+        objective = method.objective
+        assert objective is not None, "the caller has looked"
+        return scale_errors(matrix, hessian, known, config.format, objective).flatten().tolist()
+
+
 def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
     """Return the results of the parts of a weight that a process searches."""
     config = layer.config
@@ -503,17 +525,35 @@ def joined_rows(states: Sequence[QuantState]) -> QuantState:
 
 
 def shared_tensor_scales(
-    layers: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]]
+    layers: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]], group: Ranks
 ) -> dict[int, float]:
-    """Return the scale of each weight that shares one, by its key: that of the largest magnitude.
+    """Return the scale of each weight that shares one, by its key.
 
-    Engines keep one for the layers that they fuse, and round the codes of the others again.
+    Engines keep one for the layers that they fuse, and round the codes of the others again. It is
+    the best of those that a search tries for all of them as one matrix. Layers whose statistics are
+    missing share none. All ranks must make the call; largest: the magnitudes of each layer.
     """
+    fused = _fused(layers)
+    candidates = [_candidates(members, largest) for members in fused]
+    own: dict[int, list[float] | None] = {}
+    with group.together():
+        for members, known in zip(fused, candidates, strict=True):
+            for layer in members if len(known) > 1 else ():
+                if layer.owner == group.rank:
+                    own[layer.weight_key] = errors_of_scales(layer, known)
+    keys = {layer.weight_key: layer.name for members in fused for layer in members}
+    by_name = {keys[key]: errors for key, errors in own.items()}
+    errors = {name: each for part in group.gather(by_name) for name, each in part.items()}
     found: dict[int, float] = {}
-    for members in _fused(layers):
-        amax = torch.tensor(max(largest[layer.name][0] for layer in members), device="cpu")
-        scale = float(scale_of(amax, members[0].config.format))
-        found |= {layer.weight_key: scale for layer in members}
+    for members, known in zip(fused, candidates, strict=True):
+        best = 0
+        if len(known) > 1:
+            each = [errors[keys[layer.weight_key]] for layer in members]
+            if any(one is None for one in each):
+                continue
+            sums = [sum(one) for one in zip(*each, strict=True)]
+            best = sums.index(min(sums))
+        found |= {layer.weight_key: float(known[best]) for layer in members}
     return found
 
 
@@ -535,10 +575,22 @@ def _fused(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
         if layer.config.format.has_tensor_scale
         and layer.kept is None
         and not layer.stage
-        and resolve_method(layer.config.method)[0].takes_scale
+        and resolve_method(layer.config.method)[0].objective is not None
     ]
     groups = [
         list({layer.weight_key: layer for layer in reversed(members)}.values())[::-1]
         for members in joined(able, keys)
     ]
     return [members for members in groups if len(members) > 1]
+
+
+def _candidates(
+    members: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]]
+) -> torch.Tensor:
+    """Return the scales to try, float32 [C]; one where a method of a member tries no others."""
+    amax = max(largest[layer.name][0] for layer in members)
+    naive = scale_of(torch.tensor([amax], device="cpu"), members[0].config.format)
+    objectives = {resolve_method(layer.config.method)[0].objective for layer in members}
+    # Errors of several kinds have no sum.
+    alone = len(objectives) > 1 or objectives == {"naive"}
+    return naive if alone else candidate_scales(naive)[:, 0]

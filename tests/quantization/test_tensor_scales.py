@@ -51,7 +51,13 @@ def scales(block: Any) -> dict[str, float]:
 def test_it_is_that_of_the_layers_as_one_matrix(method: str) -> None:
     found, block = converted(method), Block()
     whole = torch.cat([block.get_submodule(f"{name}_proj").weight for name in "qkv"])
-    codes, scale = search_float_scales(whole.detach(), None, FMT, "naive")
+    hessian = None
+    if method in ("hessian", "gptq"):
+        x = inputs()
+        full = x.t() @ x
+        hessian = torch.stack([full[i : i + 32, i : i + 32] for i in (0, 32)])
+    objective = "hessian" if method == "gptq" else method
+    codes, scale = search_float_scales(whole.detach(), hessian, FMT, objective)
     own = scales(found)
     assert own["q_proj"] == own["k_proj"] == own["v_proj"] == float(scale)
     assert own["o_proj"] != own["q_proj"]
@@ -64,6 +70,12 @@ def test_other_formats_and_rules_choose_their_own() -> None:
     own = converted("sse", rules=rules)
     alone = fp4pass.convert(nn.ModuleDict({"x": Block().q_proj}), "fp8_tensora16", "sse")
     assert float(own.q_proj.weight_scale) == float(alone["x"].weight_scale)
+
+
+def test_methods_that_differ_take_the_largest_magnitude() -> None:
+    own = scales(converted("sse", rules=[("v_proj", {"method": "naive"})]))
+    assert own["q_proj"] == own["k_proj"] == own["v_proj"]
+    assert own["q_proj"] == scales(converted("naive"))["q_proj"]
 
 
 @pytest.mark.quick(1)

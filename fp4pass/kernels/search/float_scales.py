@@ -34,7 +34,7 @@ def search_float_scales(
     weight: Tensor, hessian: Tensor | None, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight [N, K] with a scale for each tile: codes uint8 [N, K], float32 [I, J]."""
-    # "naive" takes amax / element.max, "sse" and "hessian" the best of CANDIDATES, of equal
+    # "naive" takes amax / element.max, "sse" and "hessian" the best of `candidate_scales`, of equal
     # ones the smaller; columns that no token excited are searched by squared error.
     amax = torch.zeros(fmt.scale_shape(*weight.shape), device=weight.device)
     for part in _parts(weight, fmt):
@@ -42,11 +42,8 @@ def search_float_scales(
         torch.maximum(own, found, out=own)
     scale = scale_of(amax, fmt)
     if objective != "naive" and weight.numel():
-        steps = torch.arange(1 - CANDIDATES, 1, dtype=torch.float64, device=weight.device)
-        factors = torch.exp2(steps / CANDIDATES).view(-1, 1, 1)
-        known = (scale.double() * factors).float().clamp_(min=2.0**-126)  # [C, I, J], ascending
-        metric = _metric(hessian, fmt) if objective == "hessian" else None
-        errors = _errors(weight, metric, known, fmt)
+        known = candidate_scales(scale)  # [C, I, J], ascending
+        errors = scale_errors(weight, hessian, known, fmt, objective)
         # The first of equal ones, which argmin does not promise.
         places = torch.arange(len(known), device=weight.device).view(-1, 1, 1)
         best = torch.where(errors == errors.amin(0), places, len(known)).amin(0)
@@ -54,8 +51,12 @@ def search_float_scales(
     return codes_at(weight, scale, fmt), scale
 
 
-def _errors(weight: Tensor, metric: Tensor | None, known: Tensor, fmt: Format) -> Tensor:
+def scale_errors(
+    weight: Tensor, hessian: Tensor | None, known: Tensor, fmt: Format, objective: str
+) -> Tensor:
     """Return the errors float64 [C, I, J] of a weight [N, K] with each of some scales [C, I, J]."""
+    # objective: "sse" or "hessian".
+    metric = _metric(hessian, fmt) if objective == "hessian" else None
     share = 1 if metric is None else HESSIAN_BLOCK
     errors = torch.zeros(known.shape, dtype=torch.float64, device=weight.device)
     for part in _parts(weight, fmt):
@@ -82,6 +83,13 @@ def codes_at(weight: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 def _parts(weight: Tensor, fmt: Format) -> list[slice]:
     numbers = _TILE_CPU if weight.device.type == "cpu" else _TILE_GPU
     return list(bands(weight.shape, fmt, numbers))
+
+
+def candidate_scales(naive: Tensor) -> Tensor:
+    """Return the scales that a search tries, float32 [C, ...], ascending to naive ones [...]."""
+    steps = torch.arange(1 - CANDIDATES, 1, dtype=torch.float64, device=naive.device)
+    factors = torch.exp2(steps / CANDIDATES).view(-1, *[1] * naive.ndim)
+    return (naive.double() * factors).float().clamp_(min=2.0**-126)
 
 
 def _tiles(x: Tensor, fmt: Format, share: int = 1) -> Tensor:
