@@ -54,6 +54,40 @@ def search_scales(
     return search_weight(weight, fmt, global_scale, objective, hessian)
 
 
+def may_be_exact(matrix: Tensor, fmt: Format) -> bool:
+    """Return whether a matrix [N, K] may hold numbers that were quantized in a format before.
+
+    One block is looked at, that of the largest number.
+    """
+    if not fmt.has_global_scale:
+        return False
+    place = int(matrix.detach().abs().argmax())
+    block = matrix.detach().reshape(-1, fmt.block)[place // fmt.block].clone().view(1, -1)
+    return _is_exact(block, fmt, 2 * fmt.global_scale_for(float(block.abs().max())))
+
+
+def exact_global_scale(matrices: Sequence[Tensor], fmt: Format, global_scale: float) -> float:
+    """Return the global scale for matrices: twice the given one if "sse" keeps all only with that.
+
+    The given one is for their largest magnitude. Numbers that were quantized before, when one that
+    was clipped was larger, have had the next.
+    """
+    for scale in (global_scale, 2 * global_scale):
+        if all(_is_exact(x, fmt, scale) for x in matrices):
+            return scale
+    return global_scale
+
+
+def _is_exact(matrix: Tensor, fmt: Format, global_scale: float) -> bool:
+    """Return whether "sse" changes no number of a matrix."""
+    if global_scale > 2.0**126:
+        return False
+    packed, bits = ops.search(matrix.detach(), None, global_scale, fmt.key, "sse")
+    stored = torch.tensor([fmt.global_scale_of(global_scale)], device=matrix.device)
+    dense = ops.dequantize(packed, bits, stored, fmt.key, torch.float32)
+    return torch.equal(dense, matrix.detach().float())
+
+
 def search_weight(
     weight: Tensor,
     fmt: Format,

@@ -24,6 +24,7 @@ from ..kernels.search.reference import OBJECTIVES, search_ref
 from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 from ..methods import Method, Stats, resolve_method
 from ..methods.base import MethodChoice
+from ..methods.search import exact_global_scale, may_be_exact
 from ..ops.checks import require_dense
 from ..record.schemes import weight_format
 
@@ -376,7 +377,8 @@ def quantize(
         block_size: elements that share a scale; None for the scheme's own block size.
         method: how block scales of a format are chosen, "naive" or "sse".
         global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
-            for the smallest power of two with which the largest magnitude is within reach.
+            for the smallest power of two with which the largest magnitude is within reach; of
+            numbers that were quantized before, the next if "sse" keeps them only with that.
 
     Tiles of several rows, as of "fp8_block", are of the last two dimensions.
 
@@ -419,6 +421,8 @@ def quantize(
     height = x.shape[-2] if fmt.rows != 1 and x.ndim > 1 else x.numel() // columns
     padding = 0 if fmt.fits(columns) else -columns % fmt.block
     matrices = F.pad(x.reshape(-1, height, columns), (0, padding))
+    if global_scale == "auto" and all(may_be_exact(each, fmt) for each in matrices):
+        factor = exact_global_scale(list(matrices), fmt, factor)
     states = [chosen.quantize(each, Stats(), fmt, factor, options) for each in matrices]
     scale_rows: tuple[int, ...] = leading
     if fmt.rows != 1 and leading:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..kernels.rotate.naive import rotate_weight
 from ..kernels.search.float_scales import candidate_scales, scale_errors
 from ..kernels.statistics.naive import diagonal_blocks, weight_amax
 from ..methods import Stats, resolve_method, squared_errors
+from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..record.config import Compute, LinearConfig
@@ -49,13 +50,16 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
 
     The ranks that have the plan must all make the call.
     """
-    largest = _largest(plan.layers, group)
+    surveyed = _survey(plan.layers, group)
+    largest = {name: [amax for amax, _ in each] for name, each in surveyed.items()}
     found: dict[int, tuple[float, ...]] = {}
     for members in scale_groups(plan.layers):
         amax = (largest[layer.name] for layer in members)
         fmt = members[0].config.format
-        scales = tuple(fmt.global_scale_for(max(each)) for each in zip(*amax, strict=True))
-        found |= {layer.weight_key: scales for layer in members}
+        scales = [fmt.global_scale_for(max(each)) for each in zip(*amax, strict=True)]
+        if all(is_exact for layer in members for _, is_exact in surveyed[layer.name]):
+            scales = exact_scales(members, scales)
+        found |= {layer.weight_key: tuple(scales) for layer in members}
     tensors = shared_tensor_scales(plan.layers, largest, group)
     return plan.map(
         lambda layer: dataclasses.replace(
@@ -66,8 +70,8 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
     )
 
 
-def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]]:
-    """Return the `stored_amax` of each layer by its name, in all processes alike."""
+def _survey(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[tuple[float, bool]]]:
+    """Return what `survey` finds of each layer by its name, in all processes alike."""
     # Only the owner of its statistics knows the target of a weight.
     own = [
         layer
@@ -75,7 +79,7 @@ def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]
         if layer.owner == group.rank or resolve_method(layer.config.method)[0].target is None
     ]
     with group.together():
-        surveyed = {layer.name: stored_amax(layer) for layer in own}
+        surveyed = {layer.name: survey(layer) for layer in own}
     everywhere = group.gather(surveyed)
     found = {name: each for known in everywhere for name, each in known.items()}
     same = all(found[name] == each for known in everywhere for name, each in known.items())
@@ -331,13 +335,21 @@ def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) ->
 
 def stored_amax(layer: LayerPlan) -> list[float]:
     """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
+    return [amax for amax, _ in survey(layer)]
+
+
+def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
+    """Return the largest magnitude of each stored matrix, and whether `may_be_exact` says yes.
+
+    Raises for NaN, in the bias too.
+    """
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
                 f"{layer.label}: its weight is on the meta device, without values. Load the "
                 "weights before convert."
             )
-        found: list[float] = []
+        found: list[tuple[float, bool]] = []
         for i, matrix in enumerate(weight):
             target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
             searched, largest = layer.config.stored(target), weight_amax(target)
@@ -347,7 +359,10 @@ def stored_amax(layer: LayerPlan) -> list[float]:
                     f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
                     f"the layer with {as_rules(layer.name)}."
                 )
-            found.append(largest if searched is target else weight_amax(searched))
+            # One matrix that is not tells of all.
+            is_exact = searched is matrix and all(each for _, each in found[-1:])
+            is_exact = is_exact and may_be_exact(matrix, layer.config.format)
+            found.append((largest if searched is target else weight_amax(searched), is_exact))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
             raise NonFiniteError(
@@ -355,6 +370,20 @@ def stored_amax(layer: LayerPlan) -> list[float]:
                 f"{as_rules(layer.name)}."
             )
         return found
+
+
+def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[float]:
+    """Return the global scale of each matrix that some layers have, as `exact_global_scale` does.
+
+    scales: those for their largest magnitudes.
+    """
+    with ExitStack() as stack:
+        weights = [stack.enter_context(dense_weight(layer)) for layer in members]
+        fmt = members[0].config.format
+        return [
+            exact_global_scale([weight[i] for weight in weights], fmt, scale)
+            for i, scale in enumerate(scales)
+        ]
 
 
 def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
