@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
+from .rewrite import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
 
 _aten = torch.ops.aten
 

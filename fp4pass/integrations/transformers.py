@@ -12,10 +12,9 @@ from torch import Tensor
 
 from .._compat import require
 from .._compat.transformers import (
-    held_plan,
     loading_operation,
     register_quantization,
-    released_mesh,
+    require_whole,
     tied,
     unread_parameters,
 )
@@ -127,27 +126,15 @@ class _Quantizer(HfQuantizer):
     transformers documents the methods that it calls, those with an underscore too.
     """
 
-    _split: dict[str, str] | None = None
-
-    def hold_plan(self, model: Any) -> None:
-        """Take the plan of tensor parallelism from a model, which is split once it is whole."""
-        self._split = held_plan(model)
-
     @abstractmethod
     def complete(self, model: Any) -> None:
         """Complete a model whose tensors are loaded."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Complete the model, and split it if that was asked for."""
+        """Complete the model."""
         # The config of the layout takes its place, if there is one.
         del model.config.quantization_config
-        split, self._split = self._split, None
         self.complete(model)
-        if split is not None:
-            # Importing it takes a second.
-            from ..parallel import parallelize
-
-            parallelize(model, released_mesh(model, split))
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -195,7 +182,7 @@ class Fp4PassQuantizer(_Quantizer):
         files = [Path(each) for each in kwargs.get("checkpoint_files") or ()]
         if tensors := [each for each in files if each.suffix == ".safetensors"]:
             require_float(tensors[0].parent, tensors)
-        self.hold_plan(model)
+        require_whole(model)
 
         def is_final(layer: LayerPlan) -> bool:
             # transformers casts what it reads to the dtype of the model, whatever the layer's.
@@ -311,14 +298,13 @@ class FolderQuantizer(_Quantizer):
                 "The checkpoint: expected a folder of packed weights in .safetensors files, got "
                 f"{files[0].name if files else 'a state dict'}. Give the folder to from_pretrained."
             )
-        self.hold_plan(model)
+        require_whole(model)
         # The skeleton is made within a context that has no memory.
         with torch.device("cpu"):
             reader = open_checkpoint(files[0].parent)
             folder = self._folder = PackedFolder(model, reader, is_part=True)
             folder.place()
-        dense = {each.parameter for each in folder.dense}
-        when_loaded(model, folder.fill, lambda name: name in folder.expected, dense)
+        when_loaded(model, folder.fill, lambda name: name in folder.expected, folder.dense)
 
     def complete(self, model: Any) -> None:
         """Finish the model as `load` does."""

@@ -47,13 +47,6 @@ class CacheFormat:
         """The largest number at a scale of 1."""
         return FP8_E4M3.max if self.blocks is None else E4M3.max * self.blocks.element.max
 
-    @property
-    def bits(self) -> float:
-        """Bits of a number, scales of blocks included."""
-        if self.blocks is None:
-            return FP8_E4M3.bits
-        return self.blocks.bits_per_weight((1, self.blocks.block))
-
     def width(self, columns: int) -> int:
         """Return the bytes of one head of one token, which has so many numbers."""
         if self.blocks is None:
@@ -74,29 +67,6 @@ class CacheFormat:
         amax = (amax if self.per_head else amax.amax().reshape(1)).to(torch.float32)
         scale = power_reaching(amax, self.max)
         return scale.view(-1, 1, 1) if self.per_head else scale
-
-    def encode(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the bytes uint8 [B, H, T, W] of keys or values [B, H, T, D].
-
-        Numbers beyond the range of the scale saturate.
-        """
-        if self.blocks is None:
-            quotient = x.to(torch.float32) / scale
-            codes = quotient.clamp(-self.max, self.max).to(torch.float8_e4m3fn)
-            return codes.view(torch.uint8)
-        packed, bits = ops.quantize(x.contiguous(), scale, self.blocks.key, "sse")
-        return torch.cat([packed, bits], dim=-1)
-
-    def decode(self, stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the keys or values [B, H, T, D] that bytes stand for."""
-        if self.blocks is None:
-            values = stored.view(torch.float8_e4m3fn).to(torch.float32)
-            return (values * scale).to(dtype)
-        columns = stored.shape[-1] * self.blocks.block // self.width(self.blocks.block)
-        packed = self.blocks.packed_columns(columns)
-        codes, bits = stored.split([packed, stored.shape[-1] - packed], dim=-1)
-        key = self.blocks.key
-        return ops.dequantize(codes.contiguous(), bits.contiguous(), scale, key, dtype)
 
 
 CACHE_FORMATS = {
@@ -126,12 +96,26 @@ class CacheCodec:
     scale: Tensor
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the bytes of keys or values [B, H, T, D]."""
-        return self.fmt.encode(x, self.scale)
+        """Return the bytes uint8 [B, H, T, W] of keys or values [B, H, T, D], saturated."""
+        blocks = self.fmt.blocks
+        if blocks is None:
+            quotient = x.to(torch.float32) / self.scale
+            codes = quotient.clamp(-self.fmt.max, self.fmt.max).to(torch.float8_e4m3fn)
+            return codes.view(torch.uint8)
+        packed, bits = ops.quantize(x.contiguous(), self.scale, blocks.key, "sse")
+        return torch.cat([packed, bits], dim=-1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the keys or values that bytes stand for."""
-        return self.fmt.decode(stored, self.scale, dtype)
+        """Return the keys or values [B, H, T, D] that bytes stand for."""
+        blocks = self.fmt.blocks
+        if blocks is None:
+            values = stored.view(torch.float8_e4m3fn).to(torch.float32)
+            return (values * self.scale).to(dtype)
+        columns = stored.shape[-1] * blocks.block // self.fmt.width(blocks.block)
+        packed = blocks.packed_columns(columns)
+        codes, bits = stored.split([packed, stored.shape[-1] - packed], dim=-1)
+        stored_blocks = (codes.contiguous(), bits.contiguous(), self.scale)
+        return ops.dequantize(*stored_blocks, blocks.key, dtype)
 
     def empty(self, x: Tensor, length: int) -> Tensor:
         """Return zero bytes for `length` tokens of keys or values like x [B, H, T, D]."""
@@ -139,8 +123,7 @@ class CacheCodec:
         if self.fmt.per_head and len(self.scale) != heads:
             raise ShapeError(
                 f"{as_option('kv_cache', self.fmt.name)}: the scales are of {len(self.scale)} "
-                f"heads, and the "
-                f"layer has {heads}. Of heads that are split over processes, choose 'fp8_tensor'."
+                f"heads, and the layer has {heads}. Of split heads, choose 'fp8_tensor'."
             )
         self.fmt.require_columns(columns, "The cache")
         return torch.zeros(

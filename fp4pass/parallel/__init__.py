@@ -1,6 +1,5 @@
 """Run converted models on several processes, each with a part of the packed weights."""
 
-from .apply import fully_shard, parallelize
-from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
+from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard, parallelize
 
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "fully_shard", "parallelize"]

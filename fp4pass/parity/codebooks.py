@@ -27,8 +27,8 @@ from ..core.formats import FORMATS
 from ..core.quant_state import OTHER_RECORDS, OtherRecord
 from ..errors import OptionError, ShapeError, unknown_name
 from ..kernels.common.rounding import in_chunks
+from ..ops import gradients_of
 from ..ops.checks import require_float
-from ..ops.linears import gradients_of
 from ..ops.registration import READERS, operator
 from ..quantization.functional import not_finite, without_statistics
 
@@ -267,11 +267,6 @@ class CodebookState(OtherRecord):
     def packing(self) -> str:
         """The order of the codes in the bytes of `qdata`."""
         return "2 codes a byte, the first high"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and of absmax."""
-        return self.qdata.nbytes + self.absmax.nbytes
 
     @classmethod
     def _read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> CodebookState:

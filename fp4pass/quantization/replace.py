@@ -19,8 +19,13 @@ from ..core.quant_state import TensorRecord
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
 from ..graph.inductor import install_passes
-from ..graph.match import find_linears, is_conv1d
-from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
+from ..graph.rewrite import (
+    find_linears,
+    insert_observers,
+    is_conv1d,
+    rewrite_linears,
+    share_quantize,
+)
 from ..nn.experts import (
     QUANTIZED,
     ExpertStack,

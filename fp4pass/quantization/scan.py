@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.transformers_experts import experts_problem
-from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
+from ..graph.rewrite import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..nn.experts import QUANTIZED, ExpertStack, stacks_of
 from ..nn.linear import PACKED
 from .adapters import adapter_modules, changed_parameters, parents

@@ -10,7 +10,7 @@ import torch
 from post_grad import compiled
 from torch import Tensor, fx
 
-from fp4pass.graph.inductor.argmax import split_argmax
+from fp4pass.graph.inductor.merge import split_argmax
 
 aten = torch.ops.aten
 

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph.match import find_linears
-from fp4pass.graph.rewrite import insert_observers, rewrite_linears, share_quantize
+from fp4pass.graph.rewrite import find_linears, insert_observers, rewrite_linears, share_quantize
 from fp4pass.quantization.observers.observer import Observer, collect
 from fp4pass.quantization.replace import attach_observers, rewrite_graph
 from fp4pass.quantization.scan import scan_layers

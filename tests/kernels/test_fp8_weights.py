@@ -10,7 +10,7 @@ from torch import Tensor
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.dequantize.triton import dequantize_e4m3
+from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.linear.fp8_weights_triton import (
     has_tensor_cores,
     linear_fp8_weights,
@@ -20,9 +20,9 @@ from fp4pass.kernels.linear.fp8_weights_triton import (
 from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
 from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import (
-    activate_quantize_e4m3,
-    norm_quantize_e4m3,
-    quantize_e4m3,
+    activate_quantize_triton,
+    norm_quantize_triton,
+    quantize_triton,
 )
 from fp4pass.kernels.search.reference import search_ref
 
@@ -61,7 +61,7 @@ def test_inputs_get_the_bits_of_the_reference(fmt: Format, dtype: torch.dtype) -
     if fmt.block == 0:
         statics.append(torch.linspace(0.01, 1, 7, device=DEVICE)[:, None])
     for static in statics:
-        found, wanted = quantize_e4m3(x, static, fmt), quantize_ref(x, static, fmt)
+        found, wanted = quantize_triton(x, static, fmt), quantize_ref(x, static, fmt)
         assert torch.equal(found[0], wanted[0])
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
 
@@ -76,11 +76,11 @@ def test_norms_and_activations_before_it(fmt: Format) -> None:
     norms = (("rms", None), ("layer", row))
     for kind, bias in norms:
         arguments = (x, other, row, bias, kind, 1e-5, None, fmt)
-        found, wanted = norm_quantize_e4m3(*arguments), norm_quantize_ref(*arguments)
+        found, wanted = norm_quantize_triton(*arguments), norm_quantize_ref(*arguments)
         assert torch.equal(found[0], wanted[0])
         assert (found[1] != wanted[1]).float().mean() < 0.03
     activated = (x, other, "silu", None, fmt)
-    found, wanted = activate_quantize_e4m3(*activated), activate_quantize_ref(*activated)
+    found, wanted = activate_quantize_triton(*activated), activate_quantize_ref(*activated)
     assert (found[0] != wanted[0]).float().mean() < 0.03
 
 
@@ -98,7 +98,7 @@ def test_codes_get_the_values_of_the_reference(fmt: Format, dtype: torch.dtype) 
             else:
                 scale = torch.randint(256, shape, dtype=torch.uint8, generator=seeded(1))
             wanted = dequantize_ref(codes, scale, None, fmt, dtype)
-            found = dequantize_e4m3(codes.to(DEVICE), scale.to(DEVICE), None, fmt, dtype).cpu()
+            found = dequantize_triton(codes.to(DEVICE), scale.to(DEVICE), None, fmt, dtype).cpu()
             assert found.dtype == dtype
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 

@@ -1,7 +1,7 @@
 """Fuse a quantizer with the node that computes its input, by a table of fusions.
 
 An entry of FUSIONS is a pattern, a check, and the operator that replaces both nodes. To fuse
-something else, write the operator (ops/activations.py), its formula here as the nodes that Inductor
+something else, write the operator (ops/__init__.py), its formula here as the nodes that Inductor
 makes of it, and an entry. The graphs are Inductor's after decompositions and functionalization:
 every node has a fake tensor in `meta["val"]`, and each tensor is quantized once.
 """

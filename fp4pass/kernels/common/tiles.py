@@ -24,7 +24,6 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 # Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
 LAUNCH = {"enable_fp_fusion": False}
 
-
 # Up to this multiple of the largest element the search near naive scales clips no quotient: so far
 # below `halving_reach`, 7 / 6 of it for E2M1, that rounding to bfloat16 does not reach that.
 UNCLIPPED = tl.constexpr(1.15)
@@ -48,12 +47,33 @@ def supports(fmt: Format) -> bool:
 
 
 @lru_cache(maxsize=64)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or zeros."""
+    if device.type == "cpu":
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+@lru_cache(maxsize=64)
 def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
     """Return the arguments to launch a kernel that begins with `wait`, maybe before its turn."""
     # From sm_90 on a kernel can be launched while the one before it runs.
-    if device.type == "cpu" or torch.cuda.get_device_properties(device).major < 9:
+    if capability(device)[0] < 9:
         return {"OVERLAP": False, "RELEASES": False}
     return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
+
+
+@lru_cache(maxsize=64)
+def launch(device: torch.device, releases: bool = False) -> dict[str, bool]:
+    """Return `LAUNCH` and `overlapping`."""
+    return LAUNCH | overlapping(device, releases)
+
+
+@triton.jit
+def asm(CODE: tl.constexpr, CONSTRAINTS: tl.constexpr, given, DTYPE: tl.constexpr = tl.int32):
+    """Return what PTX without side effects makes of each element of some tensors."""
+    return tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, DTYPE.value, True, 1)
 
 
 @triton.jit
@@ -147,14 +167,6 @@ def bits_of(x):
 
 
 @triton.jit
-def sign_bit(x):
-    """Return 1 for negative float32 x, else 0; opaque to the compiler."""
-    return tl.inline_asm_elementwise(
-        "shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def float_of(bits):
     """Return the float32 of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
@@ -238,9 +250,7 @@ def code_value(code, ELEMENT: tl.constexpr):
 def reciprocal(x):
     """Return 1 / x of normal float32 x, to 2^-23."""
     if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        inverse = asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32)
     else:
         inverse = 1.0 / x
     return inverse
@@ -252,6 +262,16 @@ def corrected_quotient(x, step, inverse):
     # Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
+
+
+@triton.jit
+def load(pointers, inside, WHOLE: tl.constexpr):
+    """Load, and return 0 where not `inside`; WHOLE: all are."""
+    if WHOLE:
+        value = tl.load(pointers)
+    else:
+        value = tl.load(pointers, mask=inside, other=0)
+    return value
 
 
 @triton.jit
@@ -294,14 +314,7 @@ def pack_half(a, b, DTYPE: tl.constexpr):
         low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
         pair = low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
     elif PTX:
-        pair = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,f,f",
-            [a, b],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        pair = asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b])
     else:
         # The interpreter's own conversion truncates.
         low, high = bits_of(a), bits_of(b)
@@ -351,21 +364,15 @@ _SMALLEST = tl.constexpr(2.0**-126)
 _FIELDS = tl.constexpr(0x87F00000 - (1 << 32))
 
 
-def supports_e4m3(fmt: Format) -> bool:
-    """Return whether these kernels know a format: by its properties, as `tiles.supports`."""
-    # Scales are float32 numbers of rows, of tiles of 128 or of all, or powers of two of 32 or 16.
+def supports_any(fmt: Format) -> bool:
+    """Return whether the kernels for 4-bit codes, or those for E4M3 ones, know a format."""
     if fmt.element != FP8_E4M3:
-        return False
+        return supports(fmt)
+    # Scales are float32 numbers of rows, of tiles of 128 or of all, or powers of two of 32 or 16.
     if fmt.has_float_scale:
         return (fmt.rows, fmt.block) in ((1, WHOLE), (WHOLE, WHOLE), (128, 128))
-    scale = fmt.scale
-    powers = scale.mantissa_bits == 0 and scale.bias == 127 and not scale.subnormal
+    powers = fmt.scale.mantissa_bits == 0 and fmt.scale.bias == 127 and not fmt.scale.subnormal
     return powers and fmt.rows == 1 and fmt.block in (16, 32)
-
-
-def supports_any(fmt: Format) -> bool:
-    """Return whether the kernels that take 4-bit codes and E4M3 ones know a format."""
-    return supports(fmt) or supports_e4m3(fmt)
 
 
 @triton.jit

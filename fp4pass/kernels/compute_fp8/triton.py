@@ -1,61 +1,32 @@
-"""Multiply E4M3 operands on a GPU."""
+"""Multiply E4M3 operands on a GPU: in `wide_kernel`, or an expanded weight in cuBLAS."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..._compat.torch import has_fp8, scaled_mm
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ...errors import OptionError
-from ..common.tiles import LAUNCH, PTX, cdiv, decode_scale, overlapping, rounded, wait
-from ..dequantize.triton import packed_words
-from ..linear.decode_triton import joined
+from ..common.tiles import cdiv
 from ..linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
-from ..linear.tiling import Tiles, shared_memory_of, wide_tiles
-from .operands_triton import Rows, decode_e4m3, expanded, operand, operands, sorted_rows
-
-# From the largest, measured on an H200.
-SIZES = (
-    Tiles(256, 128, 16, 8, 3),
-    Tiles(256, 64, 16, 4, 3),
-    Tiles(128, 128, 16, 8, 3),
-    Tiles(128, 64, 16, 4, 4),
-    Tiles(64, 64, 32, 4, 3),
-)
+from ..linear.tiling import Tiles, wide_tiles
+from .naive import multiply_rows_ref
+from .operands_triton import Rows, expanded, sorted_rows
 
 # Rows of a weight that tiles of 256 rows of x cut into programs enough for 512 rows of x.
 _WIDE = 12288
 
-# Programs that nearly fill an H200 once, and its multiprocessors.
-_ENOUGH, _AT_ONCE = 112, 132
-
-
-def tiles_of(m: int, n: int, shared_memory: int) -> Tiles:
-    """Return the largest tile size that fits and still fills the GPU."""
-    fitting = [each for each in SIZES if _bytes(each) <= shared_memory and each.m < 2 * m]
-    enough = (each for each in fitting if cdiv(m, each.m) * cdiv(n, each.n) >= _ENOUGH)
-    return next(enough, SIZES[-1])
-
-
-def _bytes(tiles: Tiles) -> int:
-    """Return the shared memory of a program."""
-    return tiles.stages * 8 * tiles.words * tiles.m + 2 * tiles.words * tiles.n * 5
-
-
-def expands(m: int, n: int) -> bool:
-    """Return whether a weight is expanded first, and not decoded in the product."""
-    return m > (512 if n >= _WIDE else 256)
+# The multiprocessors of an H200.
+_AT_ONCE = 132
 
 
 def multiplies_dense(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether cuBLAS multiplies rows x [m, k] in order and an expanded weight [n, k]."""
     # It takes factors for rows with results in bfloat16 alone.
     fits = dtype == torch.bfloat16 and has_dense_product(n, device)
-    return fits and expands(m, n) and not (runs_wide(k, device) and wide_config(m, n, k))
+    return fits and not (runs_wide(k, device) and wide_config(m, n, k))
 
 
 def has_dense_product(n: int, device: torch.device) -> bool:
@@ -65,7 +36,7 @@ def has_dense_product(n: int, device: torch.device) -> bool:
 
 def wide_config(m: int, n: int, k: int) -> Tiles | None:
     """Return the tiles of `wide_kernel` for x [m, k] in E4M3, or None if that is slower."""
-    if expands(m, n):
+    if m > (512 if n >= _WIDE else 256):
         # The largest tiles, one on each multiprocessor and hardly one without.
         rounds = cdiv(m, 256) * cdiv(n, 128) / _AT_ONCE
         return wide_tiles(256, 8, 128, 3) if 0.95 < rounds <= 1 else None
@@ -101,87 +72,25 @@ def multiply_fp8(
             'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
             f'{device} does not have. Call fp4pass.set_compute(model, "input").'
         )
-    m = len(x.packed if isinstance(x, PackedInput) else x)
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
-    if multiplies_dense(m, n, k, dtype, device):
-        return multiply_dense(*expanded(x, weight, fmt), weight.bias)
-    out = torch.empty((m, n), dtype=dtype, device=device)
-    if runs_wide(k, device) and (wide := wide_config(m, n, k)):
-        return multiply_with(wide, x, weight, out, fmt)
-    tiles = tiles_of(m, n, shared_memory_of(device))
-    rows, of_weight = operands(x, weight, fmt, tiles.words)
-    fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
-        rows.values if PTX else rows.values.view(torch.uint8), rows.factors,
-        packed_words(weight.packed), weight.scale.contiguous(), *of_weight, weight.bias,
-        out, m, n, K=k, FMT=fmt, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
-    )  # fmt: skip
-    return out
+    if not isinstance(x, PackedInput) and runs_wide(k, device):
+        if tiles := wide_config(len(x), n, k):
+            out = torch.empty((len(x), n), dtype=dtype, device=device)
+            return multiply_with(tiles, x, weight, out, fmt)
+    return multiply_dense(*expanded(x, weight, fmt), weight.bias, dtype)
 
 
-def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None) -> Tensor:
-    """Return the product [M, N] of rows [M, K] in order and an expanded weight, in bfloat16."""
-    return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
+def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product [M, N] of rows [M, K] in order and an expanded weight."""
+    if dtype == torch.bfloat16 and has_dense_product(len(dense.values), rows.values.device):
+        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
+    return multiply_rows_ref(rows, dense, bias).to(dtype)
 
 
 def multiply_with(
-    tiles: Tiles, x: Tensor | PackedInput, weight: PackedWeight, out: Tensor, fmt: Format
+    tiles: Tiles, x: Tensor, weight: PackedWeight, out: Tensor, fmt: Format
 ) -> Tensor:
     """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
-    (m, n), k = out.shape, 2 * weight.packed.shape[1]
-    weight, finished = in_words(weight), counters(m, n, tiles, out.device)
-    rows = sorted_rows(x, k, tiles.m, fmt, finished)
+    weight, finished = in_words(weight), counters(*out.shape, tiles, out.device)
+    rows = sorted_rows(x, tiles.m, finished)
     return multiply_wide(*rows, weight, finished, out, fmt, tiles)
-
-
-@triton.jit(do_not_specialize=["M"])
-def fp8_rows_kernel(
-    x, x_factors, words, scales, powers, factors, bias, out, M, N,
-    K: tl.constexpr, FMT: tl.constexpr, TILES: tl.constexpr,
-    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Multiply sorted E4M3 rows (operands_triton.py) and packed weights."""
-    wait(OVERLAP, RELEASES)
-    BM: tl.constexpr = TILES.m
-    BN: tl.constexpr = TILES.n
-    WORDS: tl.constexpr = TILES.words
-    SCALE: tl.constexpr = FMT.scale
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % WORDS == 0
-    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    start_n = (tl.program_id(1) * BN).to(tl.int64)
-    n = tl.arange(0, BN)
-    row = tl.minimum(start_n + n, N - 1)
-    by = tl.load(powers + row)[:, None]
-    x_row = tl.minimum(m, M - 1)[None, :].to(tl.int64) * padded
-    acc = tl.zeros((BN, BM), tl.float32)
-    for start in range(0, row_words, WORDS):
-        k = start + tl.arange(0, WORDS)[None, :]
-        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
-        word_at = words + row[:, None] * row_words + k
-        byte_at = scales + row[:, None] * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
-        step = decode_scale(byte, SCALE) * by
-        step = tl.broadcast_to(step[:, :, None], (BN, WORDS // share, share))
-        bits = decode_e4m3(word, tl.reshape(step, (BN, WORDS)), FMT)
-        weights = tl.permute(joined(bits), (0, 2, 3, 4, 1))
-        weights = operand(tl.reshape(weights, (BN, 8 * WORDS)))
-        x_tile = tl.load(x + x_row + (start * 8 + tl.arange(0, 8 * WORDS))[:, None])
-        # Float8 as it is loaded: converted tiles take the way through shared memory twice.
-        acc = tl.dot(weights, x_tile if PTX else operand(x_tile), acc)
-    start_m = (tl.program_id(0) * BM).to(tl.int64)
-    at = tl.arange(0, BM)[None, :] * N + n[:, None]
-    inside = (n < N - start_n)[:, None] & (m < M)[None, :]
-    out += start_m * N + start_n
-    y = acc * tl.load(x_factors + m, mask=m < M, other=0.0)[None, :]
-    y *= tl.load(factors + row)[:, None]
-    if bias is not None:
-        y += tl.load(bias + row).to(tl.float32)[:, None]
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)

@@ -11,27 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import WHOLE, Format
+from ..common import tiles as kit
 from ..common.rounding import are_of_rows
-from ..common.tiles import (
-    LAUNCH,
-    bits_of,
-    cdiv,
-    chosen,
-    code_value,
-    decode_scale,
-    float_of,
-    overlapping,
-    power_of_byte,
-    rounded,
-    supports_any,
-    value_of,
-    wait,
-    wider,
-)
 from .naive import dequantize_ref
 
 # The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
-supports = supports_any
+supports = kit.supports_any
 
 # Words of eight codes in a program.
 _WORDS = 256
@@ -60,26 +45,26 @@ def dequantize_all_triton(
     out = [each.new_empty((*each.shape[:-1], 2 * each.shape[-1]), dtype=dtype) for each in packed]
     words = tuple(map(packed_words, packed))
     counts = tuple(each.numel() for each in words)
-    *starts, programs = itertools.accumulate((cdiv(n, _WORDS) for n in counts), initial=0)
+    *starts, programs = itertools.accumulate((kit.cdiv(n, _WORDS) for n in counts), initial=0)
     if programs:
         _dequantize[(programs,)](
             *(words, tuple(each.contiguous() for each in scale)),
             *(None if global_scale[0] is None else global_scale, tuple(out), counts, tuple(starts)),
-            FMT=fmt, WORDS=_WORDS, num_warps=2, **LAUNCH, **overlapping(out[0].device, False),
+            FMT=fmt, WORDS=_WORDS, num_warps=2, **kit.launch(out[0].device),
         )  # fmt: skip
     return out
 
 
 def packed_words(packed: Tensor) -> Tensor:
     """Return packed codes [..., K / 2] as contiguous int32 words of eight; copied if need be."""
-    return wider(packed, torch.int32)
+    return kit.wider(packed, torch.int32)
 
 
 @triton.jit
 def signed_value(word, i, ELEMENT: tl.constexpr):
     """Return the float32 value of the i-th code in int32 words."""
     code = word >> (4 * i)
-    return float_of(bits_of(code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
+    return kit.float_of(kit.bits_of(kit.code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
 
 
 @triton.jit
@@ -87,27 +72,27 @@ def _dequantize(
     words, scales, global_scales, outs, counts, starts, FMT: tl.constexpr, WORDS: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     program = tl.program_id(0)
-    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
-    out, count = chosen(outs, starts, program), chosen(counts, starts, program)
-    start = (program - chosen(starts, starts, program)).to(tl.int64) * WORDS
+    words, scales = kit.chosen(words, starts, program), kit.chosen(scales, starts, program)
+    out, count = kit.chosen(outs, starts, program), kit.chosen(counts, starts, program)
+    start = (program - kit.chosen(starts, starts, program)).to(tl.int64) * WORDS
     lane = tl.arange(0, WORDS)
     inside = lane < count - start
     word = tl.load(words + start + lane, mask=inside, other=0)
     block = (start + lane) // (FMT.block // 8)
-    step = decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
+    step = kit.decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
     if global_scales is not None:
-        number = tl.load(chosen(global_scales, starts, program))
+        number = tl.load(kit.chosen(global_scales, starts, program))
         if FMT.multiplies:
             step = step * number
         else:
             step = tl.math.div_rn(step, number)
     v = ()
     for i in tl.static_range(8):
-        v = v + (rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)
+        v = v + (kit.rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)
     # The first join is the highest digit of the column.
     even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
     odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
@@ -137,10 +122,10 @@ def dequantize_e4m3(
     parts = matrices, scale.reshape(len(matrices), -1), out.view(matrices.shape)
     for codes, scales, values in zip(*parts, strict=True):
         columns = codes.shape[-1]
-        _dequantize_e4m3[(codes.numel() // columns, cdiv(columns, _COLUMNS))](
+        _dequantize_e4m3[(codes.numel() // columns, kit.cdiv(columns, _COLUMNS))](
             codes.contiguous(), scales.contiguous(), values,
             K=columns, FMT=fmt, TALL=tall, COLUMNS=_COLUMNS,
-            num_warps=4, **LAUNCH, **overlapping(out.device, False),
+            num_warps=4, **kit.launch(out.device),
         )  # fmt: skip
     return out
 
@@ -152,12 +137,12 @@ def _dequantize_e4m3(
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """TALL: rows that share a scale, WHOLE for all."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < K
     code = tl.load(codes + row * K + column, mask=inside, other=0)
-    value = tl.where((code & 0x7F) == 0x7F, float("nan"), value_of(code))
+    value = tl.where((code & 0x7F) == 0x7F, float("nan"), kit.value_of(code))
     first = row * 0 if TALL == _WHOLE else row // TALL
     if FMT.block == _WHOLE:
         step = tl.load(scales + first)
@@ -166,5 +151,5 @@ def _dequantize_e4m3(
         at = scales + first * SCALES + column // FMT.block
         step = tl.load(at, mask=inside, other=0)
     if not FMT.has_float_scale:
-        step = power_of_byte(step)
-    tl.store(out + row * K + column, rounded(value * step, out.dtype.element_ty), mask=inside)
+        step = kit.power_of_byte(step)
+    tl.store(out + row * K + column, kit.rounded(value * step, out.dtype.element_ty), mask=inside)

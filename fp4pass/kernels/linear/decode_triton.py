@@ -14,23 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import (
-    DTYPES,
-    LAUNCH,
-    PTX,
-    as_words,
-    bits_of,
-    cdiv,
-    clear,
-    decode_scale,
-    float_of,
-    overlapping,
-    power,
-    rounded,
-    scale_value,
-    unpack_word,
-    wait,
-)
+from ..common import tiles as kit
 from ..dequantize.triton import packed_words, signed_value
 from .tiling import TERMS
 
@@ -49,7 +33,7 @@ class InputRows(NamedTuple):
     @staticmethod
     def of_numbers(x: Tensor) -> InputRows:
         """Return rows of numbers."""
-        return InputRows(as_words(x), x.dtype)
+        return InputRows(kit.as_words(x), x.dtype)
 
     @staticmethod
     def of_codes(packed: Tensor, scale: Tensor, global_scale: Tensor | None) -> InputRows:
@@ -70,40 +54,32 @@ def arranged(
     # group: words whose columns are sorted by their place in a word; zeros fill the last group.
     # releases: as `overlapping` takes it. zeros: int32, set to 0 in the same launch.
     # tile: of one term, room is left for whole tiles of so many rows.
-    words = cdiv(k // 8, group) * group
-    padded = cdiv(m, tile) * tile
+    words = kit.cdiv(k // 8, group) * group
+    padded = kit.cdiv(m, tile) * tile
     out = x.words.new_empty((x.terms, padded, 8 * words), dtype=torch.bfloat16)
-    _arrange[(cdiv(m * words, _BLOCK),)](
+    _arrange[(kit.cdiv(m * words, _BLOCK),)](
         x.words, x.scale, out, zeros, m * words, 0 if zeros is None else len(zeros),
-        K=k, FMT=fmt, DTYPE=None if x.dtype is None else DTYPES[x.dtype], TERMS=x.terms,
-        GROUP=group, BLOCK=_BLOCK, **overlapping(out.device, releases), **LAUNCH,
+        K=k, FMT=fmt, DTYPE=None if x.dtype is None else kit.DTYPES[x.dtype], TERMS=x.terms,
+        GROUP=group, BLOCK=_BLOCK, **kit.overlapping(out.device, releases), **kit.LAUNCH,
     )  # fmt: skip
     return out
 
 
 # The dtype of products. The interpreter has no arithmetic on bfloat16; float32 holds the same.
-OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
+OPERAND = tl.constexpr(tl.bfloat16 if kit.PTX else tl.float32)
 
-# In `decode`: eight times four bfloat16, four words, four bytes; or four pairs, a word, its byte.
+# In `decode`: eight times four bfloat16, four words, four bytes.
 _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
-_PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
 @triton.jit
 def step_of(byte, FMT: tl.constexpr, SMALL: tl.constexpr):
     """Return what `decode` multiplies codes by, for scale bytes: int32, or float32 without PTX."""
     SCALE: tl.constexpr = FMT.scale
-    if PTX:
-        step = tl.inline_asm_elementwise(
-            step_assembly(FMT, SMALL),
-            "=r,r",
-            [byte.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    if kit.PTX:
+        step = kit.asm(step_assembly(FMT, SMALL), "=r,r", [byte.to(tl.int32)])
     else:
-        step = scale_value(byte, SCALE) * power(offset(FMT))
+        step = kit.scale_value(byte, SCALE) * kit.power(offset(FMT))
         if SMALL:
             step = tl.where(byte < LARGE, step, float("nan"))
     return step
@@ -119,28 +95,20 @@ def decode(
     # SMALL: the bytes are less than LARGE. STEPS: what `step_of` returned for the bytes is given,
     # of PAIRS.
     ELEMENT: tl.constexpr = FMT.element
-    if PTX and PAIRS:
+    if kit.PTX and PAIRS:
         pairs = tl.inline_asm_elementwise(
-            decode_assembly(FMT, True, STEPS, SMALL),
-            _PAIR_CONSTRAINTS,
-            [word, byte.to(tl.int32)],
-            dtype=(tl.int32,) * 4,
-            is_pure=True,
-            pack=1,
-        )
+            decode_assembly(FMT, True, STEPS, SMALL), "=r,=r,=r,=r,r,r", [word, byte.to(tl.int32)],
+            dtype=(tl.int32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
         values = ()
         for i in tl.static_range(8):
             half = (pairs[i % 4] >> (i // 4 * 16)).to(tl.int16)
             values = values + (half.to(tl.bfloat16, bitcast=True),)
-    elif PTX:
+    elif kit.PTX:
         values = tl.inline_asm_elementwise(
-            decode_assembly(FMT, False, False, SMALL),
-            _CONSTRAINTS,
-            [word, byte],
-            dtype=(tl.bfloat16,) * 8,
-            is_pure=True,
-            pack=4,
-        )
+            decode_assembly(FMT, False, False, SMALL), _CONSTRAINTS, [word, byte],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         step = byte if STEPS else step_of(byte, FMT, SMALL)
         values = ()
@@ -158,7 +126,7 @@ def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
             number = (word >> (16 * i)).to(tl.int16).to(tl.bfloat16, bitcast=True)
             numbers = numbers + ((number,),)
     else:
-        values = unpack_word(word, DTYPE)
+        values = kit.unpack_word(word, DTYPE)
         for i in tl.static_range(len(values)):
             numbers = numbers + (split(values[i], TERMS),)
     return numbers
@@ -169,10 +137,10 @@ def split(x, TERMS: tl.constexpr):
     """Return float32 numbers as bfloat16 terms, eight bits of the significand each."""
     terms = ()
     for _ in tl.static_range(TERMS):
-        term = float_of(bits_of(x) & -65536)
+        term = kit.float_of(kit.bits_of(x) & -65536)
         # Infinity and NaN are in the first term alone.
         rest = tl.where(tl.abs(x) < float("inf"), x - term, 0.0)
-        terms = terms + (rounded(tl.where(x == x, term, x), tl.bfloat16),)
+        terms = terms + (kit.rounded(tl.where(x == x, term, x), tl.bfloat16),)
         x = rest
     return terms
 
@@ -191,8 +159,8 @@ def _arrange(
     DTYPE: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    wait(OVERLAP, RELEASES)
-    clear(zeros, zero_count)
+    kit.wait(OVERLAP, RELEASES)
+    kit.clear(zeros, zero_count)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     arrange_words(x, scales, out, i, count, K, FMT, DTYPE, TERMS, GROUP)
 
@@ -222,9 +190,9 @@ def arrange_words(
     else:
         word = tl.load(x + source, mask=inside, other=0)
         byte = tl.load(scales + source // (FMT.block // 8), mask=inside, other=0)
-        step = decode_scale(byte, SCALE)
+        step = kit.decode_scale(byte, SCALE)
         for c in tl.static_range(8):
-            value = rounded(signed_value(word, c, ELEMENT) * step, tl.bfloat16)
+            value = kit.rounded(signed_value(word, c, ELEMENT) * step, tl.bfloat16)
             tl.store(target + c * GROUP, value, mask=i < count)
 
 

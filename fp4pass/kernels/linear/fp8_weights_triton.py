@@ -14,20 +14,7 @@ from torch import Tensor
 from ..._compat.torch import block_scaled_mm, has_block_scaled_mm, scaled_mm
 from ...core.formats import WHOLE, Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import (
-    DTYPES,
-    LAUNCH,
-    PTX,
-    cdiv,
-    overlapping,
-    power_of_byte,
-    rounded,
-    unpack_word,
-    value_at,
-    value_of,
-    wait,
-    wider,
-)
+from ..common import tiles as kit
 from ..dequantize.triton import dequantize_e4m3
 from .naive import linear_quantized_ref, linear_ref
 from .tiling import shared_memory_of
@@ -66,7 +53,7 @@ class Sizes:
 
 def linear_fp8_weights(x: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
     """Multiply activations and a weight with E4M3 codes (`linear_ref`)."""
-    if x.dtype not in DTYPES or not x.numel() or not len(weight.packed):
+    if x.dtype not in kit.DTYPES or not x.numel() or not len(weight.packed):
         return linear_ref(x, weight, fmt)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return _multiply(rows, None, weight, x.dtype, fmt).view(*x.shape[:-1], -1)
@@ -77,7 +64,7 @@ def linear_quantized_fp8_weights(
 ) -> Tensor:
     """Multiply quantized activations and a weight with E4M3 codes (`linear_quantized_ref`)."""
     codes, scales, _ = x_rows
-    if x.dtype not in DTYPES or not codes.numel() or not len(weight.packed):
+    if x.dtype not in kit.DTYPES or not codes.numel() or not len(weight.packed):
         return linear_quantized_ref(x, x_rows, weight, fmt)
     flat = codes.reshape(-1, codes.shape[-1]).contiguous()
     y = _multiply(flat, scales.reshape(len(flat), -1).contiguous(), weight, x.dtype, fmt)
@@ -89,20 +76,28 @@ def _multiply(
 ) -> Tensor:
     """Return the product [M, N] of rows, or of codes and their scales, in a dtype."""
     codes, scales, bias = weight.packed.contiguous(), weight.scale.contiguous(), weight.bias
-    (m, k), n = x.shape, len(codes)
-    native = x_scales is not None and has_tensor_cores(codes.device)
-    by_rows = fmt.block == WHOLE and dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
-    if m == 1 and k % 16 == 0 and (x_scales is not None or dtype.itemsize == 2):
-        return _multiply_row(x, x_scales, codes, scales, bias, dtype, fmt)
-    if native and by_rows and x_scales is not None and x.is_cuda:
-        # Both are rows with a factor each.
-        left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
-        factors = scales.expand(n, 1).flatten()
-        return scaled_mm(left, right, x_scales.flatten(), factors, bias, fast=False)
-    plain = bias is None and dtype == torch.bfloat16
-    if x_scales is not None and plain and _has_block_product(x, n, fmt):
-        left, right = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
-        return block_scaled_mm(left, right, x_scales, scales)
+    (m, k), n, quantized = x.shape, len(codes), x_scales is not None
+    if m == 1 and k % 16 == 0 and (quantized or dtype.itemsize == 2):
+        out = torch.empty((1, n), dtype=dtype, device=x.device)
+        words = kit.wider(x, torch.int32 if quantized else torch.int64)
+        rows = 8 if n >= _TALL else 4
+        e4m3_row_kernel[(kit.cdiv(n, rows),)](
+            words, x_scales, kit.wider(codes, torch.int32), scales, bias, out, n,
+            K=k, FMT=fmt, DTYPE=tl.uint8 if quantized else kit.DTYPES[dtype],
+            BN=rows, BW=_ROW_WORDS, num_warps=4, num_stages=4, **kit.launch(x.device),
+        )  # fmt: skip
+        return out
+    native = quantized and has_tensor_cores(codes.device)
+    if x_scales is not None and dtype == torch.bfloat16:
+        numbers = x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
+        by_rows = fmt.block == WHOLE and n % 16 == 0 and k % 16 == 0
+        if native and by_rows and x.is_cuda:
+            # Both are rows with a factor each.
+            factors = scales.expand(n, 1).flatten()
+            return scaled_mm(*numbers, x_scales.flatten(), factors, bias, fast=False)
+        tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 512 == 0
+        if bias is None and tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device):
+            return block_scaled_mm(*numbers, x_scales, scales)
     exact = not fmt.has_float_scale and dtype == torch.bfloat16
     if exact and m >= _DENSE:
         dense = dequantize_e4m3(codes, scales, None, fmt, dtype)
@@ -113,27 +108,16 @@ def _multiply(
         x, codes = (each.view(torch.float8_e4m3fn) for each in (x, codes))
     sizes = sizes_of(m, n, operand, fmt, shared_memory_of(x.device))
     out = torch.empty((m, n), dtype=dtype, device=x.device)
-    e4m3_tiles_kernel[(cdiv(m, sizes.m) * cdiv(n, sizes.n),)](
-        x, x_scales, codes, scales, bias, out, m, n,
-        K=k, FMT=fmt, OPERAND=operand, SIZES=sizes,
-        num_warps=sizes.warps, num_stages=sizes.stages, **LAUNCH, **overlapping(x.device, False),
+    e4m3_tiles_kernel[(kit.cdiv(m, sizes.m) * kit.cdiv(n, sizes.n),)](
+        x, x_scales, codes, scales, bias, out, m, n, K=k, FMT=fmt, OPERAND=operand, SIZES=sizes,
+        num_warps=sizes.warps, num_stages=sizes.stages, **kit.launch(x.device),
     )  # fmt: skip
     return out
 
 
 def has_tensor_cores(device: torch.device) -> bool:
     """Return whether a GPU multiplies E4M3 numbers."""
-    if not PTX or device.type == "cpu":
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) >= (8, 9)
-
-
-def _has_block_product(x: Tensor, n: int, fmt: Format) -> bool:
-    """Return whether `block_scaled_mm` multiplies many rows of codes x and a weight [n, K]."""
-    m, k = x.shape
-    tiled = fmt.block == fmt.rows == 128 and n % 128 == k % 512 == 0
-    return tiled and m >= _BLOCKS and m % 4 == 0 and has_block_scaled_mm(x.device)
+    return bool(kit.PTX) and kit.capability(device) >= (8, 9)
 
 
 def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:
@@ -142,7 +126,7 @@ def _operand(of_x: torch.dtype, native: bool, fmt: Format) -> tl.dtype:
         return tl.float8e4nv
     narrow = of_x == torch.float16 and not fmt.has_float_scale
     # The interpreter multiplies float32 alone.
-    if of_x == torch.float32 or narrow or not PTX:
+    if of_x == torch.float32 or narrow or not kit.PTX:
         return tl.float32
     return tl.float16 if of_x == torch.float16 else tl.bfloat16
 
@@ -153,17 +137,13 @@ def sizes_of(m: int, n: int, operand: tl.dtype, fmt: Format, shared_memory: int)
     least = fmt.block if fmt.block == 128 else 32
     if operand == tl.float32:
         return Sizes(16 if m <= 16 else 64, 32, least, 4, 1)
-    known = [Sizes(16, 32, 128, 4, 4)]
-    if m <= 16:
-        known.insert(0, Sizes(16, 64 if n >= _TALL else 32, 128, 4, 4))
-    else:
-        known.insert(0, Sizes(64, 64, 128, 4, 4))
-        if m * n >= _MANY:
-            known.insert(
-                0, Sizes(128, 128, 128 if operand == tl.float8e4nv else max(64, least), 8, 4)
-            )
+    few = m <= 16
+    known = [Sizes(16, 64 if n >= _TALL else 32, 128, 4, 4) if few else Sizes(64, 64, 128, 4, 4)]
+    if not few and m * n >= _MANY:
+        columns = 128 if operand == tl.float8e4nv else max(64, least)
+        known.insert(0, Sizes(128, 128, columns, 8, 4))
     fitting = (_fitted(each, operand, shared_memory) for each in known)
-    return next((each for each in fitting if each.stages > 1), known[-1])
+    return next((each for each in fitting if each.stages > 1), Sizes(16, 32, 128, 4, 4))
 
 
 def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
@@ -176,37 +156,19 @@ def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
     return dataclasses.replace(sizes, stages=max(1, min(sizes.stages, fitting)))
 
 
-def _multiply_row(
-    x: Tensor,
-    x_scales: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fmt: Format,
-) -> Tensor:
-    """Return the product [1, N] of one row and a weight."""
-    n, k = codes.shape
-    words = wider(x, torch.int64 if x_scales is None else torch.int32)
-    rows = 8 if n >= _TALL else 4
-    out = torch.empty((1, n), dtype=dtype, device=x.device)
-    e4m3_row_kernel[(cdiv(n, rows),)](
-        words, x_scales, wider(codes, torch.int32), scales, bias, out, n,
-        K=k, FMT=fmt, DTYPE=tl.uint8 if x_scales is not None else DTYPES[x.dtype],
-        BN=rows, BW=_ROW_WORDS, num_warps=4, num_stages=4,
-        **LAUNCH, **overlapping(x.device, False),
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
 def quad(words, at, inside, DTYPE: tl.constexpr):
     """Return four columns of a row as float32, for each of its words: of codes, or of floats."""
     word = tl.load(words + at, mask=inside, other=0)
     if DTYPE == tl.uint8:
-        values = (value_at(word, 0), value_at(word, 1), value_at(word, 2), value_at(word, 3))
+        values = (
+            kit.value_at(word, 0),
+            kit.value_at(word, 1),
+            kit.value_at(word, 2),
+            kit.value_at(word, 3),
+        )
     else:
-        values = unpack_word(word, DTYPE)
+        values = kit.unpack_word(word, DTYPE)
     return values
 
 
@@ -220,7 +182,7 @@ def e4m3_row_kernel(
 
     x_scales: of the codes of x, else None. A program has BN rows, of one tile of the weight.
     """
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     WORDS: tl.constexpr = K // 4
     start_n = tl.program_id(0).to(tl.int64) * BN
     n = tl.arange(0, BN)
@@ -231,10 +193,10 @@ def e4m3_row_kernel(
         inside = at < WORDS
         word = tl.load(words + row[:, None] * WORDS + at[None, :], mask=inside[None, :], other=0)
         a, b, c, d = quad(x, at, inside, DTYPE)
-        part = value_at(word, 0) * a[None, :]
-        part = tl.fma(value_at(word, 1), tl.broadcast_to(b[None, :], (BN, BW)), part)
-        part = tl.fma(value_at(word, 2), tl.broadcast_to(c[None, :], (BN, BW)), part)
-        part = tl.fma(value_at(word, 3), tl.broadcast_to(d[None, :], (BN, BW)), part)
+        part = kit.value_at(word, 0) * a[None, :]
+        part = tl.fma(kit.value_at(word, 1), tl.broadcast_to(b[None, :], (BN, BW)), part)
+        part = tl.fma(kit.value_at(word, 2), tl.broadcast_to(c[None, :], (BN, BW)), part)
+        part = tl.fma(kit.value_at(word, 3), tl.broadcast_to(d[None, :], (BN, BW)), part)
         if FMT.block == _WHOLE:
             acc += part
         else:
@@ -242,13 +204,13 @@ def e4m3_row_kernel(
             SCALES: tl.constexpr = (K + FMT.block - 1) // FMT.block
             if FMT.rows == 1:
                 own = scales + row[:, None] * SCALES + (at // SHARE)[None, :]
-                step = power_of_byte(tl.load(own, mask=inside[None, :], other=0))
+                step = kit.power_of_byte(tl.load(own, mask=inside[None, :], other=0))
             else:
                 own = scales + start_n // FMT.rows * SCALES + at // SHARE
                 step = tl.load(own, mask=inside, other=0.0)[None, :]
             if x_scales is not None:
                 given = tl.load(x_scales + at // SHARE, mask=inside, other=0)
-                step *= (power_of_byte(given) if FMT.rows == 1 else given)[None, :]
+                step *= (kit.power_of_byte(given) if FMT.rows == 1 else given)[None, :]
             acc = tl.fma(part, tl.broadcast_to(step, (BN, BW)), acc)
     y = tl.sum(acc, 1)
     if FMT.block == _WHOLE:
@@ -257,7 +219,7 @@ def e4m3_row_kernel(
             y *= tl.load(x_scales)
     if bias is not None:
         y += tl.load(bias + row).to(tl.float32)
-    tl.store(out + start_n + n, rounded(y, out.dtype.element_ty), mask=start_n + n < N)
+    tl.store(out + start_n + n, kit.rounded(y, out.dtype.element_ty), mask=start_n + n < N)
 
 
 @triton.jit
@@ -270,7 +232,7 @@ def times_powers(values, scales, start, SCALES: tl.constexpr, BLOCK: tl.constexp
     COUNT: tl.constexpr = values.shape[1] // BLOCK
     at = start // BLOCK + tl.arange(0, COUNT)
     byte = tl.load(scales[:, None] + at[None, :], mask=(at < SCALES)[None, :], other=0)
-    blocks = tl.reshape(values, (ROWS, COUNT, BLOCK)) * power_of_byte(byte)[:, :, None]
+    blocks = tl.reshape(values, (ROWS, COUNT, BLOCK)) * kit.power_of_byte(byte)[:, :, None]
     return tl.reshape(blocks, (ROWS, COUNT * BLOCK))
 
 
@@ -285,7 +247,7 @@ def e4m3_tiles_kernel(
     x_scales: of the codes of x, else None. OPERAND: the dtype in which the tiles are multiplied, in
     which both are exact; if it is E4M3 they are so in memory.
     """
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     BM: tl.constexpr = SIZES.m
     BN: tl.constexpr = SIZES.n
     BK: tl.constexpr = SIZES.k
@@ -308,16 +270,12 @@ def e4m3_tiles_kernel(
         inside = (k < K)[None, :]
         x_at = x + x_row[:, None] * K + k[None, :]
         at = codes + row[:, None] * K + k[None, :]
-        if K % BK == 0:
-            left = tl.load(x_at)
-            right = tl.load(at)
-        else:
-            left = tl.load(x_at, mask=inside, other=0.0)
-            right = tl.load(at, mask=inside, other=0.0)
+        left = kit.load(x_at, inside, K % BK == 0)
+        right = kit.load(at, inside, K % BK == 0)
         if left.dtype == tl.uint8:
-            left = value_of(left)
+            left = kit.value_of(left)
         if right.dtype == tl.uint8:
-            right = value_of(right)
+            right = kit.value_of(right)
         if BLOCK != _WHOLE and FMT.rows == 1:
             right = times_powers(right, scales + row * SCALES, start, SCALES, BLOCK)
             if x_scales is not None:
@@ -343,4 +301,6 @@ def e4m3_tiles_kernel(
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[None, :]
     place = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(place, rounded(acc, out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        place, kit.rounded(acc, out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :]
+    )

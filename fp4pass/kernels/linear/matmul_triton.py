@@ -8,16 +8,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedWeight
-from ..common.tiles import (
-    LAUNCH,
-    cdiv,
-    chosen,
-    global_multiplier,
-    overlapping,
-    power,
-    rounded,
-    wait,
-)
+from ..common import tiles as kit
 from ..quantize.triton import activate, narrow
 from .decode_triton import OPERAND, decode, joined, offset, step_of
 
@@ -28,11 +19,11 @@ _BLOCK = 512
 @triton.jit
 def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
     """Return the float32 result for sums y [BN, BM] of the weights n, times 2^SHIFT."""
-    y *= power(-SHIFT)
+    y *= kit.power(-SHIFT)
     if x_global_scale is not None:
-        y *= global_multiplier(x_global_scale, FMT)
+        y *= kit.global_multiplier(x_global_scale, FMT)
     if global_scale is not None:
-        y *= global_multiplier(global_scale, FMT)
+        y *= kit.global_multiplier(global_scale, FMT)
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return y
@@ -71,12 +62,8 @@ def few_rows_sums(
         k_x = start * 8 + x_column
         word_at = words + row * row_words + k
         byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        word = kit.load(word_at, k < row_words, whole)
+        byte = kit.load(byte_at, k_scale < row_words // share, whole)
         if SMALL:
             seen |= byte
         if RUN > 1:
@@ -116,14 +103,14 @@ def few_rows_kernel(
     # weights: columns of a PackedWeight. The warps share K. ROWS: TILES.m, of which M are there, or
     # 1, which tensor cores get that often. ACTIVATION: of a gate, whose weight is the first one and
     # its factor's the second, with one result; or None.
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
-    N = chosen(sizes, starts, program)
-    out = chosen(outs, starts, program)
+    N = kit.chosen(sizes, starts, program)
+    out = kit.chosen(outs, starts, program)
     if ACTIVATION is None:
-        words = chosen(weights.packed, starts, program)
-        scales = chosen(weights.scale, starts, program)
-        n = (program - chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
+        words = kit.chosen(weights.packed, starts, program)
+        scales = kit.chosen(weights.scale, starts, program)
+        n = (program - kit.chosen(starts, starts, program)) * TILES.n + tl.arange(0, TILES.n)
         row = n
     else:
         # Of sixteen weights eight are of the gate and eight of its factor, both of one thread.
@@ -152,13 +139,13 @@ def few_rows_kernel(
             half = finish(sums[i], x_global_scale, stored, bias, n, N, FMT, offset(FMT))
             factors = factors + (half,)
         y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
-        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+        tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
     elif TILES.parts == 1:
         stored = weights.global_scale
-        global_scale = None if stored is None else chosen(stored, starts, program)
-        bias = None if weights.bias is None else chosen(weights.bias, starts, program)
+        global_scale = None if stored is None else kit.chosen(stored, starts, program)
+        bias = None if weights.bias is None else kit.chosen(weights.bias, starts, program)
         y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
-        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+        tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
 
@@ -220,18 +207,13 @@ def rows_sums(
         word_at = words + row * row_words + k
         if live_rows is None:
             byte_at = scales + row * (row_words // share)
-        if whole:
-            word = tl.load(word_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
+        word = kit.load(word_at, k < row_words, whole)
         if ahead:
             byte = later
             k_scale += WORDS // share
             later = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
-        elif whole:
-            byte = tl.load(byte_at + k_scale)
         else:
-            byte = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
+            byte = kit.load(byte_at + k_scale, k_scale < row_words // share, whole)
         if SMALL:
             seen |= byte
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
@@ -255,7 +237,7 @@ def rows_kernel(
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of sorted x (decode_triton.py) and weights, or make a part of their sums."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     BM: tl.constexpr = TILES.m
     BN: tl.constexpr = TILES.n
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -275,7 +257,7 @@ def rows_kernel(
     if TILES.parts == 1:
         global_scale, bias = weight.global_scale, weight.bias
         y = finish(acc, x_global_scale, global_scale, bias, start_n + n, N, FMT, offset(FMT))
-        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+        tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
 
@@ -283,30 +265,30 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
     sums, x_global_scale, global_scale, bias, out, M, N,
-    FMT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    FMT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Add and finish the sums of PARTS, of BLOCK weights and one row."""
-    wait(OVERLAP, RELEASES)
+    kit.wait(OVERLAP, RELEASES)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + n
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
     y = tl.reshape(y, (BLOCK,))
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)
+    tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=n < N)
 
 
 def add_parts(
     sums: Tensor, x_global_scale: Tensor | None, weight: PackedWeight, out: Tensor, fmt: Format,
-    shift: int, releases: bool = False,
+    releases: bool,
 ) -> None:  # fmt: skip
-    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
     parts, m, n = sums.shape
-    add_parts_kernel[(cdiv(n, _BLOCK), m)](
-        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
-        PARTS=parts, BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
+    add_parts_kernel[(kit.cdiv(n, _BLOCK), m)](
+        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt,
+        PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
 
 
@@ -315,19 +297,3 @@ def gate_times_up(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """Return the activation of a gate times its factor, rounded where eager rounds but at last."""
     active = activate((narrow(gate, DTYPE),), ACTIVATION, DTYPE)[0]
     return narrow(active, DTYPE) * narrow(up, DTYPE)
-
-
-@triton.jit
-def gate_kernel(
-    gate, up, out, N, gate_stride, up_stride,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
-):  # fmt: skip
-    """Multiply the activation of a part of a row and its factors."""
-    wait(OVERLAP, RELEASES)
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(gate + row * gate_stride + n, mask=n < N, other=0.0).to(tl.float32)
-    factor = tl.load(up + row * up_stride + n, mask=n < N, other=0.0).to(tl.float32)
-    y = gate_times_up(x, factor, ACTIVATION, DTYPE)
-    tl.store(out + row * N + n, rounded(y, DTYPE), mask=n < N)

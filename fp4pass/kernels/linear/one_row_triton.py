@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ..common.tiles import rounded
+from ..common import tiles as kit
 from ..norm.naive import SQUARES
 from ..quantize.triton import narrow
 from .decode_triton import code_lines
@@ -53,16 +53,10 @@ def power_of_two(count):
 
 
 @triton.jit
-def inverse_root(square_sum, K: tl.constexpr, eps):
-    """Return 1 / the root mean square of K numbers."""
-    return tl.math.rsqrt(tl.math.div_rn(square_sum, K) + eps)
-
-
-@triton.jit
 def normed(x, inverse, weight, DTYPE: tl.constexpr):
     """Return x times an inverse and a weight, rounded to DTYPE after each."""
     normal = narrow(x.to(tl.float32) * inverse, DTYPE)
-    return rounded(normal * weight.to(tl.float32), DTYPE)
+    return kit.rounded(normal * weight.to(tl.float32), DTYPE)
 
 
 @gluon.jit
@@ -107,7 +101,7 @@ def inverse_norm(norm, K: gl.constexpr, WARPS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     i = gl.arange(0, power_of_two(COUNT), gl.SliceLayout(0, LAYOUT))
     squares = gl.load(norm.squares + i, mask=i < COUNT, other=0.0)
-    return inverse_root(gl.sum(squares, 0), K, norm.eps)
+    return tl.math.rsqrt(tl.math.div_rn(gl.sum(squares, 0), K) + norm.eps)
 
 
 @gluon.jit
@@ -163,15 +157,6 @@ def columns(staged, BLOCK: gl.constexpr, X: gl.constexpr):
 
 
 @gluon.jit
-def _chosen(values, starts, program):
-    """Return the value for the weight whose programs, from its start on, this is one of."""
-    value = values[0]
-    for i in gl.static_range(1, len(values)):
-        value = gl.where(program >= starts[i], values[i], value)
-    return value
-
-
-@gluon.jit
 def _row_starts(
     pointers, starts, program, first, N, i, WIDTH: gl.constexpr, BN: gl.constexpr,
     GATED: gl.constexpr,
@@ -183,7 +168,7 @@ def _row_starts(
         found = gl.where(i < BN // 2, pointers[0] + n, pointers[1] + n)
     else:
         n = gl.minimum(first + i, N - 1).to(gl.int64) * WIDTH
-        found = _chosen(pointers, starts, program) + n
+        found = kit.chosen(pointers, starts, program) + n
     return found
 
 
@@ -207,22 +192,9 @@ def _scale_of(byte, FMT: gl.constexpr):
 
 
 @gluon.jit
-def _wait_before(WAITS: gl.constexpr):
-    """Wait, if WAITS, until the kernel before this one has ended (`wait` in tiles.py)."""
-    if WAITS:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _release_next(RELEASES: gl.constexpr):
-    """Let the next kernel start, if RELEASES, as soon as all programs have done so."""
-    if RELEASES:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+def _grid(CODE: gl.constexpr):
+    """Run an instruction on the order of kernels (`wait` in tiles.py)."""
+    gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -294,24 +266,6 @@ def _input(x, norm, inverse, k):
 
 
 @gluon.jit
-def _of_rows(values, starts, program, i, BN: gl.constexpr, GATED: gl.constexpr):
-    """Return the number of each row i that its weight has one of."""
-    if GATED:
-        found = gl.where(i < BN // 2, gl.load(values[0]), gl.load(values[1]))
-    else:
-        found = gl.load(_chosen(values, starts, program))
-    return found
-
-
-@gluon.jit
-def _gated(y, BN: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the activation of the first half of y, the gate, times the other half."""
-    # Of one thread.
-    gate, up = gl.split(y.reshape((2, BN // 2)).permute((1, 0)))
-    return gate_times_up(gate, up, ACTIVATION, DTYPE)
-
-
-@gluon.jit
 def one_row_kernel(
     x, norm, weights, residual, outs, squares, sizes, starts,
     K: gl.constexpr, FMT: gl.constexpr, TILES: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -335,9 +289,9 @@ def one_row_kernel(
     LW: gl.constexpr = gl.BlockedLayout([1, 1, BLOCK // 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     GATED: gl.constexpr = ACTIVATION is not None
     program = gl.program_id(0)
-    N = _chosen(sizes, starts, program)
-    out = _chosen(outs, starts, program)
-    first = (program - _chosen(starts, starts, program)) * (BN // 2 if GATED else BN)
+    N = kit.chosen(sizes, starts, program)
+    out = kit.chosen(outs, starts, program)
+    first = (program - kit.chosen(starts, starts, program)) * (BN // 2 if GATED else BN)
     row = along(1, BN, LW)
     word_rows = _row_starts(weights.packed, starts, program, first, N, row, K // 8, BN, GATED)
     row = along(1, BN, L)
@@ -349,8 +303,10 @@ def one_row_kernel(
     for i in gl.static_range(min(AHEAD, STEPS)):
         step = _load_codes(word_rows, bytes_of, of_word, of_scale, i * WARPS, K, FMT)
         loaded = loaded + (step,)
-    _wait_before(OVERLAP)
-    _release_next(RELEASES)
+    if OVERLAP:
+        _grid("griddepcontrol.wait; // $0")
+    if RELEASES:
+        _grid("griddepcontrol.launch_dependents; // $0")
     OUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     n = first + gl.arange(0, BN, OUT)
     added = 0.0
@@ -380,9 +336,7 @@ def one_row_kernel(
     # Sums of a program that are all that small lost bits to underflow maybe, and are made again.
     if (size < 2.0**-24) | (size == float("inf")):
         # Zero, which the compiler does not know: what it had before stays in no register for this.
-        zero = gl.inline_asm_elementwise(
-            "shr.u32 $0, $1, 31;", "=r,f", [size], dtype=gl.int32, is_pure=True, pack=1
-        )
+        zero = kit.asm("shr.u32 $0, $1, 31;", "=r,f", [size])
         again = _plain_sums(
             x + zero, norm, weights, starts, program, first + zero, N, K, FMT, BN, WARPS, GATED
         )
@@ -390,13 +344,19 @@ def one_row_kernel(
     DTYPE: gl.constexpr = out.dtype.element_ty
     row = gl.arange(0, BN, OUT)
     if weights.global_scale is not None:
-        stored = _of_rows(weights.global_scale, starts, program, row, BN, GATED)
+        if GATED:
+            stored = gl.load(weights.global_scale[0])
+            stored = gl.where(row < BN // 2, stored, gl.load(weights.global_scale[1]))
+        else:
+            stored = gl.load(kit.chosen(weights.global_scale, starts, program))
         y *= stored if FMT.multiplies else 1.0 / stored
     if weights.bias is not None:
         bias = _row_starts(weights.bias, starts, program, first, N, row, 1, BN, GATED)
         y += gl.load(bias).to(gl.float32)
     if GATED:
-        y = _gated(y, BN, ACTIVATION, DTYPE)
+        # Both of one thread.
+        gate, up = gl.split(y.reshape((2, BN // 2)).permute((1, 0)))
+        y = gate_times_up(gate, up, ACTIVATION, DTYPE)
         n = first + gl.arange(0, BN // 2, y.type.layout)
     if residual is not None:
         y = narrow(narrow(y, DTYPE) + added, DTYPE)

@@ -19,17 +19,12 @@ TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Rows of a product, so that the offsets of x fit 32 bits.
 MAX_ROWS = 8192
 
-# Rows of x up to which decoding in the kernel beats a dense weight and cuBLAS on an H200: always,
-# and where `fuses` says so. Dense float32 is slower still.
-_FUSED = {
-    torch.bfloat16: (128, 256),
-    torch.float16: (64, 64),
-    torch.float32: (MAX_ROWS, MAX_ROWS),
-}
+# Rows of x up to which decoding in the kernel always beats a dense weight and cuBLAS on an H200.
+# Dense float32 is slower still.
+_FUSED = {torch.bfloat16: 128, torch.float16: 64, torch.float32: MAX_ROWS}
 
 # Weights beyond which enough programs run for few rows, whatever else is chosen.
 _MANY = 8192
-
 
 # Columns of a row that programs norm before they multiply it, which are in registers, and weights
 # of such products: each program norms the row again. Chosen, not measured.
@@ -58,30 +53,28 @@ class Tiles(Record):
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     """Return whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
-    always, at_most = _FUSED[dtype]
+    if m <= _FUSED[dtype] or dtype != torch.bfloat16 or m > 256:
+        return m <= _FUSED[dtype]
     # Of the largest tiles 264 run at a time; a last round that is half empty costs a whole one.
     rounds = cdiv(n, 64) * cdiv(m, 128) / 264
-    full = rounds < 1 or rounds % 1 > 0.5
     # Powers of two, far apart, take one more product a weight.
-    return m <= always or (m <= at_most and full and fmt.scale.mantissa_bits > 0)
+    return (rounds < 1 or rounds % 1 > 0.5) and fmt.scale.mantissa_bits > 0
 
 
 def config(
-    m: int,
-    n: int,
-    k: int,
-    terms: int,
-    shared_memory: int,
-    together: int | None = None,
-    step: int = 0,
-) -> Tiles:
+    m: int, n: int, k: int, terms: int, shared_memory: int,
+    together: int | None = None, step: int = 0,
+) -> Tiles:  # fmt: skip
     """Return the tiles of x [m, k] times a weight [n, k]; an H200 runs 132 programs at a time."""
     # terms: bfloat16 numbers that hold one of x. shared_memory: bytes that a program can have.
     # together: weights in one launch, if of several tensors; it changes no order of sums.
     # step: columns that a warp takes at a time in Gluon (`step_of_warps`).
     together = together or n
     if step:
-        return _in_gluon(k, step)
+        warps, ahead = (4, 2) if k <= 8192 else (8, 2)
+        if step <= 128:
+            warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
+        return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
     if m == 1:
         # Whole steps of four warps, if they can be.
         words = 32 if k % 1024 == 0 else 16
@@ -125,15 +118,6 @@ def config(
         while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
             parts *= 2
     return Tiles(rows, 64, words, 4, stages, parts, releases=m <= 16 or 32 < m <= 64)
-
-
-def _in_gluon(k: int, step: int) -> Tiles:
-    """Return the tiles of one row."""
-    if step > 128:
-        warps, ahead = (4, 2) if k <= 8192 else (8, 2)
-    else:
-        warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
-    return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
 
 
 def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,38 +16,30 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
-from ..common.tiles import LAUNCH, cdiv, overlapping, supports_any
+from ..common import tiles as kit
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
-from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
+from ..compute_fp8.triton import multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
-from ..norm.naive import square_sums_ref, sums_of_squares
+from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
-from .decode_triton import InputRows, arranged, offset
+from . import tiling
+from .decode_triton import InputRows, arranged
 from .fp8_weights_triton import linear_fp8_weights, linear_quantized_fp8_weights
-from .gluon_triton import counters, in_words, multiply_row, multiply_wide, runs_wide, step_of_warps
-from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
-from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
-from .tiling import (
-    MAX_ROWS,
-    MOST_NORMED,
-    MOST_OF_NORM,
-    TERMS,
-    Tiles,
-    config,
-    fuses,
-    shared_memory_of,
-    wide_config,
+from .gluon_triton import (
+    counters,
+    in_words,
+    multiply_wide,
+    one_row_kernel,
+    runs_wide,
+    step_of_warps,
 )
+from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
+from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
+from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
 # The operators of this file ask for it by this name: E4M3 codes have kernels here, too.
-supports = supports_any
-
-# Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
-_FUSED_QUANTIZED = 768
-
-# Columns of a program that multiplies a gate and its factor: measured on an H200.
-_BLOCK = 1024
+supports = kit.supports_any
 
 
 def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
@@ -65,7 +56,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
     if x.dtype == torch.bfloat16 and runs_wide(k, x.device):
-        if tiles := wide_config(rows, n, k, fmt):
+        if tiles := tiling.wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
             weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
@@ -83,21 +74,17 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
 
 
 def linear_quantized_triton(
-    x: Tensor,
-    x_rows: PackedInput,
-    weight: PackedWeight,
-    fmt: Format,
-    rotation: int = 0,
+    x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format, rotation: int = 0,
     compute: str = "input",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
     if fmt.element.bits == 8:
         return linear_quantized_fp8_weights(x, x_rows, weight, fmt)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
-    (x_packed, x_scale, x_global_scale), (packed, scale, *_) = x_rows, weight
-    rows, n = x_packed.numel() // x_packed.shape[-1], packed.shape[0]
+    x_packed, x_scale, x_global_scale = x_rows
+    rows, n = x_packed.numel() // x_packed.shape[-1], len(weight.packed)
     if uses_fp8(compute, rows):
         codes, bits = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale))
         y = multiply_fp8(PackedInput(codes, bits, x_global_scale), weight, dtype, fmt)
@@ -105,117 +92,65 @@ def linear_quantized_triton(
     if dtype == torch.bfloat16 and not fuses(rows, n, dtype, fmt):
         rounded, dense = dequantize_all_triton((x_rows, weight[:3]), fmt, dtype)
         return F.linear(rounded, dense, None if weight.bias is None else weight.bias.to(dtype))
-    dense = None
-    if rows > _FUSED_QUANTIZED:
-        dense = dequantize_triton(packed, scale, None, fmt, torch.bfloat16).t()
     out = x_packed.new_empty((rows, n), dtype=dtype)
-    codes = x_packed.reshape(rows, x_packed.shape[-1]).split(MAX_ROWS)
-    scales = x_scale.reshape(rows, x_scale.shape[-1]).split(MAX_ROWS)
-    for c, s, part in zip(codes, scales, out.split(MAX_ROWS), strict=True):
-        if dense is None:
-            multiply(InputRows.of_codes(c, s, x_global_scale), weight, part, fmt)
-        else:
-            # Code times block scale is exact in bfloat16, whatever the global scales are.
-            c = dequantize_triton(c, s, None, fmt, torch.bfloat16)
-            sums = torch.mm(c, dense, out_dtype=torch.float32)[None]
-            add_parts(sums, x_global_scale, weight, part, fmt, 0)
+    flat = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale, out))
+    for codes, scales, part in zip(*(each.split(MAX_ROWS) for each in flat), strict=True):
+        multiply(InputRows.of_codes(codes, scales, x_global_scale), weight, part, fmt)
     return out.view(*x_packed.shape[:-1], n)
 
 
 def linear_group_triton(
-    x: Tensor,
-    weights: Sequence[PackedWeight],
-    fmt: Format,
-    compute: str = "input",
+    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str = "input",
     around: Around = ALONE,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Multiply activations and several packed weights, maybe at once (`linear_group_ref`)."""
     if around.factors is not None:
-        return _multiply_rounded(x, weights, fmt, around)
+        factors = around.factors.reshape(-1).contiguous()
+        rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
+        dense = ((expand(each, fmt), each.bias) for each in weights)
+        found = (multiply_dense(rows, *each, torch.bfloat16) for each in dense)
+        return [each.view(*x.shape[:-1], -1) for each in found]
     if fmt.element.bits == 8 or x.dtype not in TERMS:
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
     if around.residual is not None:
-        return _add(x, weights[0], around.residual, fmt, compute)
+        step = step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt)
+        if not step:
+            return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+        n = len(weights[0].packed)
+        tiles = config(1, n, x.shape[-1], 1, shared_memory_of(x.device), step=step)
+        total = x.new_empty((*x.shape[:-1], n))
+        squares = sums_of_squares(total)
+        beside = Around(residual=around.residual.contiguous())
+        multiply_few(InputRows.of_numbers(x), weights, [total], fmt, tiles, beside, squares)
+        return [total, squares]
+    gated, parts = around.gate is not None, weights
+    if gated and len(weights) == 1:
+        # Halves of its rows; a global scale is that of both.
+        split = (
+            (each, each) if each is None or each.numel() == 1 else each.chunk(2)
+            for each in weights[0]
+        )
+        parts = [PackedWeight(*half) for half in zip(*split, strict=True)]
+    tiles = group_tiles(x, x.dtype, parts, fmt)
+    if gated and any(read.data_ptr() % 16 for each in parts for read in each[:2]):
+        # Programs read the codes and scales of both from one address each.
+        tiles = None
     norm = around.norm
-    if norm is not None and not norms_row(x, 0, fmt):
+    if norm is not None and (tiles is None or not norms_row(x, 0, fmt)):
         x, norm = rms_norm_triton(x, *norm[1:]), None
     elif norm is not None:
         norm = norm._replace(weight=norm.weight.contiguous())
-    if around.gate is not None:
-        return [_gated(x, weights, fmt, compute, Around(around.gate, None, *(norm or ())))]
-    if (tiles := group_tiles(x, x.dtype, weights, fmt)) is None:
-        x = x if norm is None else rms_norm_triton(x, *norm[1:])
-        return [linear_triton(x, each, fmt, compute) for each in weights]
-    out = [x.new_empty((*x.shape[:-1], each.packed.shape[0])) for each in weights]
-    around = ALONE if norm is None else Around(None, None, *norm)
-    multiply_few(InputRows.of_numbers(x), weights, out, fmt, tiles, around)
-    return out
-
-
-def _multiply_rounded(
-    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, around: Around
-) -> list[Tensor]:
-    """Return the products of E4M3 rows and packed weights."""
-    assert around.factors is not None
-    if not all(has_dense_product(len(each.packed), x.device) for each in weights):
-        return linear_group_ref(x, weights, fmt, around=around)
-    factors = around.factors.reshape(-1).contiguous()
-    rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
-    found = (multiply_dense(rows, expand(each, fmt), each.bias) for each in weights)
-    return [each.view(*x.shape[:-1], -1) for each in found]
-
-
-def _add(
-    x: Tensor, weight: PackedWeight, residual: Tensor, fmt: Format, compute: str
-) -> list[Tensor]:
-    """Return residual + product and its sums of squares."""
-    n, k = weight.packed.shape[0], x.shape[-1]
-    step = step_of_warps(x, x.dtype, x.numel() // k, k, fmt)
-    if not step:
-        total = residual + linear_triton(x, weight, fmt, compute)
-        return [total, square_sums_ref(total)]
-    tiles = config(1, n, k, 1, shared_memory_of(x.device), step=step)
-    total = x.new_empty((*x.shape[:-1], n))
-    squares = sums_of_squares(total)
-    around = Around(residual=residual.contiguous())
-    multiply_few(InputRows.of_numbers(x), [weight], [total], fmt, tiles, around, squares)
-    return [total, squares]
-
-
-def _gated(
-    x: Tensor, weights: Sequence[PackedWeight], fmt: Format, compute: str, around: Around
-) -> Tensor:
-    """Return the activation of one product times another, of x or of its norm."""
-    halves = list(weights) if len(weights) == 2 else _halves(weights[0])
-    # Programs read the codes and scales of both from one address each, which has to be aligned.
-    read = (tensor for each in halves for tensor in each[:2])
-    tiles = group_tiles(x, x.dtype, halves, fmt)
-    if tiles is not None and all(each.data_ptr() % 16 == 0 for each in read):
-        out = x.new_empty((*x.shape[:-1], halves[0].packed.shape[0]))
+    if tiles is None:
+        around = Around(around.gate)
+        return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+    shapes = [(*x.shape[:-1], each.packed.shape[0]) for each in (parts[:1] if gated else parts)]
+    out = [x.new_empty(shape) for shape in shapes]
+    if gated:
         # Launched early, the programs of the next product would not be spread evenly.
         tiles = replace(tiles, releases=tiles.in_gluon)
-        multiply_few(InputRows.of_numbers(x), halves, [out], fmt, tiles, around)
-        return out
-    if around.norm is not None:
-        x = rms_norm_triton(x, *around.norm[1:])
-    products = linear_group_triton(x, weights, fmt, compute)
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    out, n = gate.new_empty(gate.shape), gate.shape[-1]
-    if rows := gate.numel() // max(n, 1):
-        gate_kernel[(rows, cdiv(n, _BLOCK))](
-            gate, up, out, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
-            ACTIVATION=around.gate, BLOCK=_BLOCK, **LAUNCH, **overlapping(gate.device, False),
-        )  # fmt: skip
+    beside = Around(around.gate, None, *(norm or ())) if gated or norm else ALONE
+    multiply_few(InputRows.of_numbers(x), parts, out, fmt, tiles, beside)
     return out
-
-
-def _halves(weight: PackedWeight) -> list[PackedWeight]:
-    """Return the halves of the rows of a weight; a global scale is that of both."""
-
-    def split(each: Any) -> Sequence[Any]:
-        return (each, each) if each is None or each.numel() == 1 else each.chunk(2)
-
-    return [PackedWeight(*half) for half in zip(*map(split, weight), strict=True)]
 
 
 def multiplies_row(x: Tensor, fmt: Format) -> bool:
@@ -225,16 +160,14 @@ def multiplies_row(x: Tensor, fmt: Format) -> bool:
 
 def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
     """Return whether the launch of products of x and so many weights computes a norm of it."""
-    return x.shape[-1] <= MOST_NORMED and weights <= MOST_OF_NORM and multiplies_row(x, fmt)
+    fits = x.shape[-1] <= tiling.MOST_NORMED and weights <= tiling.MOST_OF_NORM
+    return fits and multiplies_row(x, fmt)
 
 
 def linear_quantized_group_triton(
-    x: Tensor,
-    x_rows: PackedInput,
-    weights: Sequence[PackedWeight],
-    fmt: Format,
+    x: Tensor, x_rows: PackedInput, weights: Sequence[PackedWeight], fmt: Format,
     compute: str = "input",
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
     others = x.dtype == torch.float64 or fmt.element.bits == 8
@@ -282,26 +215,21 @@ def multiply(
     whole = tiles.parts == 1
     x_sorted = arranged(x, m, k, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
-    rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
+    rows_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
         x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+        num_warps=tiles.warps, num_stages=tiles.stages, **kit.LAUNCH,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
-        **overlapping(out.device, tiles.releases and not whole),
+        **kit.overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
+        add_parts(sums, x.global_scale, weight, out, fmt, tiles.releases)
     return out
 
 
 def multiply_few(
-    x: InputRows,
-    weights: Sequence[PackedWeight],
-    out: Sequence[Tensor],
-    fmt: Format,
-    tiles: Tiles,
-    around: Around = ALONE,
-    squares: Tensor | None = None,
-) -> None:
+    x: InputRows, weights: Sequence[PackedWeight], out: Sequence[Tensor], fmt: Format, tiles: Tiles,
+    around: Around = ALONE, squares: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
     # A gate and its factor have one result. More rows than one have no norm and no residual, whose
     # sums of squares fill `squares`.
@@ -316,7 +244,7 @@ def multiply_few(
         rows = arranged(x, m, k, 1, fmt, releases=m == 1)
     rows = rows.view(torch.bfloat16)
     columns = tiles.n // 2 if gated else tiles.n
-    *starts, programs = itertools.accumulate((cdiv(n, columns) for n in sizes), initial=0)
+    *starts, programs = itertools.accumulate((kit.cdiv(n, columns) for n in sizes), initial=0)
     stored = PackedWeight(
         tuple(map(packed_words, packed)),
         tuple(each.contiguous() for each in scale),
@@ -324,7 +252,11 @@ def multiply_few(
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        multiply_row(rows, stored, tuple(out), tuple(starts), programs, fmt, tiles, around, squares)
+        one_row_kernel[(programs,)](
+            rows, around.norm, stored, around.residual, tuple(out), squares, sizes, tuple(starts),
+            K=k, FMT=fmt, TILES=tiles, ACTIVATION=around.gate, num_warps=tiles.warps,
+            **kit.launch(rows.device, tiles.releases),
+        )  # fmt: skip
         return
     sums = tuple(out)
     if tiles.parts > 1:
@@ -333,9 +265,7 @@ def multiply_few(
     few_rows_kernel[(programs, tiles.parts)](
         rows, x.global_scale, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
         ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.gate,
-        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
-        **overlapping(out[0].device, tiles.releases),
+        num_warps=tiles.warps, num_stages=tiles.stages, **kit.launch(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
-        shift = offset(fmt)
-        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, shift, tiles.releases)
+        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, tiles.releases)

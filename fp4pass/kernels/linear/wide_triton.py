@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..._compat.triton import barrier_of_threads, tile_loader
-from ..common.tiles import global_multiplier, power
-from ..compute_fp8.operands_triton import row_factor, shift_from, table_assembly, two_to_the
+from ..common import tiles as kit
+from ..compute_fp8 import operands_triton as fp8
 from .decode_triton import offset, scale_assembly, wide_assembly
 
 barrier, load_tile = barrier_of_threads(), tile_loader()
@@ -45,7 +45,7 @@ def decode_words(
             dtype=gl.float32, is_pure=False, pack=1,
         )  # fmt: skip
         four = gl.inline_asm_elementwise(
-            table_assembly(FMT), "=r,=r,=r,=r,l,f", [word, step * power_of_row],
+            fp8.table_assembly(FMT), "=r,=r,=r,=r,l,f", [word, step * power_of_row],
             dtype=(gl.int32,) * 4, is_pure=False, pack=1,
         )  # fmt: skip
         values = gl.join(gl.join(four[0], four[2]), gl.join(four[1], four[3]))
@@ -144,9 +144,7 @@ def largest_bytes(
 @gluon.jit
 def larger_halves(a, b):
     """Return the larger of the 16-bit halves of int32."""
-    return gl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return kit.asm("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b])
 
 
 @gluon.jit
@@ -159,11 +157,11 @@ def finish(
     if FP8:
         m = start_m + gl.arange(0, BM, gl.SliceLayout(0, MMA))
         y *= gl.load(x_factors + m, mask=m < M, other=0.0)[None, :]
-        y *= row_factor(shift, weight.global_scale, FMT)[:, None]
+        y *= fp8.row_factor(shift, weight.global_scale, FMT)[:, None]
     else:
-        y *= power(-offset(FMT))
+        y *= kit.power(-offset(FMT))
         if weight.global_scale is not None:
-            y *= global_multiplier(weight.global_scale, FMT)
+            y *= kit.global_multiplier(weight.global_scale, FMT)
     if weight.bias is not None:
         y += gl.load(weight.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     across: gl.constexpr = BN // 64
@@ -239,8 +237,8 @@ def wide_kernel(
     shift = 0
     if FP8:
         # Of the whole row, whose bytes a part reads as well.
-        shift = shift_from(largest_bytes(weight.scale, start_n, N, K, FMT, BN, WARPS), FMT)
-        power_of_row = two_to_the(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)))[:, None]
+        shift = fp8.shift_from(largest_bytes(weight.scale, start_n, N, K, FMT, BN, WARPS), FMT)
+        power_of_row = fp8.two_to_the(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)))[:, None]
         shift = gl.convert_layout(shift, gl.SliceLayout(1, MMA))
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

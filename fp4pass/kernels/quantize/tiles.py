@@ -15,29 +15,7 @@ import math
 import triton
 import triton.language as tl
 
-from ..common.tiles import (
-    PTX,
-    UNCLIPPED,
-    bits_of,
-    corrected_quotient,
-    float_of,
-    global_multiplier,
-    min_exponent,
-    naive_byte,
-    octaves,
-    pack_half,
-    power,
-    reciprocal,
-    round_to_codes,
-    round_to_scale,
-    scale_value,
-    shift,
-    sign_bit,
-    tree_max,
-    unpack_block,
-    unpack_half,
-    unpack_word,
-)
+from ..common import tiles as kit
 from ..search.triton import normalization, squared_error
 
 
@@ -47,7 +25,7 @@ def load_global_scale(stored, FMT: tl.constexpr):
     if stored is None:
         global_scale = tl.full((), 1.0, tl.float32)
     else:
-        global_scale = global_multiplier(stored, FMT)
+        global_scale = kit.global_multiplier(stored, FMT)
     return global_scale
 
 
@@ -74,21 +52,23 @@ def quantize_block(
     SCALE: tl.constexpr = FMT.scale
     bits = largest_bits(words, DTYPE)
     finite = bits < 0x7F800000
-    amax = float_of(tl.where(finite, bits, 0))
+    amax = kit.float_of(tl.where(finite, bits, 0))
     byte, quotient, vanishes = input_byte(amax, global_scale, FMT)
     if SEARCHES:
         byte = near_byte(words, amax, byte, quotient, global_scale, DTYPE, FMT)
         vanishes = ~finite
     else:
         vanishes = vanishes | ~finite
-    step = scale_value(byte, SCALE) * global_scale
+    step = kit.scale_value(byte, SCALE) * global_scale
     if pairs_are_exact(DTYPE, FMT):
-        if serves_pairs(global_scale):
+        # Whether the global scale is a power of two whose steps are none of the extremes.
+        g = kit.bits_of(global_scale)
+        if (g > (63 << 23)) & (g < (191 << 23)) & ((g & 0x7FFFFF) == 0):
             codes = codes_of_pairs(words, step, global_scale, FMT)
         else:
-            codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
+            codes = codes_of_values(kit.unpack_block(words, DTYPE), step, global_scale, FMT)
     else:
-        codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
+        codes = codes_of_values(kit.unpack_block(words, DTYPE), step, global_scale, FMT)
     kept = [tl.where(vanishes, 0, word) for word in codes]
     return tl.where(finite, byte, SCALE.nan), kept
 
@@ -101,12 +81,14 @@ def input_byte(amax, global_scale, FMT: tl.constexpr):
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
         quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)
-        byte = round_to_scale(quotient, SCALE)
+        byte = kit.round_to_scale(quotient, SCALE)
         vanishes = byte == 0
         byte = tl.maximum(byte, 1)
     else:
         quotient = amax
-        byte = naive_byte(float_of(bits_of(amax) + FMT.element.carry), global_scale, FMT)
+        byte = kit.naive_byte(
+            kit.float_of(kit.bits_of(amax) + FMT.element.carry), global_scale, FMT
+        )
         vanishes = byte == 0
     return byte, quotient, vanishes
 
@@ -114,38 +96,40 @@ def input_byte(amax, global_scale, FMT: tl.constexpr):
 @triton.jit
 def largest_bits(words, DTYPE: tl.constexpr):
     """Return the float bits (int32) of a block's largest magnitude; above infinity's for NaN."""
-    if PTX and DTYPE == tl.bfloat16:
+    if kit.PTX and DTYPE == tl.bfloat16:
         pairs = split_words(words)
         largest = pairs[0] & 0x7FFF7FFF
         for i in tl.static_range(1, len(pairs)):
             largest = max_pairs(largest, pairs[i] & 0x7FFF7FFF, True)
         largest = max_over_pair(largest, DTYPE)
     else:
-        largest = tree_max([bits_of(value) & 0x7FFFFFFF for value in unpack_block(words, DTYPE)])
+        largest = kit.tree_max(
+            [kit.bits_of(value) & 0x7FFFFFFF for value in kit.unpack_block(words, DTYPE)]
+        )
     return largest
 
 
 @triton.jit
 def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
     """Return the codes of a block's float32 values, packed in int64 words."""
-    if PTX:
+    if kit.PTX:
         # A power of two that brings steps, and x near them, to the middle of the normal numbers.
-        exponent = (bits_of(global_scale) >> 23) - 127
-        centre = float_of((127 - tl.minimum(tl.maximum(exponent, -100), 100)) << 23)
+        exponent = (kit.bits_of(global_scale) >> 23) - 127
+        centre = kit.float_of((127 - tl.minimum(tl.maximum(exponent, -100), 100)) << 23)
         step = step * centre
         inverse = tl.math.div_rn(1.0, step)
         # Beyond twice the largest element everything saturates; quotients near a tie must stay
         # normal floats.
         BOUND: tl.constexpr = 2 * FMT.element.max
         quotients = [
-            corrected_quotient(tl.minimum(tl.abs(x) * centre, step * BOUND), step, inverse)
+            kit.corrected_quotient(tl.minimum(tl.abs(x) * centre, step * BOUND), step, inverse)
             for x in values
         ]
     else:
         quotients = [tl.math.div_rn(x, step) for x in values]
     packed = ()
     for first in tl.static_range(0, len(values), 16):
-        low = tl.zeros_like(bits_of(step))
+        low = tl.zeros_like(kit.bits_of(step))
         high = low
         for i in tl.static_range(8):
             low |= signed_code(values[first + i], quotients[first + i], FMT) << (4 * i)
@@ -158,7 +142,7 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
 def signed_code(x, quotient, FMT: tl.constexpr):
     """Return the code of a quotient's magnitude with the sign of x."""
     ELEMENT: tl.constexpr = FMT.element
-    return ((bits_of(x) >> 28) & 8) | round_to_codes(quotient, ELEMENT)
+    return ((kit.bits_of(x) >> 28) & 8) | kit.round_to_codes(quotient, ELEMENT)
 
 
 @triton.constexpr_function
@@ -185,7 +169,7 @@ def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
     elif i == 2:
         # Its fields rounded, ties away; below the normal scales that is less than the naive byte.
         drop: tl.constexpr = 23 - SCALE.mantissa_bits
-        rounded = (bits_of(quotient * step_down(FMT.element)) + (1 << (drop - 1))) >> drop
+        rounded = (kit.bits_of(quotient * step_down(FMT.element)) + (1 << (drop - 1))) >> drop
         rounded -= (127 - SCALE.bias) << SCALE.mantissa_bits
         byte = tl.minimum(tl.maximum(rounded, byte), SCALE.last)
     return byte
@@ -198,7 +182,7 @@ def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
     # element, so that no error needs clipped quotients.
     allowed = byte > 0
     if i == 1 and SCALE.mantissa_bits > 0:
-        allowed = quotient < fields(byte, SCALE) * (power(127 - SCALE.bias) * UNCLIPPED)
+        allowed = quotient < fields(byte, SCALE) * (kit.power(127 - SCALE.bias) * kit.UNCLIPPED)
     return allowed
 
 
@@ -213,9 +197,9 @@ def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FM
     else:
         first, second = normalization(amax, global_scale, -4)
         unit = global_scale * first * second
-        x = [tl.abs(value) * first * second for value in unpack_block(words, DTYPE)]
+        x = [tl.abs(value) * first * second for value in kit.unpack_block(words, DTYPE)]
     # Bytes at their place in a float32 are scales but for this.
-    unit *= power(127 - SCALE.bias)
+    unit *= kit.power(127 - SCALE.bias)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
         candidate = candidate_byte(byte, quotient, FMT, i)
@@ -236,7 +220,7 @@ def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FM
 @triton.jit
 def fields(byte, SCALE: tl.constexpr):
     """Return the float32 with the exponent and mantissa of scale bytes."""
-    return float_of(byte << (23 - SCALE.mantissa_bits))
+    return kit.float_of(byte << (23 - SCALE.mantissa_bits))
 
 
 @triton.jit
@@ -244,15 +228,15 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
     """Return magnitudes of blocks as pairs, times a power of two, and what matches scales to it."""
     # No scale tried is above 1 then; beyond a global scale of 2^117 no error is finite, naive wins.
     if FMT.scale.mantissa_bits > 0:
-        exponent = (bits_of(global_scale) >> 23) - 127
-        first = float_of((127 - tl.minimum(exponent + (octaves(FMT.scale) + 1), 126)) << 23)
+        exponent = (kit.bits_of(global_scale) >> 23) - 127
+        first = kit.float_of((127 - tl.minimum(exponent + (kit.octaves(FMT.scale) + 1), 126)) << 23)
         unit = global_scale * first
-        factor = pack_half(first, first, tl.bfloat16)
+        factor = kit.pack_half(first, first, tl.bfloat16)
         x = [mul_pairs(each & 0x7FFF7FFF, factor) for each in split_words(words)]
     else:
         first, second = normalization(amax, global_scale, -4)
         unit = global_scale * first * second
-        a, b = pack_half(first, first, tl.bfloat16), pack_half(second, second, tl.bfloat16)
+        a, b = kit.pack_half(first, first, tl.bfloat16), kit.pack_half(second, second, tl.bfloat16)
         x = [mul_pairs(mul_pairs(each & 0x7FFF7FFF, a), b) for each in split_words(words)]
     return x, unit
 
@@ -263,36 +247,33 @@ def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
     # Only powers of two may be so small that quotients are clipped.
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:
-        scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
+        scale = tl.minimum(tl.maximum(scale, kit.power(-100)), 1.0)
         limit = scale * ELEMENT.max
-        limit = pack_half(limit, limit, tl.bfloat16)
+        limit = kit.pack_half(limit, limit, tl.bfloat16)
     # So scaled, the smallest normal element is the smallest normal number.
-    step = scale * power(126 + min_exponent(ELEMENT))
+    step = scale * kit.power(126 + kit.min_exponent(ELEMENT))
     negative = negative_reciprocal(step)
-    negative, back = pack_half(negative, negative, tl.bfloat16), pack_half(step, step, tl.bfloat16)
-    place: tl.constexpr = shift(ELEMENT) - 16
+    negative, back = (
+        kit.pack_half(negative, negative, tl.bfloat16),
+        kit.pack_half(step, step, tl.bfloat16),
+    )
+    place: tl.constexpr = kit.shift(ELEMENT) - 16
     sums = (tl.zeros_like(back), tl.zeros_like(back))
     for i in tl.static_range(len(x)):
         inside = min_pairs(x[i], limit) if FMT.scale.mantissa_bits == 0 else x[i]
         element = (mul_pairs(inside, negative) + twice(1 << (place - 1))) & twice(-(1 << place))
         residual = fma_pairs(element, back, x[i])
         sums = (sums[1], fma_pairs(residual, residual, sums[0]))
-    even, odd = unpack_half(fma_pairs(sums[0], pair(1.0), sums[1]), tl.bfloat16)
+    even, odd = kit.unpack_half(fma_pairs(sums[0], pair(1.0), sums[1]), tl.bfloat16)
     return even + odd
 
 
 @triton.jit
 def negative_reciprocal(x):
     """Return -1 / x of normal float32 x, to 2^-23: one instruction, unlike a subtraction."""
-    if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "{ .reg .f32 t; neg.f32 t, $1; rcp.approx.ftz.f32 $0, t; }",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+    if kit.PTX:
+        code: tl.constexpr = "{ .reg .f32 t; neg.f32 t, $1; rcp.approx.ftz.f32 $0, t; }"
+        inverse = kit.asm(code, "=f,f", [x], tl.float32)
     else:
         inverse = -1.0 / x
     return inverse
@@ -333,26 +314,19 @@ def split_words(words):
 @triton.jit
 def high_pair(value):
     """Return the upper half of float32 values, which is bfloat16, in both halves of an int32."""
-    return halves_of(bits_of(value), bits_of(value), 0x3232)
+    return halves_of(kit.bits_of(value), kit.bits_of(value), 0x3232)
 
 
 @triton.jit
 def halves_of(a, b, BYTES: tl.constexpr):
     """Return four bytes of two int32, lowest first; BYTES: a digit each; b counts from 4."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,n",
-        [a, b, BYTES],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return kit.asm("prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, BYTES])
 
 
 @triton.jit
 def max_over_pair(largest, DTYPE: tl.constexpr):
     """Return the float bits of the larger half of a pair of bfloat16 >= 0; others as they are."""
-    if PTX and DTYPE == tl.bfloat16:
+    if kit.PTX and DTYPE == tl.bfloat16:
         largest = tl.maximum(largest << 16, largest & -65536)
     return largest
 
@@ -360,10 +334,8 @@ def max_over_pair(largest, DTYPE: tl.constexpr):
 @triton.jit
 def max_pairs(a, b, OR_NAN: tl.constexpr):
     """Return the larger of two bfloat16 pairs; of NaN and a number, NaN if OR_NAN, else that."""
-    PTX_CODE: tl.constexpr = "max.NaN.bf16x2 $0, $1, $2;" if OR_NAN else "max.bf16x2 $0, $1, $2;"
-    return tl.inline_asm_elementwise(
-        PTX_CODE, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
+    code: tl.constexpr = "max.NaN.bf16x2 $0, $1, $2;" if OR_NAN else "max.bf16x2 $0, $1, $2;"
+    return kit.asm(code, "=r,r,r", [a, b])
 
 
 # The interpreter has no such instructions, and a call takes it milliseconds: hence no helpers.
@@ -372,10 +344,8 @@ def max_pairs(a, b, OR_NAN: tl.constexpr):
 @triton.jit
 def min_pairs(a, b):
     """Return the smaller of two bfloat16 pairs, or what is not NaN. Interpreted: of pairs >= 0."""
-    if PTX:
-        smaller = tl.inline_asm_elementwise(
-            "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+    if kit.PTX:
+        smaller = kit.asm("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b])
     else:
         low = tl.minimum(a & 0xFFFF, b & 0xFFFF)
         smaller = tl.minimum(a & -65536, b & -65536) | low
@@ -385,15 +355,8 @@ def min_pairs(a, b):
 @triton.jit
 def fma_pairs(a, b, c):
     """Return a * b + c of bfloat16 pairs, rounded once; by the interpreter to float32 first."""
-    if PTX:
-        sums = tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [a, b, c],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    if kit.PTX:
+        sums = kit.asm("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c])
     else:
         # b and c may be numbers.
         b, c = b + (a & 0), c + (a & 0)
@@ -429,22 +392,22 @@ def join_halves(low, high):
 def pack_word(values, DTYPE: tl.constexpr):
     """Return float32 values, a tuple of four or two, rounded to DTYPE, in an int64 word."""
     if DTYPE == tl.float32:
-        word = join_halves(bits_of(values[0]), bits_of(values[1]))
+        word = join_halves(kit.bits_of(values[0]), kit.bits_of(values[1]))
     else:
-        low = pack_half(values[0], values[1], DTYPE)
-        word = join_halves(low, pack_half(values[2], values[3], DTYPE))
+        low = kit.pack_half(values[0], values[1], DTYPE)
+        word = join_halves(low, kit.pack_half(values[2], values[3], DTYPE))
     return word
 
 
 @triton.jit
 def scale_half(a, b, weights, DTYPE: tl.constexpr):
     """Return two float32, rounded to 16 bits, times two 16-bit floats in an int32: the same."""
-    pair = pack_half(a, b, DTYPE)
-    if PTX and DTYPE == tl.bfloat16:
+    pair = kit.pack_half(a, b, DTYPE)
+    if kit.PTX and DTYPE == tl.bfloat16:
         pair = mul_pairs(pair, weights)
     else:
-        x, weight = unpack_half(pair, DTYPE), unpack_half(weights, DTYPE)
-        pair = pack_half(x[0] * weight[0], x[1] * weight[1], DTYPE)
+        x, weight = kit.unpack_half(pair, DTYPE), kit.unpack_half(weights, DTYPE)
+        pair = kit.pack_half(x[0] * weight[0], x[1] * weight[1], DTYPE)
     return pair
 
 
@@ -452,7 +415,7 @@ def scale_half(a, b, weights, DTYPE: tl.constexpr):
 def scale_word(values, factors, DTYPE: tl.constexpr):
     """Return float32 values, rounded to DTYPE, times those of an int64 word, rounded again."""
     if DTYPE == tl.float32:
-        factor = unpack_word(factors, DTYPE)
+        factor = kit.unpack_word(factors, DTYPE)
         word = pack_word((values[0] * factor[0], values[1] * factor[1]), DTYPE)
     else:
         low = scale_half(values[0], values[1], factors.to(tl.int32), DTYPE)
@@ -468,27 +431,24 @@ def pairs_are_exact(DTYPE, FMT):
     # more than half of bfloat16's last bit away from one: rounding it to bfloat16 makes none. That
     # holds for the ties of elements with one mantissa bit times scales of at most four bits.
     short = FMT.element.minifloat[0] == 1 and FMT.scale.mantissa_bits <= 3
-    return bool(PTX.value) and DTYPE == tl.bfloat16 and short
-
-
-@triton.jit
-def serves_pairs(global_scale):
-    """Return whether a global scale is a power of two whose steps are none of the extremes."""
-    bits = bits_of(global_scale)
-    return (bits > (63 << 23)) & (bits < (191 << 23)) & ((bits & 0x7FFFFF) == 0)
+    return bool(kit.PTX.value) and DTYPE == tl.bfloat16 and short
 
 
 @triton.jit
 def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
     """Return the codes of a block of bfloat16, packed in int64 words."""
     if FMT.scale.mantissa_bits == 0:
-        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step)) * power(-_LIFT.value)), None
+        inverse, rest = (
+            high_pair(kit.float_of(0x7F000000 - kit.bits_of(step)) * kit.power(-_LIFT.value)),
+            None,
+        )
     else:
         # In two parts, so that the product is right to far more than its 8 bits.
-        exact = reciprocal(step * power(_LIFT.value))
+        exact = kit.reciprocal(step * kit.power(_LIFT.value))
         inverse = high_pair(exact)
-        rest = high_pair(exact - float_of(bits_of(exact) & -65536))
-    zero = sign_bit(global_scale)
+        rest = high_pair(exact - kit.float_of(kit.bits_of(exact) & -65536))
+    # Zero, which the compiler does not know.
+    zero = kit.asm("shr.u32 $0, $1, 31;", "=r,r", [kit.bits_of(global_scale)])
     codes = [round_pair(each, inverse, rest, zero, FMT) for each in split_words(words)]
     packed = ()
     for i in tl.static_range(0, len(codes), 8):
