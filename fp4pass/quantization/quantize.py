@@ -28,6 +28,7 @@ from ..kernels.rotate.naive import rotate_weight
 from ..kernels.search.float_scales import candidate_scales, scale_errors
 from ..kernels.statistics.naive import diagonal_blocks, weight_amax
 from ..methods import Stats, resolve_method, squared_errors
+from ..methods.base import Certificate, Result, result_of
 from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
@@ -188,15 +189,17 @@ def _packed(
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
-    states, kind = [state for state, _ in found], packed_class(first.module)
+    states, kind = [state for state, _, _ in found], packed_class(first.module)
     if len(states) > first.matrices:
         states = [joined_rows(states)]
-    errors = _relative_errors([each for _, squares in found for each in squares])
+    errors = _relative_errors([each for *_, squares in found for each in squares])
     stats = first.stats
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     members = [dataclasses.replace(layer, config=config) for layer in members]
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
+    if proof := Certificate.joined([proof for _, proof, _ in found]):
+        facts |= {"proved": proof.proved, "gap": proof.gap}
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
@@ -308,7 +311,7 @@ def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
 
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
-Found = tuple[QuantState, list[list[float]]]
+Found = tuple[QuantState, Certificate | None, list[list[float]]]
 
 
 @contextmanager
@@ -414,11 +417,12 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
             target = _target(weight[i], config, functools.partial(stats.matrix, i))
             matrix = config.stored(target)
             own = own.rotated(config.rotation) if config.rotation else own
-            state = together.get(i) or _search(matrix, own, layer, i, cache, rows)
+            known = together.get(i)
+            state, proof = (known, None) if known else _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]
             if 2 * weight_amax(matrix) > torch.finfo(matrix.dtype).max:
                 state = _saturated(state)
-            found.append((state, _squares(matrix, state, own, layer)))
+            found.append((state, proof, _squares(matrix, state, own, layer)))
     return found
 
 
@@ -459,7 +463,7 @@ def _search(
     matrix: int,
     cache: Any,
     rows: slice | None,
-) -> QuantState:
+) -> Result:
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt, global_scale = layer.config.format, layer.global_scales[matrix]
@@ -467,15 +471,15 @@ def _search(
     if layer.tensor_scale is not None:
         part["scale"] = layer.tensor_scale
 
-    def search() -> QuantState:
-        return method.function(weight, stats, fmt, global_scale, options, **part)
+    def search() -> Result:
+        return result_of(method.function(weight, stats, fmt, global_scale, options, **part))
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
     decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
-    found: QuantState = cache.get_or_search(layer.name, decides, search)
-    return found.to(weight.device)
+    state, proof = cache.get_or_search(layer.name, decides, search)
+    return state.to(weight.device), proof
 
 
 def _squares(
@@ -513,9 +517,11 @@ def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the plain values and the tensors of results."""
     facts: list[Any] = []
     tensors: dict[str, Tensor | None] = {}
-    for i, (state, squares) in enumerate(parts):
+    for i, (state, proof, squares) in enumerate(parts):
         facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
         tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
+        tensors[f"{i}.loss"] = None if proof is None else proof.loss
+        tensors[f"{i}.bound"] = None if proof is None else proof.bound
     return facts, tensors
 
 
@@ -524,7 +530,10 @@ def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
     found: list[Found] = []
     for i, (squares, global_scale, key, shape, dtype) in enumerate(facts):
         packed = tensors[f"{i}.qdata"], tensors[f"{i}.scale"]
-        found.append((QuantState(*packed, global_scale, get_format(key), shape, dtype), squares))
+        loss, bound = tensors[f"{i}.loss"], tensors[f"{i}.bound"]
+        proof = None if loss is None else Certificate(loss, bound)
+        state = QuantState(*packed, global_scale, get_format(key), shape, dtype)
+        found.append((state, proof, squares))
     return found
 
 

@@ -21,7 +21,8 @@ from ..common.rounding import (
     scale_of,
     spread,
 )
-from ..statistics.naive import HESSIAN_BLOCK
+from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
+from .joint_reference import ROWS, damp, upper_factor
 
 # Scales in an octave, 2.2 % apart.
 CANDIDATES = 32
@@ -119,3 +120,54 @@ def _energies(residual: Tensor, metric: Tensor | None) -> Tensor:
     padded = F.pad(residual, (0, len(metric) * HESSIAN_BLOCK - residual.shape[-1]))
     blocks = padded.unflatten(1, (len(metric), HESSIAN_BLOCK)).transpose(0, 1)  # [B, R, 32]
     return (blocks @ metric).mul_(blocks).sum(2).t()
+
+
+def gptq_float_scales(
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    damping: float,
+    shrinkage: float,
+    start: int,
+    stop: int,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round rows of a weight [N, K] column by column, those with the largest inputs first."""
+    # scale: [I, J] of tiles, where it is known; else that of "hessian", [K, K] here.
+    columns = weight.shape[1]
+    if scale is None:
+        scale = search_float_scales(weight, diagonal_blocks(hessian), fmt, "hessian")[1]
+    missing = -columns % HESSIAN_BLOCK
+    hessian = F.pad(hessian, (0, missing, 0, missing))
+    damped = damp(hessian, damping, shrinkage, HESSIAN_BLOCK)[:columns, :columns]
+    order = damped.diagonal().argsort(descending=True, stable=True)
+    factor = upper_factor(damped[order][:, order])
+    feedback = (factor / factor.diagonal()).float()  # M of joint_reference.py
+    codes = torch.empty((stop - start, columns), dtype=torch.uint8, device=weight.device)
+    for part in bands(weight.shape, fmt, ROWS * columns):
+        here = range(max(part.start, start), min(part.stop, stop))
+        if here:
+            shape = (part.stop - part.start, columns)
+            steps = spread(band_of(scale, part, fmt), shape, fmt).expand(shape)
+            steps = steps[here.start - part.start : here.stop - part.start, order]
+            x = weight[here.start : here.stop, order].to(torch.float32)
+            found = _round_columns(x, steps, feedback, fmt)
+            codes[here.start - start : here.stop - start, order] = found
+    return codes, band_of(scale, slice(start, stop), fmt)
+
+
+def _round_columns(x: Tensor, steps: Tensor, feedback: Tensor, fmt: Format) -> Tensor:
+    """Return the codes [R, K] of columns that are rounded in order, with the errors of others."""
+    x, steps = x.t().contiguous(), steps.t().contiguous()  # [K, R]
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    residual = torch.zeros_like(x)
+    for first in range(0, len(x), HESSIAN_BLOCK):
+        here = slice(first, min(first + HESSIAN_BLOCK, len(x)))
+        target = torch.addmm(x[here], feedback[:first, here].t(), residual[:first])
+        for i in range(here.start, here.stop):
+            added = feedback[first:i, i] @ residual[first:i]
+            quotient = (target[i - first] + added) / steps[i]
+            values = round_to_values_(quotient, fmt.element)
+            residual[i] = x[i] - values * steps[i]
+            codes[i] = round_to_codes_(values, fmt.element)
+    return codes.t()
