@@ -21,7 +21,7 @@ from .._compat.transformers_loading import choose_config, loads_model
 from ..checkpoint.layouts import CompressedTensors
 from ..checkpoint.model_layers import IN_CONFIG
 from ..nn.experts import QUANTIZED
-from ..quantization.adapters import around_packed, refuse_merge
+from ..quantization.scan import around_packed, refuse_merge
 
 if TYPE_CHECKING:
     from ..quantization.observers.kv_cache import quantized_cache

@@ -28,7 +28,7 @@ from ..core.files import path_of
 from ..errors import OptionError, StateError, expected, some
 from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..nn.linear import QuantizedLinear
-from ..quantization.adapters import refuse_merge
+from ..quantization.scan import refuse_merge
 
 # Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
 _EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
