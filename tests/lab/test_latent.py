@@ -34,7 +34,7 @@ from fp4pass.lab.latent import (
     steps_of,
 )
 from fp4pass.methods import search_scales
-from fp4pass.nn.linear import StoredWeight
+from fp4pass.nn.linear import StoredWeight, quantize_input
 
 ELEMENTS = {fmt.element.name: fmt.element for fmt in FORMATS.values()}
 
@@ -126,9 +126,7 @@ def test_gradients_pass_both_roundings() -> None:
     seen = x.clone().requires_grad_()
     of_x, of_latent = torch.autograd.grad(layer(seen).square().sum(), [seen, layer.latent])
     weight = layer.weight(torch.float32).detach()
-    packed, scale, number = fp4pass.nn.quantize_input(
-        x, layer.packed.packed_weight, layer.packed.config
-    )
+    packed, scale, number = quantize_input(x, layer.packed.packed_weight, layer.packed.config)
     rows = ops.dequantize(packed, scale, number, "nvfp4", torch.float32)
     assert not torch.equal(rows, x)
     y = rows @ weight.T + layer.packed.bias
