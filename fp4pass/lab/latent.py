@@ -310,7 +310,7 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
         layer.packed._buffers[PACKED] = codes[key]
     _replace(root, {layer: layer.packed for layer in layers.values()})
     # These errors were of the codes before.
-    none: Any = {"weight_error": None, "output_error": None}
+    none: Any = {"weight_error": None, "output_error": None, "proved": None, "gap": None}
     rows = [
         dataclasses.replace(row, **none) if row.name in layers else row for row in state.report.rows
     ]
