@@ -410,9 +410,9 @@ class _Search:
                 sums = kls.compare(model, self.original)
             table = np.full((len(sums), len(SUMS)), np.nan)
             table[:, [SUMS.index("kl"), SUMS.index("tokens")]] = sums
-            measured = (kls.mean_kl(sums), *bootstrap_intervals(table).get("kl", (None, None)))
-            bits = 8 * cost.bytes / self.weights
-            known = Candidate(label, bits, cost.bytes, cost.kl, *measured, schemes)
+            low, high = bootstrap_intervals(table).get("kl", (None, None))
+            facts = (8 * cost.bytes / self.weights, cost.bytes, cost.kl)
+            known = Candidate(label, *facts, kls.mean_kl(sums), low, high, schemes)
         self.found[schemes] = dataclasses.replace(known, label=label)
         return self.found[schemes]
 
