@@ -171,6 +171,5 @@ def interrupted(folder: Path, last: str) -> str:
     beside = _left_beside(Path(os.path.realpath(folder)))
     # A folder that has the file which is written last is whole.
     whole = [str(path) for path in beside if (path / last).is_file()]
-    if not whole:
-        return ""
-    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
+    left = f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
+    return left if whole else ""

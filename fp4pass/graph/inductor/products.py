@@ -25,16 +25,7 @@ from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.linear.naive import ALONE, Around
 from ...kernels.reduce.naive import LARGEST
 from ...ops.registration import unserved
-from .fusions import (
-    ACTIVATIONS,
-    UP,
-    X,
-    addends_of,
-    has_few_rows,
-    is_like,
-    norm_of,
-    on_gpu,
-)
+from .fusions import ACTIVATIONS, UP, X, addends_of, has_few_rows, is_like, norm_of, on_gpu
 from .pattern import (
     CAST,
     FLOAT_DTYPES,
