@@ -158,7 +158,7 @@ def save(
         >>> sorted(path.name for path in Path("out").iterdir())
         ['fp4pass.json', 'model.safetensors']
     """
-    root = unwrap(model, directory)
+    root = unwrap(model)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)

@@ -129,7 +129,8 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     target = Path(os.path.realpath(target))
     cannot = f"{target} cannot be made"
     try:
-        exists, above = target.exists(), next(path for path in target.parents if path.exists())
+        exists = target.exists()
+        above = next((path for path in target.parents if path.exists()), target)
         # Permissions do not say all: a file system may be read-only, or hold no such names.
         tempfile.TemporaryDirectory(prefix=_beside(target, "new-").name, dir=above).cleanup()
     except OSError as error:

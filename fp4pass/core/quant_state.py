@@ -251,11 +251,11 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         >>> torch.equal(loaded.qdata, state.qdata)
         True
     """
-    return read_state(path).to(device)
+    return read_state(path)[0].to(device)
 
 
-def read_state(path: str | os.PathLike[str]) -> TensorRecord:
-    """Return the record of a file, its tensors in memory of their own."""
+def read_state(path: str | os.PathLike[str]) -> tuple[TensorRecord, dict[str, Tensor]]:
+    """Return the record of a file, and all tensors that are there, in memory of their own."""
     try:
         # Reading a mapped file beyond the end of one that is cut off meanwhile ends the process.
         data = path_of(path, "path").read_bytes()
@@ -281,7 +281,7 @@ def read_state(path: str | os.PathLike[str]) -> TensorRecord:
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
             f"wrote: {error}{way_out}"
         ) from error
-    return state
+    return state, tensors
 
 
 def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,8 +291,10 @@ def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[
     return {**sums, _METADATA: hashlib.sha256(json.dumps(others).encode()).hexdigest()}
 
 
-def save_state(path: str | os.PathLike[str], state: TensorRecord) -> None:
-    """Write what `load_state` makes the record of again."""
+def save_state(
+    path: str | os.PathLike[str], state: TensorRecord, beside: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write what `load_state` makes the record of again, and other tensors beside it."""
     facts = {
         "scheme": state.scheme.key,
         "shape": list(state.shape),
@@ -300,7 +302,7 @@ def save_state(path: str | os.PathLike[str], state: TensorRecord) -> None:
         "global_scale": getattr(state, "global_scale", 1.0),
         "packing": state.packing,
     }
-    tensors = {"qdata": state.qdata, "scale": getattr(state, state.scale_field)}
+    tensors = {"qdata": state.qdata, "scale": getattr(state, state.scale_field), **(beside or {})}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     file, record = path_of(path, "path"), {**facts, _CHECKSUMS: _checksums(tensors, facts)}
     try:
