@@ -257,7 +257,7 @@ def test_many_rows_use_a_dense_weight(
     dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fmt = get_format("nvfp4")
-    monkeypatch.setattr(tiling, "_FUSED", dict.fromkeys(DTYPES, (2, 2)))
+    monkeypatch.setattr(module, "fuses", lambda *_: False)
     packed, scale = weight(fmt, 19, 64)
     divisor, bias = torch.tensor([4.0], device=DEVICE), numbers(19, dtype=dtype)
     x = numbers(2, 3, 64, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import struct
 from typing import NamedTuple
 
 import torch
@@ -82,19 +82,13 @@ def row_factor(shift, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def row_divisor(largest):
-    """Return the factor of a row and what `divided` takes, for its largest magnitudes."""
+    """Return the factor of a row, and its divisor and its inverse, for its largest magnitudes."""
+    # Quotients below the normal float32 round to zero, whatever they are.
     factor = tl.maximum(tl.math.div_rn(tl.max(largest), _LARGEST), _LEAST)
     # A row with an infinity is NaN where that is, and else 0.
     finite = factor < float("inf")
     inverse = tl.where(finite, tl.math.div_rn(1.0, factor), 0.0)
     return factor, tl.where(finite, factor, 1.0), inverse
-
-
-@triton.jit
-def divided(value, divisor, inverse):
-    """Return numbers of a row, divided and rounded to E4M3: bits, uint8."""
-    # Quotients below the normal float32 round to zero, whatever they are.
-    return e4m3_bits(kit.corrected_quotient(value, divisor, inverse))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -119,7 +113,8 @@ def _sort_rows_kernel(
     for start in tl.static_range(0, WORDS * 8, TILE * 8):
         if WORDS > TILE:
             value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-        bits = tl.reshape(divided(value, divisor, inverse), (TILE // 8, 4, 4, 4))
+        bits = e4m3_bits(kit.corrected_quotient(value, divisor, inverse))
+        bits = tl.reshape(bits, (TILE // 8, 4, 4, 4))
         bits = tl.reshape(tl.permute(bits, (0, 2, 1, 3)), (8 * TILE,))
         at = start + tl.arange(0, 8 * TILE)
         tl.store(out + at, bits, mask=at < 8 * WORDS)
@@ -264,18 +259,12 @@ def _round_rows_kernel(
     tl.store(factors + row, factor)
     for i in tl.static_range(len(values)):
         at = i * TILE + column
-        bits = divided(values[i].to(tl.float32), divisor, inverse)
+        value = values[i].to(tl.float32)
+        bits = e4m3_bits(kit.corrected_quotient(value, divisor, inverse))
         tl.store(out + row * K + at, bits, mask=at < K)
 
 
 _E4M3 = tl.constexpr(E4M3)
-
-
-@triton.constexpr_function
-def float16_bits(value):
-    """Return the bits of a float16 that is zero or normal."""
-    fraction, exponent = math.frexp(value)
-    return (exponent + 14 << 10) + int(2048 * fraction) - 1024 if value else 0
 
 
 @triton.constexpr_function
@@ -290,9 +279,9 @@ def table_assembly(FMT):
     ]
     # A code without its sign selects the byte of s0 and s1 that its magnitude becomes.
     for i in range(4):
-        low, high = FMT.element.magnitudes[2 * i : 2 * i + 2]
+        both = struct.pack("<2e", *FMT.element.magnitudes[2 * i : 2 * i + 2])
         lines += [
-            f"mov.b32 u, {float16_bits(low) | float16_bits(high) << 16:#x};",
+            f"mov.b32 u, {int.from_bytes(both, 'little'):#x};",
             "mul.rn.f16x2 u, u, step;",
             f"cvt.rn.satfinite.e4m3x2.f16x2 c{i}, u;",
         ]

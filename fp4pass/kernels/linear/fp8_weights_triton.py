@@ -157,22 +157,6 @@ def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
 
 
 @triton.jit
-def quad(words, at, inside, DTYPE: tl.constexpr):
-    """Return four columns of a row as float32, for each of its words: of codes, or of floats."""
-    word = tl.load(words + at, mask=inside, other=0)
-    if DTYPE == tl.uint8:
-        values = (
-            kit.value_at(word, 0),
-            kit.value_at(word, 1),
-            kit.value_at(word, 2),
-            kit.value_at(word, 3),
-        )
-    else:
-        values = kit.unpack_word(word, DTYPE)
-    return values
-
-
-@triton.jit
 def e4m3_row_kernel(
     x, x_scales, words, scales, bias, out, N,
     K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -192,7 +176,12 @@ def e4m3_row_kernel(
         at = start + tl.arange(0, BW)
         inside = at < WORDS
         word = tl.load(words + row[:, None] * WORDS + at[None, :], mask=inside[None, :], other=0)
-        a, b, c, d = quad(x, at, inside, DTYPE)
+        given = tl.load(x + at, mask=inside, other=0)
+        if DTYPE == tl.uint8:
+            a, b = kit.value_at(given, 0), kit.value_at(given, 1)
+            c, d = kit.value_at(given, 2), kit.value_at(given, 3)
+        else:
+            a, b, c, d = kit.unpack_word(given, DTYPE)
         part = kit.value_at(word, 0) * a[None, :]
         part = tl.fma(kit.value_at(word, 1), tl.broadcast_to(b[None, :], (BN, BW)), part)
         part = tl.fma(kit.value_at(word, 2), tl.broadcast_to(c[None, :], (BN, BW)), part)

@@ -20,7 +20,7 @@ from ..common import tiles as kit
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
 from ..compute_fp8.triton import multiply_dense, multiply_fp8
-from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
+from ..dequantize.triton import dequantize_triton, packed_words
 from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
 from . import tiling
@@ -90,7 +90,7 @@ def linear_quantized_triton(
         y = multiply_fp8(PackedInput(codes, bits, x_global_scale), weight, dtype, fmt)
         return y.view(*x_packed.shape[:-1], n)
     if dtype == torch.bfloat16 and not fuses(rows, n, dtype, fmt):
-        rounded, dense = dequantize_all_triton((x_rows, weight[:3]), fmt, dtype)
+        rounded, dense = (dequantize_triton(*each, fmt, dtype) for each in (x_rows, weight[:3]))
         return F.linear(rounded, dense, None if weight.bias is None else weight.bias.to(dtype))
     out = x_packed.new_empty((rows, n), dtype=dtype)
     flat = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale, out))
