@@ -39,7 +39,6 @@ from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.triton import experts_quantize_triton
 from fp4pass.kernels.linear.fp8_weights_triton import (
     linear_fp8_weights,
-    linear_quantized_fp8_weights,
 )
 from fp4pass.kernels.norm.naive import SQUARES
 from fp4pass.kernels.norm.triton import add_rms_norm_triton
@@ -277,9 +276,9 @@ def _launch_e4m3() -> None:
         static = _empty(1) if fmt.has_float_scale else None
         for m in (1, 8, 64, 2048):
             x, row = _empty(m, k, dtype=dtype), _empty(k, dtype=dtype)
-            linear_fp8_weights(x, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
+            linear_fp8_weights(x, None, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
             codes = PackedInput(*quantize_triton(x, static, fmt), None)
-            linear_quantized_fp8_weights(x, codes, weight, fmt)
+            linear_fp8_weights(x, codes, weight, fmt)
         norm_quantize_triton(x, x, row, None, "rms", 1e-6, None, fmt)
         activate_quantize_triton(x, x, "silu", None, fmt)
 

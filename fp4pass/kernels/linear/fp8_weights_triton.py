@@ -51,24 +51,18 @@ class Sizes:
     stages: int
 
 
-def linear_fp8_weights(x: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
-    """Multiply activations and a weight with E4M3 codes (`linear_ref`)."""
-    if x.dtype not in kit.DTYPES or not x.numel() or not len(weight.packed):
-        return linear_ref(x, weight, fmt)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _multiply(rows, None, weight, x.dtype, fmt).view(*x.shape[:-1], -1)
-
-
-def linear_quantized_fp8_weights(
-    x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format
+def linear_fp8_weights(
+    x: Tensor, x_rows: PackedInput | None, weight: PackedWeight, fmt: Format
 ) -> Tensor:
-    """Multiply quantized activations and a weight with E4M3 codes (`linear_quantized_ref`)."""
-    codes, scales, _ = x_rows
-    if x.dtype not in kit.DTYPES or not codes.numel() or not len(weight.packed):
+    """Multiply activations, or what they were quantized to, and a weight with E4M3 codes."""
+    rows = x if x_rows is None else x_rows.packed
+    if x.dtype not in kit.DTYPES or not rows.numel() or not len(weight.packed):
+        if x_rows is None:
+            return linear_ref(x, weight, fmt)
         return linear_quantized_ref(x, x_rows, weight, fmt)
-    flat = codes.reshape(-1, codes.shape[-1]).contiguous()
-    y = _multiply(flat, scales.reshape(len(flat), -1).contiguous(), weight, x.dtype, fmt)
-    return y.view(*codes.shape[:-1], -1)
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    scales = None if x_rows is None else x_rows.scale.reshape(len(flat), -1).contiguous()
+    return _multiply(flat, scales, weight, x.dtype, fmt).view(*rows.shape[:-1], -1)
 
 
 def _multiply(

@@ -25,7 +25,7 @@ from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
 from . import tiling
 from .decode_triton import InputRows, arranged
-from .fp8_weights_triton import linear_fp8_weights, linear_quantized_fp8_weights
+from .fp8_weights_triton import linear_fp8_weights
 from .gluon_triton import (
     counters,
     in_words,
@@ -47,7 +47,7 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
     # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
     # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     if fmt.element.bits == 8:
-        return linear_fp8_weights(x, weight, fmt)
+        return linear_fp8_weights(x, None, weight, fmt)
     if x.dtype == torch.float64:
         return linear_ref(x, weight, fmt, compute)
     n, k = weight.packed.shape[0], x.shape[-1]
@@ -80,7 +80,7 @@ def linear_quantized_triton(
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
     if fmt.element.bits == 8:
-        return linear_quantized_fp8_weights(x, x_rows, weight, fmt)
+        return linear_fp8_weights(x, x_rows, weight, fmt)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     x_packed, x_scale, x_global_scale = x_rows
