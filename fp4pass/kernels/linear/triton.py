@@ -217,9 +217,9 @@ def multiply(
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     rows_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
         x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **kit.LAUNCH,
+        num_warps=tiles.warps, num_stages=tiles.stages,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
-        **kit.overlapping(out.device, tiles.releases and not whole),
+        **kit.launch(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
         add_parts(sums, x.global_scale, weight, out, fmt, tiles.releases)
