@@ -302,9 +302,7 @@ def streams(args: argparse.Namespace, where: torch.device) -> Iterator[Row]:
             if RANK == 0 and name == "from the disk":
                 drop_cached(folder / "model")
             begin = settled()
-            fp4pass.quantize_checkpoint(
-                folder / "model", folder / "out", overwrite=True, card=False, **options
-            )
+            fp4pass.quantize_checkpoint(folder / "model", folder / "out", overwrite=True, **options)
             yield {"read": name, "layers": STREAMED, "seconds": settled() - begin}
 
 

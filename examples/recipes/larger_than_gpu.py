@@ -22,7 +22,7 @@ print(f"{len(report.converted)} layers")
 # --8<-- [end:stream]
 
 # --8<-- [start:load]
-# GPUs first, then memory, then disk.
+# GPUs first, then memory.
 model = fp4pass.load("out/streamed", device_map="auto")
 print(f"{model.get_memory_footprint() / 1e6:.1f} MB on {model.device}")
 # --8<-- [end:load]

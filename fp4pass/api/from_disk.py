@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.beside import require_repository
 from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
 from ..checkpoint.saving import bytes_of, save
 from ..checkpoint.source_files import MANIFEST
-from ..core.atomic import require_free
-from ..core.files import path_of
+from ..core.files import path_of, require_free
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import CalibrationError, OptionError, as_option, expected
+from ..errors import OptionError, expected
 from ..methods.base import MethodChoice
-from ..quantization.recipe import Recipe
-from ..record.config import LinearOptions, Rules, check_rules
+from ..record.config import LinearOptions, Rules, check_options
 from ..record.rows import Report
 from ..record.schemes import QualityName, Scheme
-from ..record.state import config_of, report
+from ..record.state import report
 from .steps import convert
 
 if TYPE_CHECKING:
@@ -50,8 +47,6 @@ def quantize_checkpoint(
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    card: bool | Mapping[str, Any] = False,
-    push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Unpack[LinearOptions],
@@ -80,8 +75,6 @@ def quantize_checkpoint(
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
-        card: as for `save`.
-        push_to_hub: as for `save`.
         trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
@@ -107,13 +100,11 @@ def quantize_checkpoint(
         )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
     arguments: dict[str, Any] = {"fmt": fmt, "method": method, "rules": rules, **options}
-    _require_options(arguments, not (quality is None and data is None and tokenizer is None))
     # Before hours of work.
+    check_options(options)
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
-    if push_to_hub is not None:
-        require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder, copy_files)
@@ -126,23 +117,11 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"card": card, "push_to_hub": push_to_hub, "copy_files": copy_files}
-        save(model, target, source=files, max_shard_size=max_shard_size, **written)
+        written |= {"copy_files": copy_files, "max_shard_size": max_shard_size}
+        save(model, target, source=files, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)
     return report(model)
-
-
-def _require_options(arguments: Mapping[str, Any], has_data: bool) -> None:
-    """Raise an error for options of `convert` that do not exist, or by which a layer needs data."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    rules = check_rules(given.pop("rules"), given.get("weight_only"))
-    for config in Recipe(config_of(given, None), rules).configs():
-        if config.needs and not has_data:
-            raise CalibrationError(
-                f"Method {config.method_name!r} needs calibration data. Give batches as "
-                f"{as_option('data')}, or choose {as_option('method', 'sse')}, which needs none."
-            )
 
 
 def finished_layers(directory: Path) -> Path:

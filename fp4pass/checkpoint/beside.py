@@ -1,4 +1,4 @@
-"""Bring what lies beside weights: files and tensors of the source, a card; upload a folder.
+"""Bring what lies beside weights: files and tensors of the source.
 
 Files and tensors come from the folder that the model was read from: a tokenizer, licenses, code,
 tensors that the class has no place for.
@@ -9,37 +9,34 @@ from __future__ import annotations
 import ast
 import fnmatch
 import glob
-import json
 import logging
-import math
 import os
 import re
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import require
 from .._compat.torch import model_class
 from .._compat.transformers import config_faults, meta_model
 from .._compat.transformers_loading import names_in_model
-from .._version import __version__
 from ..core.files import parse_json, path_of
-from ..errors import CheckpointError, OptionError, as_option, expected, some
+from ..errors import OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
-from ..record.source_folder import WEIGHTS, named_folder, source_folder, tensor_files, tensor_shapes
-from ..record.state import ModelState, known_tokenizer
-from .model_layers import COPIED, NOT_COPIED, is_left_over, is_transformers
-from .readers import Readers
-from .source_files import MANIFEST, read_tensors, without_scales
+from ..record.state import (
+    known_tokenizer,
+    named_folder,
+    source_folder,
+    tensor_files,
+    tensor_shapes,
+)
+from .model_layers import COPIED, NOT_COPIED, is_left_over
+from .source_files import read_tensors, without_scales
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +75,9 @@ TOKENIZER_FILES = (
 )
 
 # Names of weights that `save` may write. Other libraries would read a copy.
-_WRITTEN = re.compile(r"(model|fp4pass)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WRITTEN = re.compile(
+    r"(model|fp4pass)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|pytorch_model\.bin\.index\.json"
+)
 
 
 def files_to_copy(
@@ -111,24 +110,14 @@ def files_to_copy(
         found = glob.glob(within, root_dir=source, recursive=True)
         asked = {path for path in map(source.joinpath, found) if is_inside(path)}
         if not asked:
-            raise OptionError(
-                f"{expected('copy_files', f'a glob of files in {source}', repr(pattern))} It "
-                "matches none; it is relative to the folder, and links out of it are not followed."
-            )
+            wanted = expected("copy_files", f"a glob of files in {source}", repr(pattern))
+            raise OptionError(f"{wanted} Links out of it are not followed.")
         chosen |= asked
-    own = {*written, *(f"{weights}.index.json" for weights in WEIGHTS)}
-    chosen = {
-        path
-        for path in chosen
-        if path.parent != source or not (path.name in own or _WRITTEN.fullmatch(path.name))
-    }
-    own |= {path.name for path in tensor_files(source).values()}
-    kept, left = {path.relative_to(source).parts[0] for path in chosen}, []
-    for name in (path.relative_to(source) for path in every if path not in chosen):
-        top = name.parts[0]
-        if top not in own:
-            left.append(name.as_posix() if top in {name.name, *kept} else f"{top}/")
-    return sorted(chosen), list(dict.fromkeys(left))
+    own = {source / name for name in written}
+    own |= {path for path in every if path.parent == source and _WRITTEN.fullmatch(path.name)}
+    known = {*chosen, *own, *tensor_files(source).values()}
+    left = [path.relative_to(source).as_posix() for path in every if path not in known]
+    return sorted(chosen - own), left
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -143,7 +132,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern matches a path, folder by folder."""
     return any(
         name.count("/") == each.count("/") and fnmatch.fnmatchcase(name.lower(), each.lower())
         for each in patterns
@@ -159,13 +147,10 @@ def part_folders(source: Path) -> dict[str, tuple[str, ...]]:
     parts: dict[Any, tuple[str, ...]] = {}
     if isinstance(index, dict):
         parts |= {name: _OF_PARTS for name, part in index.items() if isinstance(part, list)}
-    for each in modules if isinstance(modules, list) else ():
-        parts[each.get("path") if isinstance(each, dict) else None] = _OF_MODULES
-    return {
-        os.path.normpath(folder): patterns
-        for folder, patterns in parts.items()
-        if isinstance(folder, str) and os.path.normpath(folder) != "."
-    }
+    if isinstance(modules, list):
+        parts |= {each.get("path"): _OF_MODULES for each in modules if isinstance(each, dict)}
+    paths = {n: os.path.normpath(n) for n in parts if isinstance(n, str)}
+    return {path: parts[name] for name, path in paths.items() if path != "."}
 
 
 def _code(source: Path, files: Collection[Path]) -> set[Path]:
@@ -208,7 +193,6 @@ def _imports(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Any:
-    """Return what a JSON file holds, None for one that is missing or broken."""
     try:
         return parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -225,43 +209,40 @@ def copy_beside(
         new.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, new)
     if left:
-        _log.info(
-            "%s: not copied: %s (%s takes globs)", source, some(left, 5), as_option("copy_files")
-        )
+        option = as_option("copy_files")
+        _log.info("%s: not copied: %s (%s takes globs)", source, some(left, 5), option)
 
 
-@dataclass(frozen=True)
 class Beside:
-    """The tokenizer and the source that come along with a model."""
+    """The tokenizer and the source that come along with a model.
 
-    tokenizer: Any  # None where the source has it
-    source: Path | None  # the folder that the model was made of
-    copy_files: Sequence[str]  # globs of its files that come along, with those that always do
+    What is not given is found, as far as it is there. Raises OptionError.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         root: nn.Module,
         tokenizer: Any,
         source: str | os.PathLike[str] | None,
         copy_files: Sequence[str],
-    ) -> Beside:
-        """Find what comes along, as far as it is not given. Raises OptionError."""
+    ) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
             what = "a tokenizer or processor of transformers, which has save_pretrained"
             raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
-        if source is None:
-            tokenizer = known_tokenizer(root) if tokenizer is None else tokenizer
-            folder = source_folder(root)
-        else:
+        folder = source_folder(root)
+        if source is not None:
             folder = named_folder(os.fspath(path_of(source, "source")))
             if folder is None:
                 wanted = "a folder, or a hub id in the cache"
                 raise OptionError(expected("source", wanted, str(source)))
-        if copy_files and folder is None:
-            raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
-        if copy_files and folder is not None:
+        elif tokenizer is None:
+            tokenizer = known_tokenizer(root)
+        if copy_files:
+            if folder is None:
+                raise OptionError("copy_files: the model was read from no folder. Give source=DIR.")
             files_to_copy(folder, copy_files)
-        return Beside(tokenizer, folder, copy_files)
+        # No tokenizer where the source has it; globs of further files of the source.
+        self.tokenizer, self.source, self.copy_files = tokenizer, folder, copy_files
 
     def copy(self, target: Path, written: Collection[str]) -> None:
         """Copy files of the source, but for those that are `written`."""
@@ -296,7 +277,10 @@ def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
     """
     folder = source_folder(model)
     files = {} if folder is None else tensor_files(folder)
-    known = dict.fromkeys(_float_names(model))
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {n: weight_name(n, each) for n, each in modules if isinstance(each, QUANTIZED)}
+    known = dict.fromkeys([*packed.values(), *(f"{name}.bias" for name in packed)])
+    known |= dict.fromkeys(n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
     spare = [name for name in files if name not in known]
     left = _unplaced(model, spare, known) if spare else []
     if folder is None or not left or getattr(model.config, "quantization_config", None) is not None:
@@ -334,224 +318,7 @@ def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, held[name]) for name, where in files.items() if where == path)
 
 
-def _float_names(model: nn.Module) -> Iterator[str]:
-    """Yield the names that the state dict of the float model has."""
-    modules = model.named_modules(remove_duplicate=False)
-    packed = {
-        name: weight_name(name, each) for name, each in modules if isinstance(each, QUANTIZED)
-    }
-    yield from packed.values()
-    yield from (n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
-    yield from (f"{name}.bias" for name in packed)
-
-
 def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> list[str]:
     """Return the tensors of a folder that are none of a model's, nor made into one."""
     found = names_in_model(model, names, merged=True, known=known)
     return [name for name, target in found.items() if target not in known]
-
-
-# The model card, and the hub.
-
-_NAME = "README.md"
-
-# Keys of the float model's card that hold for the packed one, too.
-_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-
-# The commands by which each program that may read the folder serves it.
-_COMMANDS = {
-    "vLLM": "vllm serve {name}",
-    "SGLang": "python -m sglang.launch_server --model-path {name}",
-}
-
-
-def check_card(given: Any) -> Mapping[str, Any] | None:
-    """Return the evaluations of the card that is asked for, None for none. Raises OptionError."""
-    if given is False:
-        return None
-    require("huggingface_hub")
-    evaluations = {} if given is True else given
-    if isinstance(evaluations, Mapping) and all(
-        hasattr(each, "perplexity") for each in evaluations.values()
-    ):
-        return evaluations
-    wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
-    raise OptionError(expected("card", wanted, f"{given!r:.60}"))
-
-
-def write_card(
-    folder: Path,
-    root: nn.Module,
-    state: ModelState,
-    layout: str,
-    readers: Readers,
-    evaluations: Mapping[str, Any],
-    source: Path | None,
-    name: str,
-) -> None:
-    """Write the card of a folder, complete but for it. name: of its repository, or ""."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    report, kind = state.report, model_class(root).__name__
-    there, base = _header_of(source), _hub_id(root)
-    if source is not None and (source / MANIFEST).is_file():
-        # Packed already, of a model that its own card names.
-        base = there.get("base_model") or ""
-    inherited = {key: there[key] for key in _INHERITED if there.get(key)}
-    if kind.endswith("ForCausalLM"):
-        inherited.setdefault("pipeline_tag", "text-generation")
-    formats = sorted({row.config.fmt for row in report.converted if row.config})
-    header = ModelCardData(
-        **inherited,
-        base_model=base or None,
-        base_model_relation="quantized" if base else None,
-        library_name="transformers" if is_transformers(root) else "fp4pass",
-        tags=["fp4pass", *formats, layout],
-        quantized_by="fp4pass",
-    )
-    whole = base or (kind if source is None else source.name)
-    made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
-    # Not the name of the folder, which may be given another one.
-    title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
-    kinds: dict[object, list[Row]] = {}
-    for row in report.converted:
-        kinds.setdefault(row.config and (row.config.label, row.config.method_name), []).append(row)
-    counts = f"{len(report.converted)} of {len(report.rows)} weights"
-    recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
-    lines = [
-        f"# {title}\n",
-        f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",
-        f"```json\n{json.dumps(recipe, indent=1)}\n```\n",
-        *_table(
-            ("scheme", "method", "weights", "bits each", "weight error", "output error"),
-            map(_group, kinds.values()),
-        ),
-        "\nErrors are means of |W - Q| / |W|, and of |(W - Q) x| / |W x| on the calibration.\n",
-        *_table(
-            ("text", "tokens", "perplexity", "KL to the original", "same top token"),
-            [_evaluation(text, found) for text, found in evaluations.items()],
-        ),
-        "",
-        *_table(
-            ("not packed", "reason"),
-            ((str(n), why) for why, n in Counter(r.skip_reason for r in report.skipped).items()),
-        ),
-        f"\nThe layout is {layout}, {readers}.\n",
-    ]
-    where = name or "path/to/this/folder"
-    call = f'snapshot_download("{name}")' if name else f'"{where}"'
-    model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
-    hub = "from huggingface_hub import snapshot_download\n" if name else ""
-    lines.append(f"```python\nimport fp4pass\n{hub}\nmodel = fp4pass.load({call}{model}\n```")
-    commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
-    lines += ["\n```sh", *commands, "```"] if commands else []
-    if (folder / _NAME).is_file():
-        _log.info("%s: the model card replaces that of %s", _NAME, base or source)
-    text = "\n".join(lines)
-    card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}\n")
-    (folder / _NAME).write_text(str(card), encoding="utf-8")
-
-
-def _hub_id(root: nn.Module) -> str:
-    """Return the id of the repository that a model was read from, "" for a folder."""
-    path = Path(str(getattr(root, "name_or_path", "") or ""))
-    if "snapshots" in path.parts:
-        # A folder of the cache: models--user--name/snapshots/commit.
-        stored = path.parts[path.parts.index("snapshots") - 1]
-        return stored.removeprefix("models--").replace("--", "/")
-    return "" if path.exists() or len(path.parts) != 2 else path.as_posix()
-
-
-def _header_of(source: Path | None) -> dict[str, Any]:
-    """Return what the card of the float model declares, {} if it has none that can be read."""
-    if source is None or not (source / _NAME).is_file():
-        return {}
-    import yaml
-    from huggingface_hub import ModelCard
-
-    try:
-        text = (source / _NAME).read_text(encoding="utf-8")
-        card = ModelCard(text, ignore_metadata_errors=True)
-        return dict(card.data.to_dict()) if text.startswith("---") else {}
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        _log.warning("%s: its header cannot be read: %s", source / _NAME, error)
-        return {}
-
-
-def _evaluation(text: str, found: Any) -> tuple[str, ...]:
-    kl = "-" if found.kl is None else f"{found.kl:.4f} nats a token"
-    top = "-" if found.top1 is None else f"{100 * found.top1:.1f} %"
-    return text, f"{found.tokens:,}", f"{found.perplexity:.2f}", kl, top
-
-
-def _group(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return weights with equal options as a row of a table."""
-    config, sizes = rows[0].config, [math.prod(row.shape) for row in rows]
-    bits = sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes)
-    errors = ([row.weight_error for row in rows], [row.output_error for row in rows])
-    shown = ("", "") if config is None else (config.label, config.method_name)
-    return (*shown, str(len(rows)), f"{bits:.2f}", *map(_percent, errors))
-
-
-def _percent(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{100 * sum(known) / len(known):.2f} %" if len(known) == len(values) else "-"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, none for a table without rows."""
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = [header, ["---"] * len(header), *cells] if cells else []
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def require_repository(name: str, token: str | None = None) -> None:
-    """Raise OptionError or CheckpointError unless the hub knows who asks for a repository."""
-    require("huggingface_hub")
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        wanted = 'the name of a repository, as "user/name"'
-        raise OptionError(expected("push_to_hub", wanted, name)) from error
-    if token is None and get_token() is None:
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: no token of Hugging Face was found. Run `hf "
-            "auth login`, or set HF_TOKEN. Nothing was written."
-        )
-    with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
-        HfApi(token=token).whoami()
-
-
-def upload(folder: Path, name: str, private: bool | None, token: str | None) -> None:
-    """Upload a folder; a repository that does not exist is made. Raises CheckpointError."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token, library_name="fp4pass", library_version=__version__)
-    with _asking(name, f"The folder is whole: upload it with `hf upload {name} {folder}`."):
-        made = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=made.repo_id,
-            folder_path=os.fspath(folder),
-            commit_message=f"Upload a model that fp4pass {__version__} quantized",
-        )
-
-
-@contextmanager
-def _asking(name: str, remedy: str) -> Iterator[None]:
-    """Make what the hub and its library raise a CheckpointError that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # httpx in version 1, httpx2 in version 2; both raise more below it than HfHubHTTPError.
-    errors: list[Any] = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
-    try:
-        yield
-    except (*errors, OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "
-            f"{lines[0].rstrip('.'):.300}. {remedy}"
-        ) from error

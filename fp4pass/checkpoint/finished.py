@@ -45,15 +45,12 @@ class FinishedWork:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = path_of(folder, self.option)
         self._said = set[str]()
-        if self.folder.exists() and not self.folder.is_dir():
-            raise OptionError(expected(self.option, "a folder", f"{self.folder}, a file"))
         with ranks().together():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OptionError(
-                    f"{self.option} is {self.folder}, which cannot be made: {error}."
-                ) from error
+                got = f"{self.folder}, which cannot be made: {error}"
+                raise OptionError(expected(self.option, "a folder", got)) from error
 
     def identity(self, name: str, decides: Iterable[Any]) -> str:
         """Return a digest of everything that decides a result, and of the version of fp4pass.
@@ -64,14 +61,9 @@ class FinishedWork:
             return identity_of(__version__, *decides)
         except Unknown as unknown:
             if str(unknown) not in self._said:
-                self._said.add(str(unknown))
-                _log.warning(
-                    "%s: what decides %s cannot be told from something else (%s): it is quantized "
-                    "again by every call.",
-                    self.option,
-                    name,
-                    unknown,
-                )
+                what = "is quantized again by every call, for what decides it cannot be identified"
+                _log.warning("%s: %s %s: %s.", self.option, name, what, unknown)
+            self._said.add(str(unknown))
             return secrets.token_hex()
 
     @contextmanager
@@ -262,7 +254,6 @@ class FinishedLayers(FinishedWork):
 
 
 def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the packed modules of a layer, by their names in the model."""
     return {
         f"{name}.{path}" if path else name: module
         for path, module in layer.named_modules()
@@ -294,5 +285,4 @@ def _is_whole(path: Path, identity: str) -> bool:
 
 
 def _facts_of(path: Path) -> Path:
-    """Return the path of the facts of a file of tensors."""
     return path.with_suffix(".json")

@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import Later, Pending, made_later, names_in_model, other_tensors
-from ..core.quant_state import QuantState
+from .._compat.transformers_loading import Later, Pending, made_later, other_tensors
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
-from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.plan import KeptWeight, keep_weight
+from ..nn.linear import PACKED
 from .beside import LISTED, files_to_copy, part_folders
 from .layouts import CACHE_SCALES, LAYOUTS, join
 from .reader import CheckpointReader, is_packed, open_checkpoint
@@ -42,9 +40,17 @@ _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w(?:[\w.-]*\w)?", re.ASCII)
 @contextmanager
 def reading(source: str, what: str) -> Iterator[None]:
     """Make what libraries raise for a missing or broken source one error, and have them quiet."""
+    import huggingface_hub
+    import transformers
+
+    loggings: Any = (huggingface_hub.logging, transformers.logging)
+    before = [each.get_verbosity() for each in loggings]
+    had_bars = transformers.logging.is_progress_bar_enabled()
+    for each in loggings:
+        each.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
-        with _quietly():
-            yield
+        yield
     except Fp4PassError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
@@ -56,6 +62,11 @@ def reading(source: str, what: str) -> Iterator[None]:
                 "only. Read it first."
             ]
         raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
+    finally:
+        for each, verbosity in zip(loggings, before, strict=True):
+            each.set_verbosity(verbosity)
+        if had_bars:
+            transformers.logging.enable_progress_bar()
 
 
 def load_config(source: str, trust: bool = False) -> Any:
@@ -76,36 +87,21 @@ def load_config(source: str, trust: bool = False) -> Any:
         config.__dict__.pop("quantization_config", None)
     elif declared is not None or is_packed(source):
         facts = declared if isinstance(declared, dict | None) else declared.to_dict()
-        advice = _float_advice(source, facts)
+        advice = "To get a float model, run fp4pass transcode --to bf16 on its folder."
+        if facts is not None and not any(each.detect(facts) for each in LAYOUTS.values()):
+            method = facts.get("quant_method", "a method that it does not name")
+            advice = f"fp4pass does not read weights of {method}; give the model it was made of."
         raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
     return config
-
-
-def _float_advice(source: str, declared: Mapping[str, Any] | None) -> str:
-    """Return how to get a float model of a quantized one, whose config says `declared`."""
-    if declared is not None and not any(each.detect(declared) for each in LAYOUTS.values()):
-        method = declared.get("quant_method", "a method that it does not name")
-        return f"fp4pass does not read weights of {method}; give the model it was made of."
-    if not Path(source).is_dir():
-        return "If its weights are nvfp4 or mxfp4, download it for fp4pass transcode --to bf16."
-    try:
-        open_checkpoint(source)
-    except UnreadError as error:
-        return str(error)
-    except CheckpointError:
-        # Damaged files raise when they are converted.
-        pass
-    return "To get a float model, run fp4pass transcode --to bf16."
 
 
 def model_class(config: Any) -> Any:
     """Return the class that a config names, or that of any causal language model."""
     import transformers
 
-    names = getattr(config, "architectures", None) or [""]
-    kind: Any = getattr(transformers, names[0], None)
-    known = hasattr(kind, "from_pretrained")
-    return kind if known else transformers.AutoModelForCausalLM
+    (name, *_) = getattr(config, "architectures", None) or [""]
+    kind: Any = getattr(transformers, name, None)
+    return kind if hasattr(kind, "from_pretrained") else transformers.AutoModelForCausalLM
 
 
 def load_float(
@@ -155,8 +151,6 @@ def load_float(
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
-    if held is not None:
-        _keep_weights(model, held)
     by_module: dict[str, dict[str, Later]] = {}
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
@@ -175,13 +169,11 @@ class FloatSource:
     @property
     def sentence(self) -> str:
         """The line that says which layers are read, and how."""
-        layers = self.reader.layers
-        schemes = " and ".join(sorted({layer.scheme for layer in layers.values()}))
-        left = [name for name in self.reader.plain() if name.endswith(CACHE_SCALES)]
-        cache = f"; left out are scales of a key-value cache ({some(left)})" if left else ""
+        layers = self.reader.layers.values()
+        schemes = " and ".join(sorted({layer.scheme for layer in layers}))
         return (
             f"{self.reader.folder}: {len(layers)} layers in {schemes} ({self.reader.layout.name}) "
-            f"are read as weight * scale in float32{cache}"
+            "are read as weight * scale in float32"
         )
 
     def weights(self) -> dict[str, Fp8Weight]:
@@ -193,16 +185,18 @@ class FloatSource:
 
         later: those that are made of FP8 are made when they are needed.
         """
-        kept = {
-            self.reader.on_disk.get(name, name)
+        found: dict[str, Any] = {
+            disk: tensors[disk]
             for name in self.reader.plain()
-            if not name.endswith(CACHE_SCALES)
+            if (disk := self.reader.on_disk.get(name, name)) in tensors
+            and not name.endswith(CACHE_SCALES)
         }
-        found: dict[str, Any] = dict(self.weights())
-        for name, weight in self.weights().items() if later else ():
-            made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
-            found[name] = Pending(made, weight.get_shape(), torch.float32)
-        return {**{n: each for n, each in tensors.items() if n in kept}, **found}
+        for name, weight in self.weights().items():
+            found[name] = weight
+            if later:
+                made = Later(functools.partial(weight.__getitem__, ...), weight.sources)
+                found[name] = Pending(made, weight.get_shape(), torch.float32)
+        return found
 
 
 class Fp8Weight:
@@ -217,21 +211,6 @@ class Fp8Weight:
         name = self.reader.names(self.layer)[PACKED]
         with opened(self.reader.files[name]) as file:
             return [file.get_tensor(self.reader.on_disk.get(name, name))]
-
-    def states(self) -> list[QuantState]:
-        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
-        record, parts = self.record, self.reader.parts(self.layer, (PACKED, SCALE))
-        codes, scales = parts[PACKED], parts[SCALE]
-        assert codes is not None and scales is not None, "open_checkpoint requires both"
-        bits, dtype = scales.view(record.fmt.scale.dtype), getattr(torch, record.weight_dtype)
-        return [QuantState(codes, bits, 1.0, record.fmt, record.shape, dtype)]
-
-    def input_scales(self) -> tuple[float, ...]:
-        """Return the one scale of inputs, () where each token has its own."""
-        if not self.record.static_inputs:
-            return ()
-        scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
-        return () if scale is None else (scale.item(),)
 
     def get_shape(self) -> list[int]:
         """Return the shape of the dense weight."""
@@ -257,16 +236,6 @@ def open_float_source(source: str) -> FloatSource | None:
     if not is_read or not all(layer.fmt.element.native for layer in layers):
         return None
     return FloatSource(reader)
-
-
-def _keep_weights(model: Any, source: FloatSource) -> None:
-    """Have the linear layers of a model know the FP8 codes that their weights are made of."""
-    weights, modules = source.weights(), dict(model.named_modules())
-    for disk, name in names_in_model(model, weights).items():
-        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
-        if type(module) is nn.Linear:
-            kept = KeptWeight(weight.record.fmt.key, weight.states, weight.input_scales)
-            keep_weight(module, "weight", kept)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:
@@ -316,27 +285,6 @@ def text_tokenizer(processor: Any, source: str) -> Any:
     if tokenizer is None:
         raise CheckpointError(f"{source} has no tokenizer, which text needs. Copy one beside it.")
     return tokenizer
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what transformers and the hub print off the screen."""
-    import huggingface_hub
-    import transformers
-
-    loggings: Any = (huggingface_hub.logging, transformers.logging)
-    before = [each.get_verbosity() for each in loggings]
-    had_bars = transformers.logging.is_progress_bar_enabled()
-    for each in loggings:
-        each.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for each, verbosity in zip(loggings, before, strict=True):
-            each.set_verbosity(verbosity)
-        if had_bars:
-            transformers.logging.enable_progress_bar()
 
 
 def _has(source: str, file: str) -> bool:

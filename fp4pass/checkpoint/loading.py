@@ -62,9 +62,6 @@ from .reader import (
 )
 from .source_files import require_config, tensor_facts
 
-# Device maps that accelerate works out.
-_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 def load(
     directory: str | os.PathLike[str],
@@ -98,7 +95,7 @@ def load(
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))
         True
     """
-    is_map = device_map is None or device_map in _BALANCED or isinstance(device_map, Mapping)
+    is_map = device_map in (None, "auto") or isinstance(device_map, Mapping)
     place = None if is_map else _device(device_map)
     reader = open_checkpoint(directory)
     given = None if model is None else unwrap(model)
@@ -109,7 +106,7 @@ def load(
     with torch.inference_mode(False), shown("load", progress):
         current().expect(len(reader.files), "tensors")
         tensors = folder.read(name for name in folder.disk.files if name not in folder.carried)
-        tensors |= {each.parameter: each.weight() for each in folder.dense}
+        tensors |= {name: folder.dense_weight(name) for name in folder.dense}
     folder.join_stacks(tensors)
     tensors |= reader.cache_scales
     folder.hold_cache(tensors)
@@ -212,24 +209,6 @@ def empty_buffers(layer: PackedLayer, parts: Container[str]) -> dict[str, Tensor
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class DenseHere:
-    """A packed layer of a folder whose weight is a parameter of the model, and no linear layer's.
-
-    Others pack routers, embeddings and other parameters, which modules read by themselves.
-    """
-
-    reader: CheckpointReader
-    layer: str
-    parameter: str
-    dtype: torch.dtype  # of the parameter
-    row: Row  # what the report says of it
-
-    def weight(self) -> Tensor:
-        """Return the numbers that are stored, rounded once."""
-        return self.reader.layers[self.layer].dense(self.reader.dense(self.layer, self.dtype))
-
-
 class PackedFolder:
     """A folder with packed weights under the names of a float model, which it fills.
 
@@ -238,7 +217,9 @@ class PackedFolder:
 
     disk: CheckpointReader  # with the names of the model, where experts lie one by one
     layers: dict[str, PackedLayer]  # of the model, with whole stacks once they are joined
-    dense: list[DenseHere]
+    # By parameters of no linear layer that others pack, as those of routers and embeddings: the
+    # layer in the folder, the dtype, and the row of the report.
+    dense: dict[str, tuple[str, torch.dtype, Row]]
     carried: dict[str, str]  # names on disk of tensors beyond the model
 
     def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
@@ -249,8 +230,8 @@ class PackedFolder:
         require_input_scales(reader, besides=self._pieces)
         names = model_names(model, reader)
         own = {disk: name for disk, name in names.items() if disk not in self._pieces}
-        self.disk = reader.with_names(own)
-        self.dense = []
+        self.disk = self._named = reader.with_names(own)
+        self.dense = {}
         self._ignored: list[Row] = []
         self._sort_layers(names, is_part)
         self.layers = dict(self.disk.layers)
@@ -303,7 +284,7 @@ class PackedFolder:
                 why = f"stored in {layer.scheme}; {type(module).__name__} is no linear layer"
                 row = Row(name, layer.shape, skip_reason=f"{why}, so its weight is dense here")
                 dtype = torch.float32 if keeps(parameter) else weight.dtype
-                self.dense.append(DenseHere(disk, name, parameter, dtype, row))
+                self.dense[parameter] = name, dtype, row
                 gone.add(name)
         disk = disk.without(gone)
         files = {name: path for name, path in disk.files.items() if not is_ignored(name)}
@@ -338,6 +319,11 @@ class PackedFolder:
                 continue
             found[join(path, part)] = self.disk.decoded(name, tensor, self._packed[name])
         return found
+
+    def dense_weight(self, parameter: str) -> Tensor:
+        """Return the numbers that are stored for a parameter, rounded once."""
+        layer, dtype, _ = self.dense[parameter]
+        return self._named.layers[layer].dense(self._named.dense(layer, dtype))
 
     def join_stacks(self, tensors: dict[str, Tensor]) -> None:
         """Put stacks, which become modules, in place of their pieces, in `tensors` too.
@@ -440,18 +426,17 @@ class PackedFolder:
             module = self.model.get_submodule(path)
             module._buffers[last] = scale.float().to(module.get_buffer(last).device)
             module._non_persistent_buffers_set.discard(last)
-        for dense in self.dense:
+        for name in self.dense:
             # In place of what transformers took for it; ties to it stay.
-            weight = self.model.get_parameter(dense.parameter)
+            weight = self.model.get_parameter(name)
             if weight.is_meta:
                 raise CheckpointError(
-                    f"{dense.parameter}: the folder has it packed, and the model dense, which the "
-                    'disk cannot hold. Give it another place than "disk" in device_map.'
+                    f"{name}: the folder has it packed, and the model dense, which the disk cannot "
+                    'hold. Give it another place than "disk" in device_map.'
                 )
-            weight.data = dense.weight().to(weight.device)
+            weight.data = self.dense_weight(name).to(weight.device)
 
     def _buffers(self, name: str) -> dict[str, Tensor | None]:
-        """Read the buffers of a layer of the model."""
         pieces = self._stacks.get(name, [])
         layers = [piece.name for piece in pieces] or [name]
         tensors = self.read(each for layer in layers for each in self.disk.names(layer).values())
@@ -462,7 +447,7 @@ class PackedFolder:
     def finish(self) -> None:
         """Complete the filled model, with what the folder says of it."""
         files = {disk: self.disk.files[name] for name, disk in self.carried.items()}
-        rows = [each.row for each in self.dense]
+        rows = [row for _, _, row in self.dense.values()]
         names, own = {row.name for row in rows}, self.disk.own
         if own is not None:
             # A class of another head has other layers.
@@ -500,15 +485,13 @@ def _device(name: Any) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
-        what = f"a device such as 'cuda:0', one of {maps}"
+        what = "a device such as 'cuda:0', 'auto', or a dict from names of modules to devices"
         raise OptionError(expected("device_map", what, name)) from error
     require_device(str(device), "device_map=")
     return device
 
 
 def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise OptionError unless a map gives every module a device."""
     from accelerate.utils import check_device_map
 
     for place in device_map.values():
@@ -524,11 +507,9 @@ def _dispatch(model: nn.Module, device_map: Any) -> None:
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    if device_map in _BALANCED:
+    if device_map == "auto":
         whole: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
-        memory = None
-        if device_map != "sequential":
-            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **whole)
+        memory = get_balanced_memory(model, **whole)
         # Packed weights are buffers.
         device_map = infer_auto_device_map(model, max_memory=memory, offload_buffers=True, **whole)
     devices = set(device_map.values())
@@ -548,18 +529,14 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
     folder, path = reader.folder, reader.folder / "config.json"
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
     if not reader.config:
-        raise CheckpointError(
-            f"{folder} has no config.json, so it is not a transformers model. {advice}"
-        )
+        raise CheckpointError(f"{folder} has no config.json. {advice}")
     require_config(folder, reader.config, reader.own)
     try:
         import transformers
         from accelerate import init_empty_weights
     except ImportError as error:
-        raise CheckpointError(
-            "Building a transformers model needs transformers and accelerate: pip install "
-            f"'fp4pass[hf]'. {advice}"
-        ) from error
+        needs = "Building a model needs transformers and accelerate: pip install 'fp4pass[hf]'"
+        raise CheckpointError(f"{needs}. {advice}") from error
     with _made_of(path, advice):
         # Without it transformers asks on the terminal whether it may run the files of a folder.
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

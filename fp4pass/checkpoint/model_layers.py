@@ -51,7 +51,6 @@ from ..quantization.adapters import parents
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
 from ..quantization.replace import enable_dequantize, quantizes_input, share_inputs, use_slow_paths
-from ..record.config import LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import ModelState, get_state, has_adapters, set_state
 from .finished import ConvertedState
@@ -100,15 +99,13 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             transposed=bool(getattr(module, "transposed", False)),
             shape=row.shape,
             stored_shape=stored_shape(getattr(module, "view", None), row.shape),
-            static_inputs=has_static_inputs(module, row.config),
+            static_inputs=(
+                # Inputs in FP8 have the one scale that is stored.
+                module._buffers.get(INPUT_GLOBAL) is not None
+                and not (row.config.weight_only or row.config.format.has_global_scale)
+            ),
         )
     return layers
-
-
-def has_static_inputs(module: nn.Module, config: LinearConfig) -> bool:
-    """Return whether inputs of a layer in FP8 have the one scale that it stores."""
-    is_stored = module._buffers.get(INPUT_GLOBAL) is not None
-    return is_stored and not config.weight_only and not config.format.has_global_scale
 
 
 def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,10 +151,8 @@ def ignored_layers(
             continue
         # One matrix with a dimension of 1 before it is a table of positions.
         is_stack = len(row.shape) == 3 and row.shape[0] > 1
-        if is_module(row.name):
-            found[row.name] = None
-        elif last == "weight":
-            found[path] = None
+        if is_module(row.name) or last == "weight":
+            found[row.name if is_module(row.name) else path] = None
         elif path and is_stack and not any(name.startswith(f"{path}.") for name in packed):
             found[below(path)] = None
     return list(found)
@@ -169,9 +164,9 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
         if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
             raise CheckpointError(
-                f"{name}: its input gets a global scale at each call, which the {layer.fmt.key} "
-                "layouts cannot express. Calibrate before convert (prepare, then run some "
-                f"batches), or choose {as_option('fmt', f'{layer.fmt.name}a16')} or 'mxfp4'."
+                f"{name}: its input gets a global scale at each call, which {layer.fmt.key} has no "
+                "place for on disk. Calibrate before convert, or choose "
+                f"{as_option('fmt', f'{layer.fmt.name}a16')} or 'mxfp4'."
             )
 
 
@@ -189,21 +184,18 @@ def require_equal_parts(
 
 def split_note(root: nn.Module, plan: Plan) -> str:
     """Return that a plan gives layers that engines fuse several schemes, "" if it does not."""
-    if not is_transformers(root):
-        return ""
-    layers = {
+    packed = {
         layer.name: PackedLayer(layer.config, "float32", False, layer.shape)
         for layer in plan.layers
     }
-    found = [*fused_problems(layers, [layer.name for layer in plan.skipped])]
-    if not found:
-        return ""
-    parent, problem = found[0]
-    return (
-        f"{parent}: {problem}{f' ({len(found)} modules are so)' if len(found) > 1 else ''}. "
-        "Serving engines multiply by these as by one matrix, so that save will refuse them in the "
-        f"layouts of engines; give them one scheme by {as_option('rules')}."
-    )
+    skipped = [layer.name for layer in plan.skipped]
+    for parent, problem in fused_problems(packed, skipped) if is_transformers(root) else ():
+        return (
+            f"{parent}: {problem}. Serving engines multiply by these as by one matrix, so that "
+            "save will refuse them in the layouts of engines; give them one scheme by "
+            f"{as_option('rules')}."
+        )
+    return ""
 
 
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
@@ -307,16 +299,13 @@ def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[st
 
 def _all_stacks(
     model: nn.Module, layers: Mapping[str, PackedLayer]
-) -> Iterator[tuple[str, tuple[int, int]]]:
+) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the name of every stack of a model, and how many experts and rows it has."""
     for path, owner in model.named_modules():
-        packed = packed_stacks(owner) if isinstance(owner, QuantizedExperts) else {}
-        for key in packed:
-            experts, rows, _ = layers[join(path, key)].shape
-            yield join(path, key), (experts, rows)
+        for key in packed_stacks(owner) if isinstance(owner, QuantizedExperts) else ():
+            yield join(path, key), layers[join(path, key)].shape[:2]
         for key, stack in stacks_of(owner).items():
-            experts, rows, _ = stack.dense.shape
-            yield join(path, key), (experts, rows)
+            yield join(path, key), stack.dense.shape[:2]
 
 
 def _conventional(model: nn.Module, stack: str, disk: str, experts: int, rows: int) -> list[Piece]:
@@ -382,7 +371,6 @@ def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, 
 
 
 def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) -> bool:
-    """Return whether a stack is packed as the other stack of its owner."""
     path = name.rpartition(".")[0]
     adapter = adapter_of(model.get_submodule(path))
     others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]
@@ -423,9 +411,7 @@ def require_made_by_config(
     }
     own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
-        f"{name} {shape} is not in the model"
-        if name not in own
-        else f"{name} is {own[name]}, not {shape}"
+        f"{name} is {own.get(name, 'not in the model')}, not {shape}"
         for name, shape in wanted.items()
         if own.get(name) != shape
     ]
@@ -441,14 +427,12 @@ def require_made_by_config(
     if problems:
         raise CheckpointError(
             f"{type(root).__name__}: expected a model that its config makes, got another, which no "
-            f"library would load: {some(problems)}. Set the fields of model.config that say so. If "
-            "it has none for it, save with layout='fp4pass', and load into a model that is edited "
-            "alike: fp4pass.load(dir, model=model)."
+            f"library would load: {some(problems)}. Set model.config so; or save with "
+            "layout='fp4pass', for fp4pass.load(dir, model=model) of a model that is edited alike."
         )
 
 
 def _made(root: nn.Module) -> nn.Module | None:
-    """Return the float model that a config makes, without memory; None if that is not known."""
     if not is_transformers(root) or not hasattr(model_class(root), "_from_config"):
         return None
     try:

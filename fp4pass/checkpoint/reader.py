@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..core.atomic import interrupted
-from ..core.files import path_of
+from ..core.files import interrupted, path_of
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
 from ..errors import CheckpointError, UnreadError, expected, nearest
@@ -83,20 +82,15 @@ class CheckpointReader:
     @property
     def recipe(self) -> Mapping[str, Any] | None:
         """The options of `convert` that made it, None if another library quantized it."""
-        recipe: Mapping[str, Any] = {"loaded": True} if self.own is None else self.own["recipe"]
-        return None if "loaded" in recipe else recipe
+        recipe = self.said("recipe")
+        return None if self.own is None or "loaded" in recipe else recipe
 
     @property
     def versions(self) -> dict[str, str]:
         """The versions of the libraries that wrote it, as far as the folder says."""
-        own = self.own or {}
-        found = {name: own[name] for name in ("fp4pass", "torch") if name in own}
-        if "transformers_version" in self.config:
-            found["transformers"] = self.config["transformers_version"]
-        producer = (self.config.get("quantization_config") or {}).get("producer") or {}
-        if self.own is None and "name" in producer:
-            found[producer["name"]] = producer.get("version", "?")
-        return found
+        known = {"fp4pass": self.own, "torch": self.own, "transformers_version": self.config}
+        found = {name: said[name] for name, said in known.items() if said and name in said}
+        return {name.removesuffix("_version"): version for name, version in found.items()}
 
     @property
     def dtype(self) -> str:
@@ -156,13 +150,11 @@ class CheckpointReader:
         found: dict[str, str] = {}
         disk = {name.removesuffix(".weight"): each for name, each in self.renamed.items()}
         for alias, name in self.said("aliases").items():
-            (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
-            if part != PACKED:
-                continue
+            twin, layer = alias.removesuffix(f".{PACKED}"), name.rpartition(".")[0]
             # As a model has them, if `with_names` was called.
             if twin not in self.layers and layer not in self.layers:
                 twin, layer = (disk.get(n, n).removesuffix(".weight") for n in (twin, layer))
-            if (layer in self.layers) != (twin in self.layers):
+            if twin != alias and (layer in self.layers) != (twin in self.layers):
                 found |= {twin: layer} if layer in self.layers else {layer: twin}
         return found
 
@@ -242,11 +234,11 @@ class CheckpointReader:
     def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
         """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
         parts = {name: part for part, name in self.names(layer).items() if part in chosen}
-        found = {
+        found = dict.fromkeys(BUFFERS, None) | {
             parts[name]: self.decoded(name, tensor, (layer, parts[name], self.layers[layer]))
             for name, tensor in self.checked(parts)
         }
-        return {part: found.get(part) for part in BUFFERS}
+        return found
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
@@ -322,19 +314,15 @@ def open_checkpoint(
 
 
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
-    """Open a folder with fp4pass.json."""
     if own["layout"] not in LAYOUTS:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: layout: expected one of {', '.join(LAYOUTS)}, which this "
-            f"fp4pass ({__version__}) knows, got {own['layout']!r}. Update fp4pass."
-        )
+        what = f"one of {', '.join(LAYOUTS)}, which fp4pass {__version__} knows"
+        raise CheckpointError(expected(f"{folder / MANIFEST}: layout", what, repr(own["layout"])))
     files = find_shards(folder, own["weights"])
     if set(files) != set(own["tensors"]):
-        missing = sorted(set(own["tensors"]) - set(files)) or "none"
-        extra = sorted(set(files) - set(own["tensors"])) or "none"
         raise CheckpointError(
-            f"{folder} does not hold the tensors of {MANIFEST}: missing {missing}, unknown "
-            f"{extra}. The folder is a mixture or incomplete; copy it again."
+            f"{folder} does not hold the tensors of {MANIFEST}: missing "
+            f"{sorted(set(own['tensors']) - set(files)) or 'none'}, unknown "
+            f"{sorted(set(files) - set(own['tensors'])) or 'none'}. Copy the folder again."
         )
     layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
     reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
@@ -346,17 +334,14 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     """Open a folder that is described by its quantization_config alone."""
     declared = declared_config(folder, config)
     if declared is None:
-        without = f"neither {MANIFEST} nor a quantization_config in config.json"
         require_float(folder)
         raise CheckpointError(
-            f"{folder} is not quantized: it has {without}. Load it with transformers."
-            f"{interrupted(folder, MANIFEST)}"
+            f"{folder} is not quantized: it has neither {MANIFEST} nor a quantization_config in "
+            f"config.json. Load it with transformers.{interrupted(folder, MANIFEST)}"
         )
     if "_class_name" in config:
-        kind = config["_class_name"]
-        raise UnreadError(
-            f"{folder} is a folder of diffusers: load it with {kind}.from_pretrained(folder)."
-        )
+        load = f"{config['_class_name']}.from_pretrained(folder)"
+        raise UnreadError(f"{folder} is a folder of diffusers: load it with {load}.")
     layout = layout_of(declared, folder)
     files = find_shards(folder, layout.weights)
     shapes = tensor_facts(files)
@@ -376,7 +361,6 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, {} without one."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
 
@@ -470,20 +454,17 @@ def require_input_scales(reader: CheckpointReader, besides: Container[str] = ())
         if is_missing and layer not in besides:
             name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
             raise CheckpointError(
-                f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the "
-                "folder again; or make it dense, which needs none, by fp4pass transcode --to bf16."
+                f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy it "
+                "again; or make it dense, which needs none, by fp4pass transcode --to bf16."
             )
 
 
 def dense_problem(tensor: Tensor, is_buffer: bool) -> str:
     """Return that a dense tensor is not finite, or ""; masks are buffers of infinities."""
-    if tensor.is_floating_point() and tensor.itemsize > 1:
-        if tensor.isnan().any() or (not is_buffer and tensor.isinf().any()):
-            return (
-                "expected finite numbers, got NaN or infinity. Copy the folder again, or quantize "
-                "a model that is finite."
-            )
-    return ""
+    is_float = tensor.is_floating_point() and tensor.itemsize > 1
+    if not is_float or not (tensor.isnan() if is_buffer else ~tensor.isfinite()).any():
+        return ""
+    return "expected finite numbers, got NaN or infinity. Copy it again, or quantize it anew."
 
 
 def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:

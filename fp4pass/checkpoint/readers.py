@@ -3,8 +3,8 @@
 Of vLLM 0.33 and SGLang 0.5.23 on one GPU: eval/engines/ loads such folders by their own code. Of
 transformers (5.17 to 5.24) without a GPU: tests/checkpoint/test_stock.py does.
 
-`save` logs what it says of a folder and writes it in the model card, `save_pretrained` refuses by
-it, and a test writes docs/readers.md from it.
+`save` logs what it says of a folder, `save_pretrained` refuses by it, and a test writes
+docs/readers.md from it.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from .. import ops
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
-from ..core.atomic import replacing
-from ..core.files import path_of
+from ..core.files import path_of, replacing
 from ..core.fingerprint import digest_of, dtype_name, fingerprint
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
@@ -41,20 +40,12 @@ from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
-from .beside import (
-    Beside,
-    check_card,
-    copy_beside,
-    read_carried,
-    require_repository,
-    upload,
-    write_card,
-)
+from .beside import Beside, copy_beside, read_carried
 from .finished import ConvertedState
 from .layouts import (
     BUFFERS,
     CACHE_SCALES,
-    WEIGHTS,
+    LAYOUTS,
     CompressedTensors,
     Layout,
     LayoutName,
@@ -130,10 +121,6 @@ def save(
     copy_files: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    card: bool | Mapping[str, Any] = False,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
-    token: str | None = None,
     progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
@@ -158,17 +145,11 @@ def save(
         copy_files: globs of further files of `source` to copy, such as "assets/*.png".
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, with all that has been put beside.
-        card: write README.md, a model card with the report, in place of that of `source`.
-            `{"WikiText-2": evaluation}` adds what `fp4pass.evaluate` returned for a text.
-        push_to_hub: the name of a repository of Hugging Face, "user/name", to upload to.
-        private: whether a new repository is; by default what its owner has set.
-        token: of Hugging Face; by default that of `hf auth login`.
         progress: as for `convert`.
 
     Raises:
         StateError: the model is not converted.
-        CheckpointError: the layout cannot hold the model, the folder is in the way, or the hub
-            cannot be reached.
+        CheckpointError: the layout cannot hold the model, or the folder is in the way.
         OptionError: a layout, a size, or what a glob of `copy_files` matches does not exist.
 
     Example:
@@ -177,15 +158,12 @@ def save(
         >>> sorted(path.name for path in Path("out").iterdir())
         ['fp4pass.json', 'model.safetensors']
     """
-    root = unwrap(model, directory)
+    root = unwrap(model)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
-    beside = Beside.of(root, tokenizer, source, copy_files)
-    evaluations = check_card(card)
+    beside = Beside(root, tokenizer, source, copy_files)
     group = ranks()
-    if push_to_hub is not None:
-        require_repository(push_to_hub, token)
     group.arrive()
     with asked_for():
         tensors: Mapping[str, Any] = root.state_dict()
@@ -199,12 +177,7 @@ def save(
             warnings.warn(warning, stacklevel=2)
         with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
             _write(plan, root, state, folder, limit, beside)
-            if evaluations is not None:
-                about = (plan.layout.name, plan.readers, evaluations, beside.source)
-                write_card(folder, root, state, *about, push_to_hub or "")
         _log.info("%s: %s", target, plan.readers)
-        if push_to_hub is not None:
-            upload(target, push_to_hub, private, token)
 
 
 def _plan(
@@ -313,15 +286,24 @@ def _declare(
 def _write(
     plan: SavePlan, root: nn.Module, state: ConvertedState, folder: Path, limit: int, beside: Beside
 ) -> None:
-    """Write what is decided to a new folder."""
     writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
     beside.copy(folder, {MANIFEST, "config.json", *side_files()})
     if is_transformers(root):
-        _write_configs(root, plan, writer)
+        model: Any = root
+        model.config.save_pretrained(folder)
+        data = json.loads((folder / "config.json").read_text())
+        data["architectures"] = [model_class(root).__name__]
+        if layout_dtype := plan.layout.dtype:
+            # Stock transformers dequantizes to it, and cannot multiply by two dtypes.
+            data["dtype"] = layout_dtype
+        writer.declare(data, plan.ignored, plan.declared)
+        if getattr(root, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
     beside.write_tokenizer(root, folder)
     current().expect(plan.size, "bytes")
     for name, read in plan.tensors.items():
         tensor = _on_cpu(read())
+        current().step(tensor.nbytes)
         if name not in plan.packed:
             writer.add(plan.names.get(name, name), tensor)
             continue
@@ -334,7 +316,6 @@ def _write(
 
 
 def _require_converted(root: nn.Module) -> ConvertedState:
-    """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
@@ -350,26 +331,6 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     if inside is not None:
         raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
-
-
-def _write_configs(root: Any, plan: SavePlan, writer: CheckpointWriter) -> None:
-    """Write config.json, generation_config.json, and what the layout has beside them."""
-    root.config.save_pretrained(writer.folder)
-    data = json.loads((writer.folder / "config.json").read_text())
-    data["architectures"] = [model_class(root).__name__]
-    if plan.layout.dtype:
-        # Stock transformers dequantizes to it whatever the rest has, and cannot multiply by both.
-        data["dtype"], own = plan.layout.dtype, plan.facts["dtype"]
-        if data["dtype"] != own:
-            _log.info(
-                "config.json says %s, in which others compute; dense weights are %s, and "
-                "fp4pass.load keeps them so by fp4pass.json",
-                data["dtype"],
-                own,
-            )
-    writer.declare(data, plan.ignored, plan.declared)
-    if getattr(root, "generation_config", None) is not None:
-        root.generation_config.save_pretrained(writer.folder)
 
 
 def _tensors(
@@ -418,84 +379,37 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 # Writing packed weights in a layout, with their checksums.
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def bytes_of(size: int | str) -> int:
     """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
-    if isinstance(size, str) and not match[2]:
-        # On a command line 5 would be 5 bytes, a file for each tensor.
-        raise OptionError(expected("max_shard_size", "a size with its unit, as '5GB'", size))
-    return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)\s*", str(size).upper())
+    found = int(float(match[1]) * _UNITS[match[2]]) if match else size
+    # On a command line 5 would be 5 bytes, a file for each tensor.
+    if not isinstance(found, int) or found <= 0:
+        raise OptionError(expected("max_shard_size", "a size with a unit, as '5GB'", size))
+    return found
 
 
-class ShardWriter:
-    """A writer of tensors, one after the other; at most one file of them is held in memory.
+class CheckpointWriter:
+    """A writer of configs, of tensors one after the other, and of fp4pass.json.
 
-    A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
-    "model.safetensors"; several are numbered as transformers numbers them, with an index.
+    At most one file of tensors is held in memory. It has at most `limit` bytes, or one tensor. One
+    file is called as the layout says, such as "model.safetensors"; several are numbered as
+    transformers numbers them, with an index.
     """
-
-    def __init__(self, folder: Path, weights: str, limit: int) -> None:
-        self.folder, self.weights, self.limit = folder, weights, limit
-        self.part: dict[str, Tensor] = {}
-        self._addresses: set[int] = set()
-        self.size = self.total = 0
-        self.parts: list[tuple[Path, list[str]]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor on the CPU, contiguous."""
-        if self.part and self.size + tensor.nbytes > self.limit:
-            self._flush()
-        # safetensors refuses two tensors in one memory.
-        is_shared = tensor.data_ptr() in self._addresses
-        self._addresses.add(tensor.data_ptr())
-        self.part[name] = tensor.clone() if is_shared else tensor
-        self.size += tensor.nbytes
-        self.total += tensor.nbytes
-
-    def _flush(self) -> None:
-        """Write what is held to a file, under a temporary name."""
-        path = self.folder / f"part-{len(self.parts)}"
-        # safetensors makes files that only their owner can read.
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(self.part, path, metadata={"format": "pt"})
-        path.chmod(mode)
-        self.parts.append((path, list(self.part)))
-        self.part, self.size = {}, 0
-        self._addresses.clear()
-
-    def close(self) -> None:
-        """Write the rest, give every file its name, and write the index."""
-        if self.part or not self.parts:
-            self._flush()
-        if len(self.parts) == 1:
-            self.parts[0][0].rename(self.folder / self.weights)
-            return
-        stem, count = self.weights.removesuffix(".safetensors"), len(self.parts)
-        index: dict[str, str] = {}
-        for i, (path, names) in enumerate(self.parts):
-            file = f"{stem}-{i + 1:05}-of-{count:05}.safetensors"
-            path.rename(self.folder / file)
-            index |= dict.fromkeys(names, file)
-        data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
-        write_json(self.folder / f"{self.weights}.index.json", data)
-
-
-class CheckpointWriter(ShardWriter):
-    """A writer of configs, of tensors in files of at most `limit` bytes, and of fp4pass.json."""
 
     def __init__(
         self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
     ) -> None:
-        super().__init__(folder, layout.weights, limit)
-        self.layout, self.layers = layout, layers
+        self.folder, self.layout, self.layers, self.limit = folder, layout, layers, limit
+        self.part: dict[str, Tensor] = {}
+        self._addresses: set[int] = set()
+        self.parts: list[tuple[Path, list[str]]] = []
         self.sums: dict[str, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}
+        self.size = self.total = 0
         # The format of the key-value cache that is declared.
         self.cache: str | None = None
 
@@ -530,17 +444,47 @@ class CheckpointWriter(ShardWriter):
         for own, each in stored.items():
             each = each.contiguous()
             self.sums[own] = fingerprint(each)
-            current().step(each.nbytes)
-            super().add(own, each)
+            if self.part and self.size + each.nbytes > self.limit:
+                self._flush()
+            # safetensors refuses two tensors in one memory.
+            is_shared = each.data_ptr() in self._addresses
+            self._addresses.add(each.data_ptr())
+            self.part[own] = each.clone() if is_shared else each
+            self.size += each.nbytes
+            self.total += each.nbytes
+
+    def _flush(self) -> None:
+        path = self.folder / f"part-{len(self.parts)}"
+        # safetensors makes files that only their owner can read.
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self.part, path, metadata={"format": "pt"})
+        path.chmod(mode)
+        self.parts.append((path, list(self.part)))
+        self.part, self.size, self._addresses = {}, 0, set()
 
     def close(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the rest, and fp4pass.json with what `facts` says of the model."""
-        super().close()
+        """Write the rest, the index, and fp4pass.json with what `facts` says of the model."""
+        if self.part or not self.parts:
+            self._flush()
+        weights, count = self.layout.weights, len(self.parts)
+        index: dict[str, str] = {}
+        for i, (path, names) in enumerate(self.parts):
+            stem = weights.removesuffix(".safetensors")
+            file = weights if count == 1 else f"{stem}-{i + 1:05}-of-{count:05}.safetensors"
+            path.rename(self.folder / file)
+            index |= dict.fromkeys(names, file)
+        if count > 1:
+            data = {
+                "metadata": {"total_size": self.total},
+                "weight_map": dict(sorted(index.items())),
+            }
+            write_json(self.folder / f"{weights}.index.json", data)
         if facts is None:
             return
         own = {
             "layout": self.layout.name,
-            "weights": self.layout.weights,
+            "weights": weights,
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
             **{key: facts.get(key, {}) for key in ("renamed", "stacks", "joined", "whole")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
@@ -624,14 +568,13 @@ def transcode(
         config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
         if config:
             write_json(folder / "config.json", config | {"dtype": "bfloat16"})
-        shards = ShardWriter(folder, WEIGHTS, limit)
+        writer = CheckpointWriter(folder, LAYOUTS[CompressedTensors.name], {}, limit)
         for name, tensor in _dense_tensors(reader):
-            shards.add(name, tensor)
-        shards.close()
+            writer.add(name, tensor)
+        writer.close()
 
 
 def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit: int) -> None:
-    """Write the layers of a folder in another layout."""
     config = dict(reader.config)
     if config and reader.own is not None and layout.dtype:
         config["dtype"] = layout.dtype

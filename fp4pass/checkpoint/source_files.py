@@ -225,7 +225,6 @@ def _places(path: Path, time: int) -> Mapping[str, int]:
 
 
 def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
-    """Return the names of the tensors in each file."""
     found: dict[Path, list[str]] = {}
     for name, path in files.items():
         found.setdefault(path, []).append(name)

@@ -139,11 +139,6 @@ _HELP: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "max_shard_size": ("SIZE", "Largest size of a file of weights."),
         "overwrite": ("", "Replace what is there."),
-        "card": ("", "Replace the model's README.md with a model card."),
-        "push_to_hub": (
-            "USER/NAME",
-            "Upload the folder to a repository on the Hugging Face hub.",
-        ),
     },
     "Options": {
         "host": ("HOST", "Address to listen on; 0.0.0.0 is all."),
@@ -164,7 +159,7 @@ _ARGUMENTS = {
 
 
 # The negative form of an option.
-_OFF = {"weight_only": "--quantize-inputs", "card": "--no-card"}
+_OFF = {"weight_only": "--quantize-inputs"}
 
 
 class Parser(argparse.ArgumentParser):

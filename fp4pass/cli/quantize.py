@@ -17,13 +17,11 @@ from ..api.from_disk import finished_layers, quantize_checkpoint
 from ..api.one_call import OwnText
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
-from ..checkpoint.beside import require_repository
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import get_layout
 from ..checkpoint.saving import bytes_of
-from ..core.atomic import require_free
-from ..core.files import parse_file
+from ..core.files import parse_file, require_free
 from ..errors import OptionError, expected, unknown_name
 from ..lab import SCHEMES, Allocation, allocate
 from ..lab import merge as merge_adapters
@@ -64,8 +62,6 @@ def quantize(
     copy_files: list[str] | None = None,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
-    card: bool = True,
-    push_to_hub: str | None = None,
     json: bool = False,
     **config: Any,
 ) -> None:
@@ -106,8 +102,6 @@ def quantize(
     given.require_at_least(2, seq_len=seq_len)
     given.require_at_least(1, samples=samples, batch_size=batch_size)
     require_free(output, overwrite, marks=(MANIFEST,))
-    if push_to_hub is not None:
-        require_repository(push_to_hub)
     given.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     settings = load_config(model, trust_remote_code)
@@ -134,7 +128,7 @@ def quantize(
     # With it the model writes its own text.
     reader = processor if isinstance(read, OwnText) else None
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite, "copy_files": copy_files or ()}
-    written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
+    written["max_shard_size"] = max_shard_size
     kept: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         if stream:
@@ -307,7 +301,6 @@ def merge(
     copy_files: list[str] | None = None,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
-    card: bool = True,
     json: bool = False,
 ) -> None:
     """Merge a LoRA adapter into the packed weights of a checkpoint, and measure the cost.
@@ -338,7 +331,7 @@ def merge(
             options: Any = (str(base), processor, model.config, batch_size)
             batches[name] = given.read_batches(spec, *options, **numbers)
     found = merge_adapters(tuned, method, tokenizer=processor, **batches)
-    written: dict[str, Any] = {"layout": layout, "copy_files": copy_files or (), "card": card}
+    written: dict[str, Any] = {"layout": layout, "copy_files": copy_files or ()}
     written |= {"max_shard_size": max_shard_size, "overwrite": overwrite}
     save(found.model, output, source=beside, **written)
     if json:

@@ -223,7 +223,7 @@ def evaluate(
             "the text: fp4pass.evaluate(model, tokenizer, text)."
         )
     for each in models:
-        if unwrap(each, tokenizer, text).training:
+        if unwrap(each).training:
             raise StateError(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
                 "is on. Call model.eval() first."

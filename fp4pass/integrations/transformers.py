@@ -304,8 +304,7 @@ class FolderQuantizer(_Quantizer):
             reader = open_checkpoint(files[0].parent)
             folder = self._folder = PackedFolder(model, reader, is_part=True)
             folder.place()
-        dense = {each.parameter for each in folder.dense}
-        when_loaded(model, folder.fill, lambda name: name in folder.expected, dense)
+        when_loaded(model, folder.fill, lambda name: name in folder.expected, folder.dense)
 
     def complete(self, model: Any) -> None:
         """Finish the model as `load` does."""

@@ -33,21 +33,11 @@ _ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-14}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The student after so many steps.
-
-    Attributes:
-        step: how many it had taken.
-        loss: KL(original || student) on the batches since the evaluation before, None at the start.
-        kl: the same on the held-out batches.
-
-    Example:
-        >>> fp4pass.distill(model, original, windows, steps=2, progress=False).history[0].step
-        0
-    """
+    """The student after so many steps."""
 
     step: int
-    loss: float | None
-    kl: float
+    loss: float | None  # KL(original || student) on the batches since the evaluation before
+    kl: float  # the same on the held-out batches
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,8 @@ class Distillation:
     """The record of a call of `distill`.
 
     Attributes:
-        history: the start and every evaluation.
+        history: the start and every evaluation: `step`, `loss` on the batches since the one before,
+            None at the start, and `kl` on the held-out batches.
         best: the one whose weights the model has.
         codes_changed: share of the codes of trained layers that differ from those of the start.
         tokens: that it was trained on, each as often as it was read.
@@ -130,7 +121,7 @@ def distill(
         share: how far latent weights begin on the way from the values of their codes to the float
             weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
-            Embeddings and layers in floating point stay.
+            Embeddings, experts and layers in floating point stay.
         seed: of the order of the batches, and of text that the original writes.
         progress: as for `convert`.
 

@@ -24,16 +24,12 @@ def test_nothing_is_rounded_in_silence(
     layout: str,
     scheme: str,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(config).to(dtype)
     fp4pass.convert(model, scheme, "naive", progress=False)
-    with caplog.at_level("INFO", "fp4pass"):
-        fp4pass.save(model, tmp_path / "q", layout=layout)
-    said = [line for line in caplog.messages if "config.json says bfloat16, in which" in line]
-    assert len(said) == (dtype != torch.bfloat16)
+    fp4pass.save(model, tmp_path / "q", layout=layout)
     assert_equal(model, fp4pass.load(tmp_path / "q"))
     # Without our facts it is the dtype of the config, as in stock transformers.
     (tmp_path / "q" / "fp4pass.json").unlink()

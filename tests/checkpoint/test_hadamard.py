@@ -96,10 +96,10 @@ def test_the_default_layout_is_still_our_own(rotated: Path, tmp_path: Path) -> N
 
 
 REFUSED = {
-    "the output": ({"location": "output"}, {}, "expected input, got output"),
-    "a permutation": ({}, {"randomize": True}, "expected hadamard, got randomized hadamard"),
-    "blocks of 16": ({}, {"head_dim": 16}, "expected 32, 64, 128, got 16"),
-    "a dense head": ({"ignore": ["re:.*o_proj"]}, {}, "expected packed layers, got lm_head"),
+    "the output": ({"location": "output"}, {}, r"got \('output'"),
+    "a permutation": ({}, {"randomize": True}, "randomized hadamard"),
+    "blocks of 16": ({}, {"head_dim": 16}, r"got .*, 16\)"),
+    "a dense head": ({"ignore": ["re:.*o_proj"]}, {}, "of lm_head"),
 }
 
 

@@ -188,12 +188,11 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
-    loaded, left, card, saved = result.stderr.splitlines()
+    loaded, left, saved = result.stderr.splitlines()
     assert left.endswith(
         "not copied: calib.txt, eval.txt, training.json (--copy-files takes globs)"
     )
     assert loaded == f"{TINY}: Qwen3ForCausalLM, 3,672,832 parameters in bfloat16"
-    assert card == f"fp4pass: README.md: the model card replaces that of {TINY}"
     assert saved.startswith(
         f"fp4pass: {tmp_path / 'q'}: read by fp4pass, transformers, vLLM; not by"
     )
@@ -299,7 +298,7 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
     def stop(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    for module, name in (("checkpoint.transcode", "ShardWriter"), ("cli.evaluate", "measure")):
+    for module, name in (("checkpoint.saving", "CheckpointWriter"), ("cli.evaluate", "measure")):
         # A package may export a function under the name of its module.
         monkeypatch.setattr(sys.modules[f"fp4pass.{module}"], name, stop)
     for command in (

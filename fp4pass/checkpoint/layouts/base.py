@@ -473,7 +473,6 @@ def _read_layer(
 
 
 def _codes_dtype(layout: Layout, fmt: Format) -> str:
-    """Return the safetensors name of the dtype of codes that engines read."""
     native = fmt.element.native
     return layout.dtypes.get(PACKED, "U8") if native is None else _NATIVE[native]
 

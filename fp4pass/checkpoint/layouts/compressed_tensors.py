@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ...core.formats import WHOLE
-from ...errors import CheckpointError, UnreadError, expected
+from ...errors import CheckpointError, UnreadError, expected, some
 from ...kernels.rotate.naive import ROTATIONS
 from ...nn.linear import INPUT_GLOBAL, PACKED
 from ...record.config import LinearConfig
@@ -282,23 +282,15 @@ class HadamardCompressedTensors(CompressedTensors):
         dense = [name for name in dense if not _EMBEDDING.search(name)]
         dense += [name for name in declared.get("ignore") or () if not name.startswith("re:")]
         for name, group, apply in _online(declared):
-            kind = (
-                f"randomized {group.get('type')}" if group.get("randomize") else group.get("type")
-            )
-            rotated = next((each for each in dense if _applies(apply, each)), None)
-            for what, known, found in (
-                ("location", ["input"], apply.get("location")),
-                ("type", ["hadamard"], kind),
-                ("head_dim", ROTATIONS[1:], group.get("head_dim")),
-                ("targets", ["packed layers", None], rotated),
-            ):
-                if found not in known:
-                    words = ", ".join(str(each) for each in known if each is not None)
-                    raise CheckpointError(
-                        f"transform_config: {name!r}: {what}: expected {words}, got {found}. "
-                        "fp4pass does not apply this transform; load the folder with the library "
-                        "that wrote it."
-                    )
+            kind = "randomized " * bool(group.get("randomize")) + str(group.get("type"))
+            found = apply.get("location"), kind, group.get("head_dim")
+            rotated = [each for each in dense if _applies(apply, each)]
+            if rotated or found[:2] != ("input", "hadamard") or found[2] not in ROTATIONS[1:]:
+                raise CheckpointError(
+                    f"transform_config: {name!r}: expected inputs of packed layers times hadamard "
+                    f"of {ROTATIONS[1:]}, got {found}{some(rotated) and f' of {some(rotated)}'}. "
+                    "fp4pass does not apply it; load the folder with the library that wrote it."
+                )
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme of a layer, and the rotation of its input."""
@@ -321,5 +313,4 @@ def _online(
 
 
 def _applies(apply: Mapping[str, Any], name: str) -> bool:
-    """Return whether a transform is applied to a layer."""
     return matches(name, apply.get("targets", ())) and not matches(name, apply.get("ignore", ()))
