@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, divisor_of, dtypes, formats, quiet, seeded
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
 from fp4pass.kernels.dequantize.naive import dequantize_ref
-from fp4pass.kernels.dequantize.triton import dequantize_triton
+from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_triton
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,10 +101,20 @@ def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None
     compare(packed, scale, 0.00031, fmt.with_multiplier(), dtype)
 
 
-@pytest.mark.parametrize("rows", [0, 7])
-def test_words_that_fill_no_program(rows: int) -> None:
-    fmt = get_format("nvfp4")
-    packed = torch.randint(256, (rows, 40 * fmt.block // 2), dtype=torch.uint8)
-    scale = torch.randint(fmt.scale.nan, (rows, 40), dtype=torch.uint8)
-    found = dequantize_triton(packed.to(DEVICE), scale.to(DEVICE), None, fmt, torch.bfloat16)
-    assert_same_bits(found.cpu(), dequantize_ref(packed, scale, None, fmt, torch.bfloat16))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("given", [(None, None, None), (4.0, 0.3, 3.7), (4.0, None, 3.7)], ids=str)
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:16:multiplier"])
+def test_several_at_once(fmt: str, given: tuple[float | None, ...], dtype: torch.dtype) -> None:
+    fmt = get_format(fmt)
+    stored = []
+    for (rows, blocks), value in zip([(7, 40), (0, 3), (40, 9)], given, strict=True):
+        packed = torch.randint(256, (rows, blocks * fmt.block // 2), dtype=torch.uint8)
+        scale = torch.randint(fmt.scale.nan, (rows, blocks), dtype=torch.uint8)
+        stored.append((packed, scale, None if value is None else torch.tensor([value])))
+    on_device = [tuple(None if t is None else t.to(DEVICE) for t in each) for each in stored]
+    for some in (on_device, on_device[:2], on_device[1:2]):
+        found = dequantize_all_triton(some, fmt, dtype)
+        assert len(found) == len(some)
+        for each, got in zip(some, found, strict=True):
+            assert_same_bits(got, dequantize_ref(*each, fmt, dtype))

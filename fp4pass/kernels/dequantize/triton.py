@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -25,14 +28,29 @@ def dequantize_triton(
     """Return the tensor that packed codes stand for (`dequantize_ref`): the same bits."""
     if fmt.element.bits == 8:
         return dequantize_e4m3(packed, scale, global_scale, fmt, dtype)
+    return dequantize_all_triton([(packed, scale, global_scale)], fmt, dtype)[0]
+
+
+def dequantize_all_triton(
+    stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the tensors that several packed tensors stand for, in one launch."""
+    # stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
+    # global scale or all without, and the reference serves float64.
+    packed, scale, global_scale = zip(*stored, strict=True)
     if dtype == torch.float64:
-        return dequantize_ref(packed, scale, global_scale, fmt, dtype)
-    out = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
-    words = packed_words(packed)
-    if count := words.numel():
-        _dequantize[(kit.cdiv(count, _WORDS),)](
-            words, scale.contiguous(), global_scale, out, count,
-            FMT=fmt, WORDS=_WORDS, num_warps=2, **kit.launch(out.device),
+        return [dequantize_ref(*each, fmt, dtype) for each in stored]
+    if len({each is None for each in global_scale}) > 1:
+        return [dequantize_triton(*each, fmt, dtype) for each in stored]
+    out = [each.new_empty((*each.shape[:-1], 2 * each.shape[-1]), dtype=dtype) for each in packed]
+    words = tuple(map(packed_words, packed))
+    counts = tuple(each.numel() for each in words)
+    *starts, programs = itertools.accumulate((kit.cdiv(n, _WORDS) for n in counts), initial=0)
+    if programs:
+        _dequantize[(programs,)](
+            *(words, tuple(each.contiguous() for each in scale)),
+            *(None if global_scale[0] is None else global_scale, tuple(out), counts, tuple(starts)),
+            FMT=fmt, WORDS=_WORDS, num_warps=2, **kit.launch(out[0].device),
         )  # fmt: skip
     return out
 
@@ -51,20 +69,23 @@ def signed_value(word, i, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _dequantize(
-    words, scales, global_scale, out, count, FMT: tl.constexpr, WORDS: tl.constexpr,
+    words, scales, global_scales, outs, counts, starts, FMT: tl.constexpr, WORDS: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     kit.wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
-    start = tl.program_id(0).to(tl.int64) * WORDS
+    program = tl.program_id(0)
+    words, scales = kit.chosen(words, starts, program), kit.chosen(scales, starts, program)
+    out, count = kit.chosen(outs, starts, program), kit.chosen(counts, starts, program)
+    start = (program - kit.chosen(starts, starts, program)).to(tl.int64) * WORDS
     lane = tl.arange(0, WORDS)
     inside = lane < count - start
     word = tl.load(words + start + lane, mask=inside, other=0)
     block = (start + lane) // (FMT.block // 8)
     step = kit.decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
-    if global_scale is not None:
-        number = tl.load(global_scale)
+    if global_scales is not None:
+        number = tl.load(kit.chosen(global_scales, starts, program))
         if FMT.multiplies:
             step = step * number
         else:

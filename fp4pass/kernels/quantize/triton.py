@@ -164,27 +164,53 @@ def activate_quantize_triton(
         return activate_quantize_ref(*given, quantize=quantize_triton)
     if fmt.element.bits == 8:
         return _quantize_rows(x, up, None, activation, 0.0, global_scale, fmt)[1:]
+    # A gate and up that are slices of one tensor are read where they are.
     packed, scale = empty_blocks(x, fmt)
     if blocks := scale.numel():
-        words = (kit.as_words(x), None if up is None else kit.as_words(up))
+        words, gap = _words_and_gap(x)
+        up_words, up_gap = (None, 0) if up is None else _words_and_gap(up)
+        strided = gap != 0 or up_gap != 0
         _activate_quantize_kernel[(kit.cdiv(blocks, _LANES),)](
-            *(*words, global_scale, packed.view(torch.int64), scale, blocks),
-            ACTIVATION=activation, DTYPE=kit.DTYPES[x.dtype], FMT=fmt,
-            SEARCHES=scale_method == "sse", LANES=_LANES, num_warps=_WARPS, **kit.LAUNCH,
+            *(words, up_words, gap if strided else None, up_gap if strided else None),
+            *(global_scale, packed.view(torch.int64), scale, blocks),
+            BLOCKS=scale.shape[-1] if strided else None, ACTIVATION=activation,
+            DTYPE=kit.DTYPES[x.dtype], FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, num_warps=_WARPS, **kit.LAUNCH,
         )  # fmt: skip
     return packed, scale
 
 
+def _words_and_gap(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., K] as int64 words, and how many lie between the ends of two rows."""
+    # Copied unless it is rows of whole words at equal distances.
+    rows = x.reshape(-1, x.shape[-1])
+    each = 8 // rows.element_size()
+    places = (rows.stride(0), rows.storage_offset())
+    if rows.stride(1) != 1 or rows.data_ptr() % 8 or any(place % each for place in places):
+        return kit.as_words(rows), 0
+    return rows.view(torch.int64), (rows.stride(0) - rows.shape[1]) // each
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _activate_quantize_kernel(
-    words, up, stored, packed, scale, blocks, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
-    FMT: tl.constexpr, SEARCHES: tl.constexpr, LANES: tl.constexpr,
+    words, up, gap, up_gap, stored, packed, scale, blocks, BLOCKS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    """Quantize activations of LANES blocks; with BLOCKS, those of a row, rows are gaps apart."""
     COUNT: tl.constexpr = lanes.word_count(FMT.block, DTYPE)
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = block < blocks
+    if BLOCKS is not None:
+        row = block // BLOCKS
+        words += row * gap
+        if up is not None:
+            up += row * up_gap
     x = kit.load_block(words, block, mask, COUNT)
-    factors = load_if_any(up, block, mask, COUNT)
+    if up is None:
+        factors = ()
+    else:
+        factors = kit.load_block(up, block, mask, COUNT)
     active = ()
     for i in tl.static_range(COUNT):
         values = activate(kit.unpack_word(x[i], DTYPE), ACTIVATION, DTYPE)
@@ -193,8 +219,9 @@ def _activate_quantize_kernel(
         else:
             word = lanes.scale_word(values, factors[i], DTYPE)
         active = active + (word,)
-    global_scale = lanes.load_global_scale(stored, FMT)
-    byte, codes = lanes.quantize_block(active, global_scale, DTYPE, FMT, SEARCHES)
+    byte, codes = lanes.quantize_block(
+        active, lanes.load_global_scale(stored, FMT), DTYPE, FMT, SEARCHES
+    )
     lanes.store_block(packed, scale, block, mask, byte, codes)
 
 
