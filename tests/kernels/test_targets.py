@@ -190,6 +190,8 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     weight = _empty(columns, dtype=dtype)
     norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt)
     norm_quantize_triton(x, x, weight, None, "rms", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, None, None, None, "layer", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, x, weight, weight, "layer", 1e-6, divisor, fmt)
     for activation in ACTIVATIONS if fmt == NVFP4 else ("silu",):
         activate_quantize_triton(x, None, activation, divisor, fmt)
     # Two halves of one tensor, which have gaps between their rows.
@@ -291,6 +293,7 @@ def _launch_e4m3() -> None:
             codes = PackedInput(*quantize_triton(x, static, fmt), None)
             linear_fp8_weights(x, codes, weight, fmt)
         norm_quantize_triton(x, x, row, None, "rms", 1e-6, None, fmt)
+        norm_quantize_triton(x, None, row, row, "layer", 1e-6, None, fmt)
         activate_quantize_triton(x, x, "silu", None, fmt)
 
 
