@@ -26,8 +26,9 @@ _CHUNK = 1 << 24
 # Logits of one batch: 256 MB.
 _LARGEST = 1 << 28
 
-# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token.
-MEASURED = ("nll", "kl", "top1")
+# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token, the
+# change of the probability of the right token, and its square.
+MEASURED = ("nll", "kl", "top1", "delta_p", "delta_p2")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Evaluation:
         kl: KL(reference || model), nats per token; None without a reference.
         kl_999: the KL that 99.9 % of the tokens stay below; None without a reference.
         top1: share of tokens whose likeliest successor is the reference's; None without one.
+        delta_p: mean of what the model gives the right token more than the reference, as
+            probabilities; None without a reference.
+        rms_delta_p: root of the mean square of the same; None without a reference.
         unit: what is resampled: "document", or "window" where documents are not known.
         units: units with scored tokens.
         confidence: of the intervals.
@@ -62,6 +66,8 @@ class Evaluation:
     kl: float | None = None
     top1: float | None = None
     kl_999: float | None = None
+    delta_p: float | None = None
+    rms_delta_p: float | None = None
     unit: str = "window"
     units: int = 0
     confidence: float = 0.95
@@ -156,6 +162,8 @@ class Difference:
     bits_per_byte: Change | None = None
     kl: Change | None = None
     top1: Change | None = None
+    delta_p: Change | None = None
+    rms_delta_p: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values.
@@ -222,12 +230,7 @@ def evaluate(
             f"{expected('tokenizer', 'one of transformers, or None', 'a string')} It comes before "
             "the text: fp4pass.evaluate(model, tokenizer, text)."
         )
-    for each in models:
-        if unwrap(each).training:
-            raise StateError(
-                "Expected a model in evaluation mode, got one in training mode, in which dropout "
-                "is on. Call model.eval() first."
-            )
+    require_evaluating(*map(unwrap, models))
     require_number("batch_size", "at least 1", batch_size, least=1)
     _require_confidence(confidence)
     cut = cut_windows(
@@ -256,6 +259,8 @@ def evaluate(
     tokens = int(sums[:, SUMS.index("tokens")].sum())
     length = sums[:, SUMS.index("bytes")].sum().item()
     means = {name: totals[name] / tokens for name in totals if name != "nll"}
+    if means:
+        means["rms_delta_p"] = math.sqrt(means.pop("delta_p2"))
     return Evaluation(
         windows=len(cut),
         tokens=tokens,
@@ -327,23 +332,36 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     # As `generate` would, for the cache is a part of what was converted.
     has_cache = cache_format_of(model) is not None
     cache = cache_given(unwrap(model), quantized_cache(model)) if has_cache else {}
-    output = model(ids.to(device_of(model)), **cache)
+    return logits_in(model(ids.to(device_of(model)), **cache)).flatten(0, 1)
+
+
+def logits_in(output: Any) -> Tensor:
+    """Return the logits [B, T, vocabulary] in the output of a model. Raises StateError."""
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 3:
         raise StateError(
             "The output of the model: expected logits [batch, tokens, vocabulary], got "
             f"{type(output).__name__} without them. Give a causal language model."
         )
-    return logits.flatten(0, 1)
+    return logits
+
+
+def require_evaluating(*models: nn.Module) -> None:
+    """Raise StateError for a model in training mode."""
+    if any(model.training for model in models):
+        raise StateError(
+            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
+            "on. Call model.eval() first."
+        )
 
 
 def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) -> list[Tensor]:
     """Return metrics [T] of tokens, in the order of MEASURED: all but nll only with `others`.
 
     logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
-    [T]. KL is float64, agreement of top-1 is bool.
+    [T]. KL and differences of probabilities are float64, agreement of top-1 is bool.
     """
-    nll = -logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    nll = _nll(logits, targets)
     if others is None:
         return [nll]
     if others.shape != logits.shape:
@@ -351,7 +369,13 @@ def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) 
             f"The reference has logits {tuple(others.shape)}: expected {tuple(logits.shape)}, "
             "those of the model. Give the model that was converted."
         )
-    return [nll, token_kl(logits, others), others.argmax(-1) == logits.argmax(-1)]
+    agree = others.argmax(-1) == logits.argmax(-1)
+    delta = (-nll.double()).exp() - (-_nll(others, targets).double()).exp()
+    return [nll, token_kl(logits, others), agree, delta, delta.square()]
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return -logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def token_kl(logits: Tensor, others: Tensor) -> Tensor:

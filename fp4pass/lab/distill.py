@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.progress import current, shown
-from ..errors import CalibrationError, NonFiniteError, StateError, require_number
+from ..errors import CalibrationError, NonFiniteError, require_number
+from ..evaluation import require_evaluating
 from ..record import unwrap
 from . import divergence as kls
 from .latent import freeze, last_latent, latents_of, rounded, trainable
@@ -121,7 +122,7 @@ def distill(
         share: how far latent weights begin on the way from the values of their codes to the float
             weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
-            Embeddings, experts and layers in floating point stay.
+            Embeddings and layers in floating point stay.
         seed: of the order of the batches, and of text that the original writes.
         progress: as for `convert`.
 
@@ -145,11 +146,7 @@ def distill(
     for name, way in (("travel", travel), ("others", others)):
         require_number(name, "a number that is not negative", way, float, 0)
     model, original = unwrap(model), unwrap(original)
-    if model.training or original.training:
-        raise StateError(
-            "Expected models in evaluation mode, got one in training mode, in which dropout is on. "
-            "Call .eval() on both first."
-        )
+    require_evaluating(model, original)
     # Training needs gradients, wherever it is called.
     with shown("distill", progress), torch.inference_mode(False), torch.enable_grad():
         own, apart = _read(original, batches, held_out, tokenizer, steps * batch_size, seed)

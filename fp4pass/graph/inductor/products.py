@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import meta_of, statically_equal
+from ..._compat.torch import statically_equal
 from ...core.formats import Format, get_format
 from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.linear.naive import ALONE, Around
@@ -54,6 +54,7 @@ from .pattern import (
     mul,
     node_pass,
     replace,
+    replace_all,
     same_shape,
 )
 
@@ -92,14 +93,7 @@ def put_group(node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around
     """Put the first result of `linear_group`, of x and the weights of products, for a node."""
     weights = map(list, zip(*(each.args[_WEIGHT] for each in products), strict=True))
     fmt, compute = (*products[0].args[_OPTIONS], "input")[:2]
-    graph = node.graph
-    with graph.inserting_before(node):
-        call = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
-        call.meta = meta_of(node, val=[node.meta["val"]])
-        item = graph.call_function(operator.getitem, (call, 0))
-    item.meta = meta_of(node)
-    node.replace_all_uses_with(item)
-    graph.erase_node(node)
+    replace_all([node], ops.linear_group, (x, *weights, fmt, compute, *around))
 
 
 @node_pass
