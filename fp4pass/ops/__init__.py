@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.packing import PackedWeight, empty_blocks, empty_rows, empty_weight
 from ..kernels.attention import naive as attentions
+from ..kernels.compute_fp8.naive import activate_round_ref, norm_round_ref
 from ..kernels.dequantize.naive import dequantize_ref
 from ..kernels.experts import naive as mixtures
 from ..kernels.linear import naive as products
@@ -108,6 +109,11 @@ def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return rotate(grad, ctx.rotation), None
 
 
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    factors = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), factors
+
+
 dynamic_global_scale = operator(
     quantizers.dynamic_global_scale_ref,
     triton="kernels.quantize.triton:dynamic_global_scale_triton",
@@ -142,6 +148,16 @@ activate_quantize = operator(
     backward=ROUNDING,
 )
 # Those without gradients or checks are put into graphs by passes, which have both made.
+activate_round = operator(
+    activate_round_ref,
+    triton="kernels.compute_fp8.operands_triton:activate_round_triton",
+    shapes=_rounded,
+)
+norm_round = operator(
+    norm_round_ref,
+    triton="kernels.compute_fp8.operands_triton:norm_round_triton",
+    shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
+)
 rotate = operator(
     rotate_ref,
     triton="kernels.rotate.triton:rotate_triton",
