@@ -108,6 +108,15 @@ def saving_owner() -> object:
     return None if type(owner).__module__.startswith("peft.") else owner
 
 
+def vocabulary_files(name: str) -> set[str]:
+    """Return the vocabulary files that a class of tokenizers can read, empty if unknown."""
+    transformers = sys.modules.get("transformers")
+    try:
+        return set(getattr(transformers, name).vocab_files_names.values())
+    except (AttributeError, ImportError):
+        return set()
+
+
 def whole_modules(model: nn.Module) -> list[str]:
     """Return the classes of modules that must not be split over devices."""
     return sorted(_private(model, "_no_split_modules") or ())

@@ -16,7 +16,7 @@ from ..core.files import path_of
 from ..errors import OptionError, StateError, expected, some
 from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..nn.linear import QuantizedLinear
-from ..quantization.adapters import refuse_merge
+from ..quantization.scan import refuse_merge
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
