@@ -70,10 +70,7 @@ def reading(source: str, what: str) -> Iterator[None]:
 
 
 def load_config(source: str, trust: bool = False) -> Any:
-    """Return the config of the float model of a folder or a hub id; `trust` runs its own code.
-
-    A folder in FP8 is read as a float model.
-    """
+    """Return the config of a float model, an FP8 folder too; `trust` runs its own code."""
     _require_there(source)
     import transformers
 
@@ -181,10 +178,7 @@ class FloatSource:
         return {join(name, "weight"): Fp8Weight(self.reader, name) for name in self.reader.layers}
 
     def dense(self, tensors: Mapping[str, Any], later: bool = False) -> dict[str, Any]:
-        """Return the tensors of the folder, or what reads them, as those of the float model.
-
-        later: those that are made of FP8 are made when they are needed.
-        """
+        """Return the tensors of the float model, or what reads them; `later`, what makes them."""
         found: dict[str, Any] = {
             disk: tensors[disk]
             for name in self.reader.plain()

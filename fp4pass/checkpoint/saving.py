@@ -378,8 +378,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_view else tensor
 
 
-# Writing packed weights in a layout, with their checksums.
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -495,8 +493,6 @@ class CheckpointWriter:
         }
         write_manifest(self.folder, own)
 
-
-# From one layout to another; codes and block scales keep their bits.
 
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"
