@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,12 +254,11 @@ class NamesOnDisk:
         return {disk: name for name, disk in found.items() if disk != name}
 
 
-@dataclass(frozen=True)
-class SplitStack:
-    """A stack [E, N, K] that lies in a folder in layers."""
+class SplitStack(NamedTuple):
+    """The layers of a stack in a folder, and its name where float folders have it whole."""
 
-    pieces: list[Piece]  # the layers
-    whole: str = ""  # its name in folders of the float model that have it in one tensor
+    pieces: list[Piece]
+    whole: str = ""
 
 
 def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:

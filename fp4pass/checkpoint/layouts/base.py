@@ -309,13 +309,6 @@ class Layout:
                     "what it holds."
                 )
 
-    def for_layers(self, layers: Mapping[str, PackedLayer]) -> Layout:
-        """Return this layout if it holds the layers, or its fallback. Raises CheckpointError."""
-        if self.fallback and any(map(self.problem, layers.values())):
-            return LAYOUTS[self.fallback]
-        self.require(layers)
-        return self
-
 
 LAYOUTS: dict[str, Layout] = {}
 
