@@ -6,6 +6,7 @@ tensors that the class has no place for.
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import glob
 import logging
@@ -58,8 +59,9 @@ LISTED = (
 _OF_PARTS = ("*config.json", *_READERS)
 _OF_MODULES = (*_OF_PARTS, "*.safetensors", "pytorch_model*.bin")
 
-# Configs that may name classes whose code is in the folder.
-_CONFIGS = ("*config.json",)
+# Configs that may name classes whose code is in the folder, and the keys for them.
+_CONFIGS = ("*config.json", "modules.json")
+_CLASSES = {"auto_map", "impl", "type"}
 
 # A folder with none of them has no tokenizer and no processor that transformers finds.
 TOKENIZER_FILES = (
@@ -147,13 +149,42 @@ def part_folders(source: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _code(source: Path, files: Collection[Path]) -> set[Path]:
-    """Return the Python files of a folder whose configs name classes of its own."""
+    """Return the Python files whose classes the configs name, and those that they import."""
     configs = [path for path in files if path.parent == source and _fits(path.name, _CONFIGS)]
-    modules = _read(source / "modules.json")
-    kinds = [str(each.get("type")) for each in modules or () if isinstance(each, dict)]
-    names_code = any(not kind.startswith("sentence_transformers.") for kind in kinds)
-    names_code |= any(isinstance(each, dict) and "auto_map" in each for each in map(_read, configs))
-    return {path for path in files if names_code and path.suffix == ".py"}
+    names = (name for path in configs for name in _classes(_read(path)))
+    left = [source / f"{'/'.join(name.split('.')[:-1])}.py" for name in names]
+    found: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path in files and path not in found:
+            found.add(path)
+            left += _imports(path)
+    return found
+
+
+def _classes(config: Any, is_class: bool = False) -> Iterator[str]:
+    """Yield what a config names as a class: module.Class."""
+    if isinstance(config, dict):
+        for key, each in config.items():
+            yield from _classes(each, is_class or key in _CLASSES)
+    elif isinstance(config, list):
+        for each in config:
+            yield from _classes(each, is_class)
+    elif isinstance(config, str) and is_class and "." in config:
+        yield config
+
+
+def _imports(path: Path) -> Iterator[Path]:
+    """Yield where the modules may be that a Python file imports from beside itself."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(path.parents):
+            module = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for each in (module, *(module / alias.name for alias in node.names)):
+                yield from (Path(f"{each}.py"), each / "__init__.py")
 
 
 def _read(path: Path) -> Any:

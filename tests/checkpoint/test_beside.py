@@ -60,9 +60,9 @@ COPIED = {
 }
 LEFT = (
     *("pytorch_model.bin", "tf_model.h5", "model-Q4.gguf", "original/consolidated.00.pth"),
-    *("original/params.json", "onnx/model.onnx", "train.jsonl", "credentials.json"),
+    *("original/params.json", "onnx/model.onnx", "train.jsonl", "train.py", "credentials.json"),
     *("trainer_state.json", "training_args.bin", "runs/one/events.log", "1_Pooling/key.pem"),
-    *("checkpoint-5/tokenizer.json", "scheduler/model.safetensors"),
+    *("checkpoint-5/tokenizer.json", "scheduler/model.safetensors", "odd/secrets.py"),
 )
 HIDDEN = (
     "pytorch_model.bin.index.json",
@@ -111,10 +111,8 @@ def test_what_goes_with_the_model_is_copied_to_the_byte_and_nothing_else(
     ours = {"config.json", "generation_config.json", "model.safetensors", "fp4pass.json"}
     assert own(tmp_path / "q") == ours
     (line,) = (each for each in caplog.messages if "not copied" in each)
-    listed = (
-        "1_Pooling/key.pem, checkpoint-5/tokenizer.json, credentials.json, model-Q4.gguf, onnx/"
-    )
-    assert f"not copied: {listed}model.onnx and {len(LEFT) - 5} more" in line
+    listed = "1_Pooling/key.pem, checkpoint-5/tokenizer.json, credentials.json, model-Q4.gguf, odd/"
+    assert f"not copied: {listed}secrets.py and {len(LEFT) - 5} more" in line
     # So are those of a folder that is packed already.
     filled(tmp_path / "q")
     (tmp_path / "q" / "pytorch_model.bin.index.json").unlink()
