@@ -97,14 +97,14 @@ def test_it_is_set_on_a_model_and_taken_back(tmp_path: Path) -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(StateError, match="set_compute: the model is not converted"):
+    with pytest.raises(StateError, match="set_compute: expected a live model"):
         fp4pass.set_compute(two_layers(), "fp8")
     model = fp4pass.convert(two_layers(), "nvfp4", "sse")
     graph = torch.export.export(two_layers(), (rows(MANY),)).module()
     graph = fp4pass.convert(graph, "mxfp4", "sse", weight_only=True, compute="fp8")
     wanted = fp4pass.convert(two_layers(), "mxfp4", "sse", weight_only=True, compute="fp8")
     assert torch.equal(graph(rows(MANY)), wanted(rows(MANY)))
-    with pytest.raises(StateError, match="nodes of a converted graph"):
+    with pytest.raises(StateError, match="set_compute: expected a live model"):
         fp4pass.set_compute(graph, "input")
     with pytest.raises(OptionError, match=r"compute 'fp4' does not exist"):
         fp4pass.set_compute(model, "fp4")

@@ -25,7 +25,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.graph.inductor import install
+from fp4pass.graph import inductor as install
 from fp4pass.nn.experts import QuantizedExpertStack
 
 pytestmark = [

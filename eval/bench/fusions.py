@@ -29,7 +29,7 @@ from eval.bench.generate import MODELS, SMALL, nvfp4_head
 from eval.bench.harness import number, parser_for, random_model, write_table
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
-from fp4pass.graph.inductor import install
+from fp4pass.graph import inductor as install
 
 # Each adds its passes to those of the columns before it.
 COLUMNS: dict[str, tuple[str, ...]] = {

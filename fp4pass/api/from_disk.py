@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,15 @@ from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
 from ..checkpoint.saving import bytes_of, save
 from ..checkpoint.source_files import MANIFEST
-from ..core.atomic import require_free
-from ..core.files import path_of
+from ..core.files import path_of, require_free
 from ..core.progress import shown
 from ..distributed import ranks
-from ..errors import CalibrationError, OptionError, as_option, expected
+from ..errors import OptionError, expected
 from ..methods.base import MethodChoice
-from ..quantization.recipe import Recipe
-from ..record.config import LinearOptions, Rules, check_rules
+from ..record.config import LinearOptions, Rules, check_options
 from ..record.rows import Report
 from ..record.schemes import QualityName, Scheme
-from ..record.state import config_of, report
+from ..record.state import report
 from .steps import convert
 
 if TYPE_CHECKING:
@@ -102,8 +100,8 @@ def quantize_checkpoint(
         )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
     arguments: dict[str, Any] = {"fmt": fmt, "method": method, "rules": rules, **options}
-    _require_options(arguments, not (quality is None and data is None and tokenizer is None))
     # Before hours of work.
+    check_options(options)
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
@@ -124,18 +122,6 @@ def quantize_checkpoint(
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)
     return report(model)
-
-
-def _require_options(arguments: Mapping[str, Any], has_data: bool) -> None:
-    """Raise an error for options of `convert` that do not exist, or by which a layer needs data."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    rules = check_rules(given.pop("rules"), given.get("weight_only"))
-    for config in Recipe(config_of(given, None), rules).configs():
-        if config.needs and not has_data:
-            raise CalibrationError(
-                f"Method {config.method_name!r} needs calibration data. Give batches as "
-                f"{as_option('data')}, or choose {as_option('method', 'sse')}, which needs none."
-            )
 
 
 def finished_layers(directory: Path) -> Path:

@@ -45,13 +45,7 @@ class OwnText:
 
 
 class OneCall:
-    """Decide a conversion from the float model to the end, before anything is done.
-
-    Attributes:
-        sequential: whether layers are calibrated one at a time.
-        tokens: those that the model writes itself if there is no data; 0 if it needs none.
-        smoothing: the strength of `fp4pass.smooth` before anything else; 0 for none.
-    """
+    """Decide a conversion from the float model to the end, before anything is done."""
 
     def __init__(
         self,
@@ -63,11 +57,7 @@ class OneCall:
         by_layers: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        """Take the arguments of `convert`.
-
-        given: fields of `LinearConfig`, None for one that is not given; by_layers: calibrate one
-        layer at a time whatever the method.
-        """
+        """Take the arguments of `convert`; by_layers: one at a time whatever the method."""
         root, rules = unwrap(model), check_rules(rules)
         if require_float(root, "convert") is not None:
             raise StateError(
@@ -114,10 +104,7 @@ class OneCall:
         return {**self.config.options(), "rules": self.rules, "kv_cache": self.kv_cache}
 
     def batches(self, data: Any, tokenizer: Any) -> list[Any] | None:
-        """Return batches to calibrate on; None for no data.
-
-        Without data, a model that has to, or that has a tokenizer, writes its own.
-        """
+        """Return batches to calibrate on; None for no data. Some models write their own."""
         text = data if isinstance(data, OwnText) else None
         if not self.tokens:
             if data is not None and text is None:
@@ -174,16 +161,12 @@ class OneCall:
 
     @property
     def _label(self) -> str:
-        """The name of the recipe, for people."""
         if self.quality is not None:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
     def rules_beside_text(self) -> list[Rule]:
-        """Return rules that skip layers beside the text part that data did not reach, and log them.
-
-        Such layers are a vision tower, for example, in a model with a text config inside its own.
-        """
+        """Return rules that skip layers beside the text part that data did not reach; log them."""
         model: Any = self.root
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "get_text_config") or config.get_text_config() is config:
@@ -240,7 +223,7 @@ def _rules_alone(
     by_rule: dict[int | None, list[str]] = {}
     others = []
     for layer in plan.entries:
-        fits = not layer.is_stack and layer.module in inside
+        fits = not layer.stage and layer.module in inside
         planned = getattr(layer, "config", None)
         if planned is None or fits or planned.method != alone.method:
             others.append(layer.name)

@@ -19,7 +19,7 @@ from ..engine.recording import Recording, find_stacks, outside
 from ..errors import StateError
 from ..methods.base import MethodChoice
 from ..nn.kv_cache import KV_CACHE, CacheName
-from ..quantization import plan as checks
+from ..quantization import plan as planning
 from ..quantization.observers.batches import fast_dtype, run_batches
 from ..quantization.observers.kv_cache import observe_cache
 from ..quantization.plan import plan_layers, planned_row
@@ -78,26 +78,24 @@ def prepare(
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
     root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
-    before = checks.require_float(root, "prepare")
+    before = planning.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
-    checks.require_layers(plan)
+    planning.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
-        checks.require_observers(before, needs, rules, sequential)
-        known = before.recipe.get(KV_CACHE)
-        if kv_cache is not None and checks.cache_of(before, kv_cache) != known:
-            raise StateError(
-                f"The model is prepared with kv_cache={known!r}. Give another to convert."
-            )
-        set_state(root, dataclasses.replace(before, config=config))
+        planning.require_observers(before, needs, rules, sequential)
+        recipe = dict(before.recipe)
+        if kv_cache is not None:
+            recipe[KV_CACHE] = planning.cache_of(before, kv_cache)
+        set_state(root, dataclasses.replace(before, config=config, recipe=recipe))
         return model
     recording, observed = None, plan
     if sequential:
         stacks = find_stacks(root, plan.layers)
         observed = outside(plan, stacks)
         recording = Recording(root, stacks, whole=bool(observed.layers))
-    checks.require_unpaired(observed.layers)
+    planning.require_unpaired(observed.layers)
     if kv_cache is not None:
         observe_cache(root, kv_cache)
     attach_observers(root, observed.layers, needs)
@@ -142,7 +140,6 @@ def calibrate(
         >>> fp4pass.convert(model, "nvfp4")[0].input_global_scale.shape
         torch.Size([1])
     """
-    unwrap(model, data)
     state = get_state(model)
     if not isinstance(state, PreparedState):
         raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
@@ -172,10 +169,10 @@ def convert(
     """Quantize the linear layers of `model`, in place, and return it.
 
     Everything is checked before the first weight is replaced. If the call is cut off before that,
-    the model is as it was; later, it is interrupted, and everything but `resume=` says to start
-    again. The arguments of `prepare` are the defaults; methods that need no data ("naive", "sse")
-    take a model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares
-    and calibrates a model that is not.
+    the model is as it was; later, it is interrupted, and all calls here say to start again. The
+    arguments of `prepare` are the defaults; methods that need no data ("naive", "sse") take a model
+    that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
+    calibrates a model that is not.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -216,7 +213,7 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    root, rules = unwrap(model, fmt, method), check_rules(rules, options.get("weight_only"))
+    root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.float_models import load_tokenizer, model_class
 from ..errors import CalibrationError, OptionError, as_option, expected
-from ..record.source_folder import source_folder
-from ..record.state import PreparedState, get_state, unwrap
+from ..record.state import PreparedState, get_state, source_folder, unwrap
 from .windows import tokenize
 
 _log = logging.getLogger(__name__)

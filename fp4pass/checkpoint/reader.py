@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..core.atomic import interrupted
-from ..core.files import path_of
+from ..core.files import interrupted, path_of
 from ..core.fingerprint import fingerprint
 from ..core.progress import current
 from ..errors import CheckpointError, UnreadError, expected, nearest

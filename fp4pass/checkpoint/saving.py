@@ -23,8 +23,7 @@ from .. import ops
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
-from ..core.atomic import replacing
-from ..core.files import path_of
+from ..core.files import path_of, replacing
 from ..core.fingerprint import digest_of, dtype_name, fingerprint
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
@@ -159,7 +158,7 @@ def save(
         >>> sorted(path.name for path in Path("out").iterdir())
         ['fp4pass.json', 'model.safetensors']
     """
-    root = unwrap(model, directory)
+    root = unwrap(model)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)

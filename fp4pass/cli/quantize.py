@@ -21,8 +21,7 @@ from ..checkpoint.float_models import files_beside, load_config, load_float, loa
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import get_layout
 from ..checkpoint.saving import bytes_of
-from ..core.atomic import require_free
-from ..core.files import parse_file
+from ..core.files import parse_file, require_free
 from ..errors import OptionError, expected, unknown_name
 from ..lab import SCHEMES, Allocation, allocate
 from ..lab import merge as merge_adapters

@@ -1,13 +1,20 @@
-"""Paths as callers give them, and the plain values of YAML and JSON files."""
+"""Paths as callers give them, plain values of YAML and JSON files, and folders replaced whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, expected
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, OptionError, as_option, expected
 
 # Levels of objects and lists in each other; no file of a model has ten.
 _DEEPEST = 200
@@ -75,3 +82,106 @@ def parse_file(path: Path) -> Any:
         problem = getattr(error, "problem", None) or str(error)
         hint = " Put names that begin with * in quotes." if "alias" in str(error) else ""
         raise OptionError(f"{where}: this is not YAML: {problem}.{hint}") from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
+    """Yield a new folder to fill, which takes the place of `target` unless the body raises.
+
+    A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
+    beside it that `interrupted` finds. A folder is replaced only with `overwrite`, and only if it
+    holds one of the files `marks`. Errors of the disk become a CheckpointError.
+    """
+    occupied = require_free(target, overwrite, marks)
+    # A link stays, and what it leads to is replaced.
+    target = Path(os.path.realpath(target))
+    token = secrets.token_hex(4)
+    new, old = _beside(target, f"new-{token}"), _beside(target, f"old-{token}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        yield new
+        for path in (*new.rglob("*"), new):
+            _sync(path)
+        if occupied:
+            os.rename(target, old)
+        os.rename(new, target)
+        _sync(target.parent)
+    except BaseException as error:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+        # tokenizers has no class of errors of its own.
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise CheckpointError(
+                f"{target} cannot be written: {error}. What was there before still is; mend that "
+                "or make room, and save again."
+            ) from error
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(target: Path, what: str) -> Path:
+    """Return the name of a folder on its way to `target`, or from there."""
+    return target.with_name(f".{target.name}.fp4pass-{what}")
+
+
+def _left_beside(target: Path) -> list[Path]:
+    """Return the folders of saves to `target` that run now, or were killed."""
+    if not os.path.isdir(target.parent):
+        return []
+    starts = (_beside(target, "new-").name, _beside(target, "old-").name)
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(starts))
+
+
+def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
+    """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
+    target = Path(os.path.realpath(target))
+    cannot = f"{target} cannot be made"
+    try:
+        exists = target.exists()
+        above = next((path for path in target.parents if path.exists()), target)
+        # Permissions do not say all: a file system may be read-only, or hold no such names.
+        tempfile.TemporaryDirectory(prefix=_beside(target, "new-").name, dir=above).cleanup()
+    except OSError as error:
+        raise CheckpointError(f"{cannot}: {error.strerror}. Choose another folder.") from error
+    if target.is_symlink() or (exists and (os.path.ismount(target) or target == Path.cwd())):
+        raise CheckpointError(
+            f"{cannot}: it is a circle of links, the current folder or a mount point. Choose "
+            "another folder."
+        )
+    occupied = exists and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        left = ", ".join(path.name for path in _left_beside(target))
+        raise CheckpointError(
+            f"{target} exists and is not empty. Choose another folder, or pass "
+            f"{as_option('overwrite', True)} to replace the checkpoint in it"
+            f"{f'. An interrupted save left {left} beside it; delete that' if left else ''}."
+        )
+    if occupied and not any((target / mark).is_file() for mark in marks):
+        raise CheckpointError(
+            f"{target} is not a checkpoint of fp4pass, so it is not overwritten. Choose another "
+            "folder, or delete it first."
+        )
+    return occupied
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk; Windows opens no folders, nor to read alone."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def interrupted(folder: Path, last: str) -> str:
+    """Return a sentence that names the whole folders which an interrupted save left, or ""."""
+    beside = _left_beside(Path(os.path.realpath(folder)))
+    # A folder that has the file which is written last is whole.
+    whole = [str(path) for path in beside if (path / last).is_file()]
+    if not whole:
+        return ""
+    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."

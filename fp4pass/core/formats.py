@@ -225,11 +225,12 @@ def get_format(name: str, block: int | str = "default") -> Format:
         return FORMATS[name]
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]
-    if base not in FORMATS or len(parts) > 2 or (parts and not key_block.isdecimal()):
+    is_key = base in FORMATS and len(parts) <= 2 and (not parts or key_block.isdecimal())
+    if is_key and len(parts) == 2:
+        is_key = suffix == _MULTIPLIER and FORMATS[base].has_global_scale
+    if not is_key:
         raise unknown_name("fmt: Format", name, FORMATS)
     fmt = FORMATS[base]
-    if len(parts) == 2 and (suffix != _MULTIPLIER or not fmt.has_global_scale):
-        raise unknown_name("fmt: Format", name, FORMATS)
     if key_block and block not in ("default", int(key_block)):
         raise OptionError(f"Format {name!r} and block={block!r} contradict each other.")
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import DtypeError, OptionError, ShapeError, expected
 from .formats import Format
 
 # The packing of `pack_codes`, by the bits of a code.
@@ -47,10 +47,7 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
     count = _codes_together(bits)
     if codes.shape[-1] % count:
-        raise ShapeError(
-            f"pack_codes: expected a multiple of {count} columns, as {count} codes of {bits} bits "
-            f"fill whole bytes, got {codes.shape[-1]}."
-        )
+        raise ShapeError(expected("codes", f"a multiple of {count} columns", codes.shape[-1]))
     if bits == 8:
         return codes.clone()
     if bits == 4:
@@ -71,10 +68,7 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     if packed.shape[-1] % 3:
-        raise ShapeError(
-            f"unpack_codes: expected a multiple of 3 bytes for codes of 6 bits, got "
-            f"{packed.shape[-1]}."
-        )
+        raise ShapeError(expected("packed", "a multiple of 3 bytes", packed.shape[-1]))
     x, y, z = packed.unflatten(-1, (-1, 3)).unbind(-1)
     codes = (x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2)
     return torch.stack(codes, dim=-1).flatten(-2)

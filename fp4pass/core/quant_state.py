@@ -55,9 +55,11 @@ class TensorRecord(ABC):
         """The order of the codes in the bytes of `qdata`."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all that is stored."""
+        """Bytes of all that is stored: codes, scales, and a global scale."""
+        scales: Tensor = getattr(self, self.scale_field)
+        has_global_scale = getattr(self.scheme, "has_global_scale", False)
+        return self.qdata.nbytes + scales.nbytes + 4 * has_global_scale
 
     @classmethod
     @abstractmethod
@@ -192,11 +194,6 @@ class QuantState(TensorRecord):
         return dataclasses.replace(
             self, qdata=qdata, scale=scale, shape=(len(qdata), self.shape[1])
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes, the block scales and the global scale."""
-        return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
     @classmethod
     def _read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> QuantState:

@@ -28,7 +28,7 @@ from ..distributed import ranks
 from ..graph.inductor import install_passes
 from ..methods import resolve_method
 from ..nn.kv_cache import KV_CACHE
-from ..quantization import plan as checks
+from ..quantization import plan as planning
 from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
 from ..quantization.plan import (
@@ -83,15 +83,15 @@ class Conversion:
     ) -> None:
         """Plan the call; everything that can be wrong raises here."""
         self.root = root
-        self.before = before = checks.require_float(root, "convert")
+        self.before = before = planning.require_float(root, "convert")
         self.recording = recording = None if before is None else before.recording
-        self.kv_cache = checks.cache_of(before, kv_cache)
-        checks.require_place(device, by_layers=recording is not None or stream is not None)
+        self.kv_cache = planning.cache_of(before, kv_cache)
+        planning.require_place(device, by_layers=recording is not None or stream is not None)
         self.config = config_of(given, before)
         self.rules = (*check_rules(rules), *(before.rules if before else ()))
         plan = plan_layers(root, self.config, self.rules)
-        checks.require_layers(plan)
-        checks.require_one_plan(plan, before)
+        planning.require_layers(plan)
+        planning.require_one_plan(plan, before)
         if recording is not None:
             recording.require_calls()
             recording.log_given()
@@ -99,13 +99,13 @@ class Conversion:
         first = with_statistics(outside(plan, self.stacks))
         if before is not None and any(layer.stats.tokens for layer in first.layers):
             first = with_unreached(first)
-        checks.require_unpaired(first.layers)
-        checks.require_statistics(first, plan, before)
+        planning.require_unpaired(first.layers)
+        planning.require_statistics(first, plan, before)
         if recording is not None:
-            checks.require_statistics(with_unreached(recording.passed_by(plan)), plan, before)
+            planning.require_statistics(with_unreached(recording.passed_by(plan)), plan, before)
         self.searches = None if resume is None else FinishedSearches(resume)
         self.plan = plan = plan.update(first)
-        checks.require_layers(plan)
+        planning.require_layers(plan)
         if self.kv_cache is not None and recording is None:
             require_cache_statistics(root, self.kv_cache)
         notes = [tensor_core_note(layer.config for layer in plan.layers), split_note(root, plan)]
@@ -151,7 +151,6 @@ class Conversion:
         self._finish()
 
     def _finish(self) -> None:
-        """Complete the model, whose layers are packed."""
         forbid_adapter_merge(self.root)
         if self.kv_cache is not None:
             settle_cache(self.root, self.kv_cache)
@@ -167,7 +166,11 @@ class Conversion:
     def _run_layer(self, work: Work, place: torch.device) -> None:
         """Calibrate, quantize and store a layer, or take it from the store."""
         store, identity = self.store, self._identity(work)
-        runner = None if self.recording is None else self._runner(work, place)
+        runner = None
+        if self.recording is not None:
+            if work.stack not in self._states_on:
+                self._states_on[work.stack] = place_of_states(work.stack, place, self.is_paired)
+            runner = Runner(work.stack, work.index, place, self._states_on[work.stack])
         # Linear layers that read one input go before those that read their results.
         groups = runner.pair(work.own) if runner is not None and self.is_paired else [work.own]
         is_kept = store is not None and store.has(work.name, identity)
@@ -177,36 +180,22 @@ class Conversion:
             if runner is not None:
                 self.device.bring(work.layer, place)
         for group in [] if is_kept else groups:
-            # No name for it: its Hessians go before those of the next group are collected.
-            self._quantize(
-                self._ready(Plan(tuple(group)) if runner is None else runner.observe(group))
-            )
+            part = Plan(tuple(group)) if runner is None else runner.observe(group)
+            planning.require_statistics(part, self.plan, self.before, is_late=True)
+            self._quantize(with_shared_scales(part, ranks()))
+            # Its Hessians go before those of the next group are collected.
+            del part
         if runner is not None:
             runner.advance(self.is_paired)
         if store is not None and not is_kept:
             store.keep(work.name, work.layer, identity)
-
-    def _runner(self, work: Work, place: torch.device) -> Runner:
-        stack = work.stack
-        if stack not in self._states_on:
-            self._states_on[stack] = place_of_states(stack, place, self.is_paired)
-        return Runner(stack, work.index, place, self._states_on[stack])
-
-    def _ready(self, part: Plan) -> Plan:
-        """Return a part with its global scales, once it has the statistics that it needs."""
-        checks.require_statistics(part, self.plan, self.before, is_late=True)
-        return with_shared_scales(part, ranks())
 
     def _quantize(self, part: Plan) -> None:
         rows = quantize_layers(self.root, part, self.searches)
         self.rows.update({row.name: row for row in rows})
 
     def _identity(self, work: Work) -> str:
-        """Return the digest of everything that decides a layer, "" without a store.
-
-        Where layers run, a layer depends on those before it, on what its stack is called with, and
-        on all that it computes with; else on its weights and their statistics.
-        """
+        """Return the digest of everything that decides a layer, "" without a store."""
         if self.store is None:
             return ""
         name = f"{work.stack.name}.{work.index}"

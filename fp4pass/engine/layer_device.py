@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,8 @@ _PAGE = 1 << 12
 _Copies = Mapping[Tensor, tuple[Tensor, "Future[torch.cuda.Event]"]]
 
 
-class _Home(NamedTuple):
-    """A tensor at home, and the version of its copy when that was made."""
-
-    tensor: Tensor
-    version: int
-
-
 class LayerDevice:
-    """Bring layers to a device and back.
-
-    `keeps`: packed tensors go to a store, and not back.
-    """
+    """Bring layers to a device and back; `keeps`: packed tensors go to a store, and not back."""
 
     def __init__(self, device: torch.device | str | None, keeps: bool) -> None:
         self.device = None if device is None else torch.device(device)
@@ -48,8 +38,8 @@ class LayerDevice:
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-read")
         self._copiers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-copy")
         self._next: tuple[nn.Module, _Copies] | None = None
-        # The home of each tensor of the layer that is placed.
-        self._before: dict[Tensor, _Home] = {}
+        # Of each tensor of the layer that is placed: that at home, and the version of the copy.
+        self._before: dict[Tensor, tuple[Tensor, int]] = {}
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -59,45 +49,36 @@ class LayerDevice:
 
     def start(self, layers: Sequence[nn.Module]) -> None:
         """Begin to read and to bring the first layers."""
-        for layer in layers[:1]:
-            self.read(layer)
+        self._read(layers[:1])
         self.look_ahead(layers)
 
     def look_ahead(self, layers: Sequence[nn.Module]) -> None:
         """Begin to bring the first of the layers that come, and to read the second."""
         for layer in layers[:1]:
-            self.fetch(layer)
+            place = self._place_of(layer)
+            if _is_hooked(layer) or place.type != "cuda":
+                continue
+            copies = {x: torch.empty_like(x, device=place) for x in _tensors_at_home(layer)}
+            # The memory may be that of something that is still computed with.
+            event = torch.cuda.current_stream(place).record_event()
+            coming = {
+                x: (copy, self._copiers.submit(_copy_async, x, copy, event))
+                for x, copy in copies.items()
+            }
+            self._next = (layer, coming)
         # The disk is not to wait for the copies of the one in between.
-        for layer in layers[1:2]:
-            self.read(layer)
+        self._read(layers[1:2])
 
-    def read(self, layer: nn.Module) -> None:
-        """Begin to read a layer from the disk into the page cache, whatever a GPU waits for."""
-        if _is_hooked(layer):
-            return
-        for tensor in (*sources_of(layer), *_tensors_at_home(layer)):
-            self._readers.submit(_touch, tensor)
-
-    def fetch(self, layer: nn.Module) -> None:
-        """Begin to bring a layer to a GPU."""
-        place = self._place_of(layer)
-        if _is_hooked(layer) or place.type != "cuda":
-            return
-        copies = {x: torch.empty_like(x, device=place) for x in _tensors_at_home(layer)}
-        # The memory may be that of something that is still computed with.
-        event = torch.cuda.current_stream(place).record_event()
-        coming = {
-            x: (copy, self._copiers.submit(_copy_async, x, copy, event))
-            for x, copy in copies.items()
-        }
-        self._next = (layer, coming)
+    def _read(self, layers: Sequence[nn.Module]) -> None:
+        """Begin to read layers from the disk into the page cache, whatever a GPU waits for."""
+        for layer in layers:
+            if not _is_hooked(layer):
+                for tensor in (*sources_of(layer), *_tensors_at_home(layer)):
+                    self._readers.submit(_touch, tensor)
 
     @contextmanager
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
-        """Bring a layer to the yielded device, and back at the end.
-
-        Tensors of accelerate's hooks stay there until the end.
-        """
+        """Bring a layer to the yielded device, and back at the end; so with tensors of hooks."""
         place, is_hooked = self._place_of(layer), _is_hooked(layer)
         if is_hooked and self.device is not None and place != self.device:
             raise OptionError(
@@ -105,7 +86,7 @@ class LayerDevice:
                 "Leave device out, or load the model without accelerate's hooks."
             )
         home = _home_of(layer)
-        with held_layer(layer):
+        with _held_layer(layer):
             if not is_hooked:
                 self.bring(layer, place)
             try:
@@ -130,7 +111,7 @@ class LayerDevice:
         found = self._before
         for parameter in layer.parameters():
             if parameter.device != place and parameter not in found:
-                found[parameter] = _Home(parameter.data, 0)
+                found[parameter] = parameter.data, 0
                 parameter.data = brought(parameter)
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
@@ -138,7 +119,7 @@ class LayerDevice:
                 # One for all modules that share it.
                 copy = there[tensor] = there[tensor] if tensor in there else brought(tensor)
                 buffers[name] = copy
-                found[copy] = _Home(tensor, copy._version)
+                found[copy] = tensor, copy._version
 
     def _take_back(self, layer: nn.Module, home: torch.device) -> None:
         """Give a layer its tensors of before, which may be mapped, and move new ones home."""
@@ -146,13 +127,13 @@ class LayerDevice:
         parameters = dict.fromkeys(layer.parameters())
         for parameter in parameters | {x: None for x in before if isinstance(x, nn.Parameter)}:
             known = before.get(parameter)
-            parameter.data = parameter.data.to(home) if known is None else known.tensor
+            parameter.data = parameter.data.to(home) if known is None else known[0]
         kept = [m._buffers for m in layer.modules() if self.keeps and isinstance(m, QUANTIZED)]
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
             known = before.get(tensor)
-            if known is not None and known.version == tensor._version:
-                buffers[name] = known.tensor
+            if known is not None and known[1] == tensor._version:
+                buffers[name] = known[0]
             elif tensor.device != home and not any(buffers is each for each in kept):
                 buffers[name] = there[tensor] = there.get(tensor, tensor.to(home))
 
@@ -163,21 +144,20 @@ class LayerDevice:
 
 
 @contextmanager
-def held_layer(layer: nn.Module) -> Iterator[None]:
-    """Keep the tensors that hooks bring of a layer until the end."""
+def _held_layer(layer: nn.Module) -> Iterator[None]:
+    """Keep the tensors that hooks bring of a layer until the end; stacks of experts know them."""
+
+    def refresh() -> None:
+        for module in layer.modules():
+            if isinstance(module, ExpertStack):
+                current_weight(module)
+
     try:
         with held(layer):
-            _refresh(layer)
+            refresh()
             yield
     finally:
-        _refresh(layer)
-
-
-def _refresh(layer: nn.Module) -> None:
-    """Have stacks of experts know the parameters that hooks have put in place of others."""
-    for module in layer.modules():
-        if isinstance(module, ExpertStack):
-            current_weight(module)
+        refresh()
 
 
 def _is_hooked(layer: nn.Module) -> bool:
@@ -192,7 +172,6 @@ def _home_of(layer: nn.Module) -> torch.device:
 
 
 def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return each buffer of a layer, and where it is."""
     return [
         (module._buffers, name, tensor)
         for module in layer.modules()
@@ -208,18 +187,15 @@ def _tensors_at_home(layer: nn.Module) -> list[Tensor]:
 
 
 def _touch(tensor: Tensor) -> None:
-    """Read a tensor into the page cache."""
     tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE].sum()
 
 
 def _copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-    """Copy a tensor to or from a GPU beside its kernels, once an event is over.
+    """Copy a tensor to a GPU beside its kernels, once an event is over; return that of the end.
 
-    Returns the event of the end. The thread that calls it waits for the copy, so call it in one
-    beside that which computes.
+    The thread that calls it waits for the copy, so call it in one beside that which computes.
     """
-    gpu = source.device if source.is_cuda else target.device
-    stream = torch.cuda.Stream(gpu)
+    stream = torch.cuda.Stream(target.device)
     with torch.cuda.stream(stream), torch.no_grad():
         stream.wait_event(after)
         if not (source.is_contiguous() and target.is_contiguous() and source.numel()):
@@ -229,9 +205,7 @@ def _copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torc
         raw = (x.detach().reshape(-1).view(torch.uint8) for x in (source, target))
         for part, there in zip(*(each.split(len(staged)) for each in raw), strict=True):
             between = staged[: len(part)]
-            between.copy_(part, non_blocking=True)
-            if part.is_cuda:
-                stream.synchronize()
+            between.copy_(part)
             there.copy_(between, non_blocking=True)
             stream.synchronize()
         return stream.record_event()

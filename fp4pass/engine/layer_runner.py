@@ -75,13 +75,13 @@ class Runner:
         if any(_is_viewed(layer) and layer.config.format.has_input_scale for layer in layers):
             # Quantized inputs have the scale of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
-        stacks = [layer for layer in layers if layer.is_stack]
-        linears = [layer for layer in layers if not layer.is_stack]
+        stacks = [layer for layer in layers if layer.stage]
+        linears = [layer for layer in layers if not layer.stage]
         largest = _largest_inputs(kept, linears)
         views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
             module: Any = layer.module
-            own = [new_observer(module, layer.config.needs, keep=True)] if layer.is_stack else []
+            own = [new_observer(module, layer.config.needs, keep=True)] if layer.stage else []
             module.__dict__[OBSERVERS] = own
         try:
             for i in range(len(self.stack.calls)):
@@ -286,7 +286,6 @@ def _view(layer: LayerPlan, amax: float) -> _View | None:
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
-    """Return the same elsewhere, still one tensor for all that read the same."""
     there: dict[int, Tensor] = {}
     for x in (x for tensors in inputs.values() for x in tensors):
         if id(x) not in there:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .._compat import FAULTS
 from ..core.machine import memory_limits
 from ..distributed import ranks
-from ..errors import CalibrationError, StateError, as_option
+from ..errors import CalibrationError, StateError, as_option, some
 from ..nn.experts import add_stacks
 from ..ops.registration import opaque
 from ..quantization.observers.observer import observes
@@ -58,18 +58,9 @@ class Call:
         """Return the other arguments of layer `index`, None if it is not called."""
         return self.arguments[index if len(self.arguments) > 1 else 0]
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any of its tokens counts."""
-        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden)
-        return self.hidden[..., 0].numel() > 0 if rows is None else bool(rows.any())
-
 
 class Stack:
-    """Layers, each of which is called with the result of the one before it.
-
-    Any other input that a layer has is recorded as it is.
-    """
+    """Layers, each called with the result of the one before it; other inputs are recorded."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
         # The pattern matches the names of all modules below the layers.
@@ -180,11 +171,7 @@ class Stack:
         self.calls.append(call)
 
     def skim(self, run: Callable[[], object]) -> bool:
-        """Record a call by `run`, most layers passed over; return whether that could be done.
-
-        Layers return their input: first all but two, then all but one. Arguments that are the same
-        both times do not come from other layers.
-        """
+        """Record a call by `run`, most layers passed over; return whether that could be done."""
         before, found = len(self.calls), []
         try:
             for count in (2, 1):
@@ -357,20 +344,12 @@ class Recording:
             for stack in self.stacks
             for index in sorted({index for call in stack.calls for index in call.given})
         ]
-        names = list(dict.fromkeys(itertools.chain(*ranks().gather(own))))
-        if names:
-            more = f" and {len(names) - 3} more layers" if len(names) > 3 else ""
+        if names := list(dict.fromkeys(itertools.chain(*ranks().gather(own)))):
             _log.warning(
-                "%s%s: the model calls them with more than the results of the layers before them, "
+                "%s: the model calls them with more than the results of the layers before them, "
                 "so they are calibrated on their inputs in the float model.",
-                ", ".join(names[:3]),
-                more,
+                some(names),
             )
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any token was recorded."""
-        return any(call.has_tokens for stack in self.stacks for call in stack.calls)
 
     def passed_by(self, plan: Plan) -> Plan:
         """Return the plan of the layers of stacks that no call came to."""
@@ -504,7 +483,6 @@ def _version(x: Tensor) -> int:
 
 
 def _is_filled(cache: Any) -> bool:
-    """Return whether a cache of transformers holds anything."""
     try:
         return bool(cache.get_seq_length())
     except ValueError:
@@ -513,14 +491,12 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None) -> Any:
-    """Return the argument in a place, None if there is none."""
     if isinstance(slot, int):
         return args[slot] if slot < len(args) else None
     return kwargs.get(str(slot))
 
 
 def _map_tensors(value: Any, function: Any) -> Any:
-    """Return the same with every tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -549,7 +525,6 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Return whether values are equal, tensors in each number."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return a is b or bool(a == b)

@@ -12,6 +12,8 @@ from .intervals import Change
 from .layer_errors import output_errors
 from .measure import Difference, Evaluation, evaluate
 from .measure import fitting_batch_size as fitting_batch_size
+from .measure import logits_in as logits_in
+from .measure import require_evaluating as require_evaluating
 from .measure import token_kl as token_kl
 
 __all__ = [

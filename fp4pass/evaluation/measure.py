@@ -222,12 +222,7 @@ def evaluate(
             f"{expected('tokenizer', 'one of transformers, or None', 'a string')} It comes before "
             "the text: fp4pass.evaluate(model, tokenizer, text)."
         )
-    for each in models:
-        if unwrap(each, tokenizer, text).training:
-            raise StateError(
-                "Expected a model in evaluation mode, got one in training mode, in which dropout "
-                "is on. Call model.eval() first."
-            )
+    require_evaluating(*map(unwrap, models))
     require_number("batch_size", "at least 1", batch_size, least=1)
     _require_confidence(confidence)
     cut = cut_windows(
@@ -327,14 +322,27 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     # As `generate` would, for the cache is a part of what was converted.
     has_cache = cache_format_of(model) is not None
     cache = cache_given(unwrap(model), quantized_cache(model)) if has_cache else {}
-    output = model(ids.to(device_of(model)), **cache)
+    return logits_in(model(ids.to(device_of(model)), **cache)).flatten(0, 1)
+
+
+def logits_in(output: Any) -> Tensor:
+    """Return the logits [B, T, vocabulary] in the output of a model. Raises StateError."""
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 3:
         raise StateError(
             "The output of the model: expected logits [batch, tokens, vocabulary], got "
             f"{type(output).__name__} without them. Give a causal language model."
         )
-    return logits.flatten(0, 1)
+    return logits
+
+
+def require_evaluating(*models: nn.Module) -> None:
+    """Raise StateError for a model in training mode."""
+    if any(model.training for model in models):
+        raise StateError(
+            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
+            "on. Call model.eval() first."
+        )
 
 
 def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) -> list[Tensor]:

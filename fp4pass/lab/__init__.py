@@ -7,7 +7,7 @@ packed weights. `allocate` chooses a scheme for each layer under a budget.
 """
 
 from .allocate import SCHEMES, Allocation, allocate
-from .distill import Distillation, Evaluated, distill
+from .distill import Distillation, distill
 from .divergence import kl_loss
 from .latent import freeze, trainable
 from .merge import Merged, merge
@@ -16,7 +16,6 @@ __all__ = [
     "SCHEMES",
     "Allocation",
     "Distillation",
-    "Evaluated",
     "Merged",
     "allocate",
     "distill",

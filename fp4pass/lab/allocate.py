@@ -25,7 +25,7 @@ from ..core.progress import current, shown
 from ..distributed import ranks
 from ..errors import ABOVE_0, CalibrationError, OptionError, StateError, expected, some
 from ..errors import require_number as require
-from ..evaluation import fast_dtype
+from ..evaluation import fast_dtype, require_evaluating
 from ..methods import MethodChoice, Sse
 from ..quantization import LayerPlan, Recipe
 from ..record import LinearConfig, LinearOptions, Rule, Rules, Scheme, scheme_fields
@@ -240,67 +240,62 @@ def allocate(
     for name, number in (("windows", windows), ("held_out", held_out), ("seq_len", seq_len)):
         require(name, "at least 1", number, least=1)
     given: dict[str, Any] = {"method": Sse() if method is None else method, **options}
-    source = _source(model, schemes, rec.check_rules(rules), given)
-    root = source.root
+    search = _search(model, schemes, rec.check_rules(rules), given)
+    root = search.root
     with shown("allocate", progress), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        more = _MORE if any(_needs_text(each.config) for each in source.planned) else 0
+        more = _MORE if any(_needs_text(each.config) for each in search.planned) else 0
         parts = _parts(root, (windows, held_out, more), data, tokenizer, seq_len)
-        source.searches, source.data = folder, parts["calibration"]
+        search.finished, search.data = folder, parts["calibration"]
         with qn.in_float32(root):
             original = kls.predictions(root, parts["measured"])
-            groups = _groups(source, parts["measured"])
-        weights = sum(group.weights for group in groups)
-        room = math.floor((bits or 0.0) * weights / 8 + 1e-6)
+            groups = search.groups = _groups(search, parts["measured"])
+        room = math.floor((bits or 0.0) * search.weights / 8 + 1e-6)
         sizes = [math.fsum(f(x.bytes.values()) for x in groups) for f in (min, max)]
-        least, most = (8 * size / weights for size in sizes)
-        if bits is not None and not least <= bits < (most if source.keeps_float else math.inf):
+        least, most = (8 * size / search.weights for size in sizes)
+        if bits is not None and not least <= bits < (most if search.keeps_float else math.inf):
             raise OptionError(
                 f"bits={bits:g}: expected from {least:.4f}, the bits of the smallest schemes, to "
                 f"below {most:.4f}, those of the largest. Give others, or other schemes."
             )
-        costs = _measure(source, groups, original)
+        costs = search.costs = _measure(search, original)
         with fast_dtype(root):
-            trials = _Trials(source, groups, costs, kls.predictions(root, parts["held_out"]))
+            search.original = kls.predictions(root, parts["held_out"])
         if kl is not None:
-            chosen = trials.smallest(kl)
+            chosen = search.smallest(kl)
             room = chosen.bytes
         else:
-            chosen = trials.measure(cheapest(costs, room, "bytes") or (), "allocated")
-        every = (*source.plans, *((FLOAT,) if source.keeps_float else ()))
-        uniforms = [trials.measure(x, name) for name, x in _uniform(costs, every, room).items()]
+            chosen = search.measure(cheapest(costs, room, "bytes") or (), "allocated")
+        every = (*search.plans, *((FLOAT,) if search.keeps_float else ()))
+        uniforms = [search.measure(x, name) for name, x in _uniform(costs, every, room).items()]
     uniform = min(uniforms, key=lambda each: (each.kl, each.bytes), default=None)
     if uniform is not None and uniform.kl <= chosen.kl:
         _log.info("no mixture is better than %s", uniform.label)
         chosen = uniform
     return Allocation(
         budget=budget,
-        recipe=trials.recipe(chosen.schemes),
+        recipe=search.recipe(chosen.schemes),
         groups=tuple(
             GroupScheme(group.names, group.weights, scheme, cost)
             for group, scheme, cost in zip(groups, chosen.schemes, costs, strict=True)
         ),
         chosen=chosen,
         uniform=uniform,
-        measured=tuple(trials.found.values()),
+        measured=tuple(search.found.values()),
         text={name: kls.token_count(part) for name, part in parts.items()},
     )
 
 
-def _source(
+def _search(
     model: nn.Module, schemes: Sequence[str], rules: tuple[Rule, ...], options: dict[str, Any]
-) -> _Source:
-    """Return a float model and its plans. Raises OptionError, StateError."""
+) -> _Search:
+    """Return what searches for the schemes of a model. Raises OptionError, StateError."""
     root = rec.unwrap(model)
     if qn.require_float(root, "allocate") is not None or isinstance(root, fx.GraphModule):
         raise StateError(
             "The model is prepared, or a graph. allocate converts copies of a live float model: "
             "start from that; the rules fit its graph, too."
         )
-    if root.training:
-        raise StateError(
-            "Expected a model in evaluation mode, got one in training mode, in which dropout is "
-            "on. Call model.eval() first."
-        )
+    require_evaluating(root)
     if ranks().size > 1:
         raise OptionError("allocate runs in one process. Convert with its rules in all of them.")
     names = tuple(dict.fromkeys(each for each in schemes if each not in _FLOATS))
@@ -318,7 +313,7 @@ def _source(
     plans = {name: qn.plan_layers(root, LinearConfig(name, **options), rules) for name in fields}
     for plan in plans.values():
         qn.require_layers(plan)
-    return _Source(root, plans, keeps_float, rules, options)
+    return _Search(root, plans, keeps_float, rules, options)
 
 
 def _parts(
@@ -343,24 +338,36 @@ def _needs_text(config: LinearConfig) -> bool:
 
 
 @dataclass
-class _Source:
-    """A float model that is quantized in parts, and its plan in each scheme."""
+class _Search:
+    """A float model, its plan in each scheme, its groups, and whole models that were measured."""
 
     root: nn.Module
     plans: Mapping[str, qn.Plan]
     keeps_float: bool
     rules: tuple[Rule, ...]  # of the user
     options: Mapping[str, Any]  # of LinearConfig
-    searches: str = ""  # a folder for finished searches
+    finished: str = ""  # a folder for finished searches
     data: Sequence[Any] = ()  # to calibrate on
+    groups: Sequence[_Group] = ()
+    costs: Costs = ()
+    original: kls.Predictions = ()  # on held-out text
+    found: dict[Schemes, Candidate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         found = {each.name: each for plan in self.plans.values() for each in plan.layers}
         self.names = [each.name for each in next(iter(self.plans.values())).entries]
         self.planned = [found[name] for name in self.names if name in found]
 
-    def recipe(self, main: str, chosen: Mapping[str, str]) -> Recipe:
-        """Return the recipe of a model with a scheme for some layers, `main` for all others."""
+    @property
+    def weights(self) -> int:
+        """The weights of all groups."""
+        return sum(group.weights for group in self.groups)
+
+    def recipe(self, schemes: Sequence[str]) -> Recipe:
+        """Return the recipe of a model with a scheme for each group."""
+        chosen = {layer.name: FLOAT for layer in self.planned}
+        for group, scheme in zip(self.groups, schemes, strict=True):
+            chosen |= dict.fromkeys(group.names, scheme)
         # The options of the rule of the user stay.
         alike: dict[str, tuple[dict[str, Any] | None, list[str]]] = {}
         for name, scheme in chosen.items():
@@ -379,15 +386,53 @@ class _Source:
             short = {n: _pattern(n) if members[_pattern(n)] <= set(names) else n for n in names}
             globs = covering_globs(list(dict.fromkeys(short.values())), {*map(_pattern, left)})
             found += [(glob, options) for glob in globs]
+        main = max(self.plans, key=list(chosen.values()).count)
         return Recipe(LinearConfig(main, **self.options), (*found, *self.rules))
 
-    def convert(self, recipe: Recipe) -> nn.Module:
+    def convert(self, schemes: Sequence[str]) -> nn.Module:
         """Return a converted copy of the model."""
         # Inference tensors could not be written to.
         with torch.inference_mode(False):
             model = copy.deepcopy(self.root)
+        recipe = self.recipe(schemes)
         data = list(self.data) if any(map(_needs_text, recipe.configs())) else None
-        return convert(model, **recipe.arguments(), data=data, resume=self.searches)
+        return convert(model, **recipe.arguments(), data=data, resume=self.finished)
+
+    def measure(self, schemes: Schemes, label: str) -> Candidate:
+        """Return a model, once it is measured, with the last label that is given for it."""
+        known = self.found.get(schemes)
+        if known is None:
+            cost = total(self.costs, schemes)
+            model = self.convert(schemes)
+            with fast_dtype(model):
+                kl = kls.mean_kl(kls.compare(model, self.original))
+            bits = 8 * cost.bytes / self.weights
+            known = Candidate(label, bits, cost.bytes, cost.kl, kl, schemes)
+        self.found[schemes] = dataclasses.replace(known, label=label)
+        return self.found[schemes]
+
+    def smallest(self, kl: float) -> Candidate:
+        """Return the smallest of a few models that is measured to be within a KL."""
+        asked, tried = kl, list[Candidate]()
+        while len(tried) < _TRIES:
+            schemes = cheapest(self.costs, asked, "kl")
+            if schemes is None or set(schemes) == {FLOAT} or schemes in self.found:
+                break
+            each = self.measure(schemes, "allocated")
+            tried.append(each)
+            # What is predicted is off by about as much as here.
+            asked = each.predicted * kl / each.kl if each.kl else 2 * asked
+            asked *= 1 if each.kl <= kl else 0.97
+        within = [each for each in tried if each.kl <= kl]
+        if not within:
+            one = (c.kl for each in self.costs for s, c in each.items() if s != FLOAT)
+            least = math.fsum(min(c.kl for c in each.values()) for each in self.costs) or min(one)
+            nearest = min((each.kl for each in tried), default=least)
+            raise OptionError(
+                f"kl={kl:g}: the nearest model has {nearest:.6g}. Give a larger kl, or schemes of "
+                "more bits."
+            )
+        return min(within, key=lambda each: (each.bytes, each.kl))
 
 
 class _Group(NamedTuple):
@@ -409,9 +454,9 @@ def _pattern(name: str) -> str:
     )
 
 
-def _groups(source: _Source, batches: Sequence[Any]) -> list[_Group]:
+def _groups(search: _Search, batches: Sequence[Any]) -> list[_Group]:
     """Return the groups of the layers that batches reach. Raises StateError without any."""
-    inputs = _inputs(source.root, {qn.caller_of(each.module) for each in source.planned}, batches)
+    inputs = _inputs(search.root, {qn.caller_of(each.module) for each in search.planned}, batches)
 
     def keys(layer: LayerPlan) -> set[object]:
         pattern = _pattern(layer.name)
@@ -423,8 +468,8 @@ def _groups(source: _Source, batches: Sequence[Any]) -> list[_Group]:
         return found | {(parent, each) for each in inputs.get(layer.module, ())}
 
     groups, unreached = [], list[str]()
-    plans = {name: {each.name: each for each in plan.layers} for name, plan in source.plans.items()}
-    for members in qn.joined(source.planned, keys):
+    plans = {name: {each.name: each for each in plan.layers} for name, plan in search.plans.items()}
+    for members in qn.joined(search.planned, keys):
         names = tuple(each.name for each in members)
         callers = {qn.caller_of(each.module) for each in members}
         if callers.isdisjoint(inputs):
@@ -439,7 +484,7 @@ def _groups(source: _Source, batches: Sequence[Any]) -> list[_Group]:
                     math.prod(x.shape) * x.config.format.bits_per_weight(x.shape) for x in found
                 ]
                 bits[scheme] = sum(sizes)
-        if source.keeps_float or not bits:
+        if search.keeps_float or not bits:
             bits[FLOAT] = sum(8 * x.module.get_parameter("weight").nbytes for x in alone)
         weights = sum(math.prod(each.shape) for each in alone)
         groups.append(_Group(names, weights, {k: round(n / 8) for k, n in bits.items()}, callers))
@@ -475,15 +520,14 @@ def _inputs(
     return found
 
 
-def _measure(
-    source: _Source, groups: Sequence[_Group], original: kls.Predictions
-) -> list[dict[str, Cost]]:
+def _measure(search: _Search, original: kls.Predictions) -> list[dict[str, Cost]]:
     """Return the costs of each group in its schemes."""
     # In float32: where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8
     # bits do.
+    groups, root = search.groups, search.root
     found = [{s: Cost(n, 0.0) for s, n in group.bytes.items()} for group in groups]
     current().expect(sum(len(group.bytes.keys() - {FLOAT}) for group in groups), "groups")
-    for scheme in source.plans:
+    for scheme in search.plans:
         left = [i for i, group in enumerate(groups) if scheme in group.bytes]
         while left:
             # No two that have weights in one module of experts.
@@ -492,14 +536,14 @@ def _measure(
                 if all(groups[i].callers.isdisjoint(groups[j].callers) for j in part):
                     part.append(i)
             left = [i for i in left if i not in part]
-            chosen = {name: FLOAT for group in groups for name in group.names}
-            chosen |= {name: scheme for i in part for name in groups[i].names}
-            converted = source.convert(source.recipe(scheme, chosen))
-            with qn.in_float32(source.root, converted):
+            schemes = [scheme if i in part else FLOAT for i in range(len(groups))]
+            converted = search.convert(schemes)
+            with qn.in_float32(root, converted):
                 for i in part:
-                    with _swapped(source.root, groups[i].callers, converted):
-                        kl = kls.mean_kl(kls.compare(source.root, original))
-                    found[i][scheme] = Cost(groups[i].bytes[scheme], kl)
+                    with _swapped(root, groups[i].callers, converted):
+                        kl = kls.mean_kl(kls.compare(root, original))
+                    # Infinite where a model rules out what the original allows.
+                    found[i][scheme] = Cost(groups[i].bytes[scheme], min(kl, 1e6))
                     current().step()
     return found
 
@@ -517,62 +561,6 @@ def _swapped(
             stack.callback(holder._modules.__setitem__, last, holder._modules[last])
             holder._modules[last] = converted.get_submodule(path)
         yield
-
-
-@dataclass
-class _Trials:
-    """Whole models, each converted and measured once on held-out text."""
-
-    source: _Source
-    groups: Sequence[_Group]
-    costs: Costs
-    original: kls.Predictions
-    found: dict[Schemes, Candidate] = field(default_factory=dict)
-
-    def recipe(self, schemes: Schemes) -> Recipe:
-        """Return the recipe of a model, whose main scheme is that of most of its weights."""
-        sizes = dict.fromkeys(self.source.plans, 0)
-        chosen = {layer.name: FLOAT for layer in self.source.planned}
-        for group, scheme in zip(self.groups, schemes, strict=True):
-            sizes[scheme] = sizes.get(scheme, 0) + group.weights
-            chosen |= dict.fromkeys(group.names, scheme)
-        return self.source.recipe(max(self.source.plans, key=lambda each: sizes[each]), chosen)
-
-    def measure(self, schemes: Schemes, label: str) -> Candidate:
-        """Return a model, once it is measured, with the last label that is given for it."""
-        known = self.found.get(schemes)
-        if known is None:
-            cost = total(self.costs, schemes)
-            model = self.source.convert(self.recipe(schemes))
-            with fast_dtype(model):
-                kl = kls.mean_kl(kls.compare(model, self.original))
-            bits = 8 * cost.bytes / sum(group.weights for group in self.groups)
-            known = Candidate(label, bits, cost.bytes, cost.kl, kl, schemes)
-        self.found[schemes] = dataclasses.replace(known, label=label)
-        return self.found[schemes]
-
-    def smallest(self, kl: float) -> Candidate:
-        """Return the smallest of a few models that is measured to be within a KL."""
-        asked, tried = kl, list[Candidate]()
-        while len(tried) < _TRIES:
-            schemes = cheapest(self.costs, asked, "kl")
-            if schemes is None or set(schemes) == {FLOAT} or schemes in self.found:
-                break
-            each = self.measure(schemes, "allocated")
-            tried.append(each)
-            # What is predicted is off by about as much as here.
-            asked = each.predicted * kl / each.kl if each.kl else 2 * asked
-            asked *= 1 if each.kl <= kl else 0.97
-        within = [each for each in tried if each.kl <= kl]
-        if not within:
-            one = (c.kl for each in self.costs for s, c in each.items() if s != FLOAT)
-            least = math.fsum(min(c.kl for c in each.values()) for each in self.costs) or min(one)
-            nearest = min((each.kl for each in tried), default=least)
-            raise OptionError(
-                f"kl={kl:g}: the nearest model has {nearest:.6g}. Give a larger kl, or schemes of "
-                "more bits."
-            )
-        return min(within, key=lambda each: (each.bytes, each.kl))
 
 
 def _uniform(costs: Costs, schemes: Sequence[str], room: float) -> dict[str, Schemes]:

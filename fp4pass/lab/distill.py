@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.progress import current, shown
-from ..errors import CalibrationError, NonFiniteError, StateError, require_number
+from ..errors import CalibrationError, NonFiniteError, require_number
+from ..evaluation import require_evaluating
 from ..record import unwrap
 from . import divergence as kls
 from .latent import freeze, last_latent, latents_of, rounded, trainable
@@ -33,21 +34,11 @@ _ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-14}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The student after so many steps.
-
-    Attributes:
-        step: how many it had taken.
-        loss: KL(original || student) on the batches since the evaluation before, None at the start.
-        kl: the same on the held-out batches.
-
-    Example:
-        >>> fp4pass.distill(model, original, windows, steps=2, progress=False).history[0].step
-        0
-    """
+    """The student after so many steps."""
 
     step: int
-    loss: float | None
-    kl: float
+    loss: float | None  # KL(original || student) on the batches since the evaluation before
+    kl: float  # the same on the held-out batches
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,8 @@ class Distillation:
     """The record of a call of `distill`.
 
     Attributes:
-        history: the start and every evaluation.
+        history: the start and every evaluation: `step`, `loss` on the batches since the one before,
+            None at the start, and `kl` on the held-out batches.
         best: the one whose weights the model has.
         codes_changed: share of the codes of trained layers that differ from those of the start.
         tokens: that it was trained on, each as often as it was read.
@@ -130,7 +122,7 @@ def distill(
         share: how far latent weights begin on the way from the values of their codes to the float
             weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
-            Embeddings and layers in floating point stay.
+            Embeddings, experts and layers in floating point stay.
         seed: of the order of the batches, and of text that the original writes.
         progress: as for `convert`.
 
@@ -154,11 +146,7 @@ def distill(
     for name, way in (("travel", travel), ("others", others)):
         require_number(name, "a number that is not negative", way, float, 0)
     model, original = unwrap(model), unwrap(original)
-    if model.training or original.training:
-        raise StateError(
-            "Expected models in evaluation mode, got one in training mode, in which dropout is on. "
-            "Call .eval() on both first."
-        )
+    require_evaluating(model, original)
     # Training needs gradients, wherever it is called.
     with shown("distill", progress), torch.inference_mode(False), torch.enable_grad():
         own, apart = _read(original, batches, held_out, tokenizer, steps * batch_size, seed)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .. import calibration
-from ..errors import NonFiniteError, ShapeError, StateError
-from ..evaluation import fitting_batch_size, token_kl
+from ..errors import NonFiniteError, ShapeError
+from ..evaluation import fitting_batch_size, logits_in, token_kl
 from ..quantization import call_arguments, device_of
 from ..record import unwrap
 
@@ -26,30 +27,6 @@ NAN = (
     "A model returns NaN, or no token is visible. Look for NaN in the weights of both, try both in "
     "float32, and look at attention_mask."
 )
-
-
-class _Kl(torch.autograd.Function):
-    """KL in chunks of tokens, whose gradient is computed with it, in the dtype of the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, learns: bool) -> Tensor:
-        rows, vocabulary = student.shape
-        size = max(1, _CHUNK // vocabulary)
-        grad = torch.empty_like(student) if learns else student.new_empty(rows, 0)
-        total = torch.zeros((), dtype=torch.float64, device=student.device)
-        for own, other, out in zip(
-            student.split(size), teacher.split(size), grad.split(size), strict=True
-        ):
-            total += token_kl(own, other).sum()
-            if learns:
-                out.copy_((own.float().softmax(-1) - other.float().softmax(-1)) / rows)
-        ctx.save_for_backward(grad)
-        return (total / rows).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = ctx.saved_tensors
-        return grad * grads[0].to(grad.dtype), None, None
 
 
 def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
@@ -68,10 +45,13 @@ def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
         tensor(0.)
     """
     require_equal(student, teacher)
-    teacher = teacher.detach().to(student.device)
-    learns = student.requires_grad and torch.is_grad_enabled()
-    found: Tensor = _Kl.apply(student.flatten(0, -2), teacher.flatten(0, -2), learns)
-    return found
+    rows, others = student.flatten(0, -2), teacher.detach().to(student.device).flatten(0, -2)
+    size = max(1, _CHUNK // rows.shape[1])
+    # In chunks of tokens that are computed again in the backward, for float32 takes memory.
+    parts = zip(rows.split(size), others.split(size), strict=True)
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    kls = [checkpoint(lambda a, b: token_kl(a, b).sum(), *part, **options) for part in parts]
+    return (torch.stack(kls).sum() / len(rows)).float()
 
 
 def require_equal(logits: Tensor, others: Tensor) -> None:
@@ -93,13 +73,7 @@ def logits_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     mask = kwargs.get("attention_mask")
     if "use_cache" in inspect.signature(unwrap(model).forward).parameters:
         kwargs = {"use_cache": False, **kwargs}
-    output = model(*args, **kwargs)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 3:
-        raise StateError(
-            "The output of the model: expected logits [batch, tokens, vocabulary], got "
-            f"{type(output).__name__} without them. Give a causal language model."
-        )
+    logits = logits_in(model(*args, **kwargs))
     if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
         return logits, mask.bool().to(logits.device)
     return logits, None

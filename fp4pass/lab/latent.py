@@ -24,8 +24,8 @@ from ..core.formats import Format
 from ..core.packing import pack_codes, unpack_codes
 from ..distributed import sharded_parameter
 from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected, require_number
-from ..nn.experts import QUANTIZED, parts_of, quantize_pairs, weight_name
-from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear, StoredWeight, quantize_input
+from ..nn.experts import QUANTIZED
+from ..nn.linear import PACKED, QuantizedLinear, StoredWeight, quantize_input
 from ..record import ModelState, Report, get_state, set_state, unwrap
 
 # Latents begin this part of a cell from its ends, so that no arithmetic rounds them elsewhere.
@@ -73,18 +73,11 @@ def codes_of(latent: Tensor, element: Element) -> Tensor:
 
 
 def steps_of(stored: StoredWeight, fmt: Format) -> Tensor:
-    """Return the steps of blocks as `dequantize` computes them: float32 [..., N, K / block].
-
-    A stack [E, N, K] may have a global scale for each expert, or for parts of its rows.
-    """
+    """Return the steps of blocks as `dequantize` computes them: float32 [N, K / block]."""
     step = scale_table(fmt.scale, stored.scale.device)[stored.scale.int()]
-    factor = stored.global_scale
-    if factor is None:
+    if stored.global_scale is None:
         return step
-    if step.ndim == 3:
-        rows = step.shape[1] // parts_of(stored)
-        factor = factor.view(len(step), -1).repeat_interleave(rows, 1).unsqueeze(-1)
-    return step.mul_(factor) if fmt.multiplies else step.div_(factor)
+    return step.mul_(stored.global_scale) if fmt.multiplies else step.div_(stored.global_scale)
 
 
 def in_steps(numbers: Tensor, steps: Tensor) -> Tensor:
@@ -96,7 +89,7 @@ def in_steps(numbers: Tensor, steps: Tensor) -> Tensor:
 def latent_weight(
     packed: Tensor, steps: Tensor, target: Tensor, fmt: Format, share: float
 ) -> Tensor:
-    """Return latents float32 [..., N, K] that round to the codes of a packed weight [..., N, P].
+    """Return latents float32 [N, K] that round to the codes of a packed weight [N, P].
 
     Each lies `share` of the way from the value of its code to what is nearest to the float weight
     in the cell of that code. `target` is that weight as it is stored, rotated if the layer is.
@@ -129,15 +122,15 @@ class _Straight(torch.autograd.Function):
         return grad if steps is None else in_steps(grad.float(), steps), None, None
 
 
-class Latent(nn.Module):
-    """A packed layer that learns its codes: weight and input are rounded as it rounds them.
+class LatentLinear(nn.Module):
+    """A packed linear layer that learns its codes: weight and input are rounded as it rounds them.
 
     Attributes:
         packed: the layer.
-        latent: float32 [N, K], or [E, N, K] of a stack.
+        latent: float32 [N, K].
     """
 
-    def __init__(self, packed: PackedBlocks, latent: nn.Parameter) -> None:
+    def __init__(self, packed: QuantizedLinear, latent: nn.Parameter) -> None:
         super().__init__()
         self.packed, self.latent = packed, latent
 
@@ -150,61 +143,19 @@ class Latent(nn.Module):
         found: Tensor = _Straight.apply(self.latent, dense, steps)
         return found
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return a checked input, rotated as the weight is."""
-        rotation = self.packed.config.input_rotation
-        return ops.rotate(x, rotation) if rotation else x
-
-
-class LatentLinear(Latent):
-    """A linear layer that learns its codes."""
-
-    packed: QuantizedLinear
-
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias [..., N] for x [..., K], both rounded, in x's dtype."""
         packed, x = self.packed, self.packed.checked_input(input)
-        rows, dtype = self.rows(x), _product_dtype(x)
+        rows = ops.rotate(x, r) if (r := packed.config.input_rotation) else x
         if not packed.config.weight_only:
             with torch.no_grad():
                 quantized = quantize_input(x, packed.packed_weight, packed.config)
                 other = ops.dequantize(*quantized, packed.config.format.key, x.dtype)
             rows = _Straight.apply(rows, other, None)
+        # Weights times their global scale may not fit float16.
+        dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
         bias = None if packed.bias is None else packed.bias.to(dtype)
         return F.linear(rows.to(dtype), self.weight(dtype), bias).to(x.dtype)
-
-
-class LatentExperts(Latent):
-    """A stack of experts that learns its codes."""
-
-    def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""
-        x = self.packed.checked_input(x)
-        rows, dtype = self.rows(x), _product_dtype(x)
-        if not self.packed.config.weight_only:
-            other = self._rounded(x, ids)
-            rows = rows.unsqueeze(1).expand_as(other) if other.ndim > rows.ndim else rows
-            rows = _Straight.apply(rows, other, None)
-        bias = None if bias is None else bias.to(dtype)
-        return ops.experts_dense(rows.to(dtype), ids, self.weight(dtype), bias).to(x.dtype)
-
-    @torch.no_grad()
-    def _rounded(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return rounded inputs: [T, k, K] where each expert has a global scale."""
-        key = self.packed.config.format.key
-        codes, scale, number = quantize_pairs(x, ids, self.packed.packed_weight, self.packed.config)
-        if number is None or len(number) == 1:
-            return ops.dequantize(codes, scale, number, key, x.dtype)
-        found = x.new_zeros((*ids.shape, x.shape[-1]))
-        for i, own in enumerate(number.split(1)):
-            pairs = ids == i
-            found[pairs] = ops.dequantize(codes[pairs], scale[pairs], own, key, x.dtype)
-        return found
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products: weights times their global scale may not fit float16."""
-    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 @dataclass(frozen=True)
@@ -214,25 +165,23 @@ class StudentState(ModelState):
     Attributes:
         converted: the state of the model before.
         untrained: the parameters that required gradients then, and do not as it learns.
-        save_pretrained: of the converted model, if it has one.
     """
 
     status: ClassVar[str] = "trainable"
 
     converted: ModelState
     untrained: tuple[str, ...]
-    save_pretrained: Any
 
 
 @torch.no_grad()
 def trainable(
     model: nn.Module, original: nn.Module, *, others: bool = True, share: float = 0.5
 ) -> nn.Module:
-    """Give the quantized layers of a converted model latent weights to learn, and return it.
+    """Give the quantized linear layers of a converted model latent weights to learn, in place.
 
-    In place. Latents are float32 parameters in units of the block's step that round to the codes of
-    the model, so that the student computes what the model does. Embeddings, and layers in floating
-    point, no longer require gradients. `freeze` makes it a converted model again.
+    Latents are float32 parameters in units of the block's step that round to the codes of the
+    model, so that the student computes what the model does. Embeddings, stacks of experts, and
+    layers in floating point stay as they are. `freeze` makes it a converted model again.
 
     Args:
         model: converted or loaded.
@@ -260,25 +209,22 @@ def trainable(
     latents: dict[Tensor, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
     for name, layer in root.named_modules():
-        if not isinstance(layer, QUANTIZED):
+        if not isinstance(layer, QuantizedLinear):
             continue
         stored, fmt = layer.packed_weight, layer.config.format
         target = _target(source, name, layer)
         if layer.weight_packed not in latents:
             latent = latent_weight(stored.packed, steps_of(stored, fmt), target, fmt, share)
             latents[layer.weight_packed] = nn.Parameter(latent)
-        kind = LatentLinear if isinstance(layer, QuantizedLinear) else LatentExperts
-        made[layer] = kind(layer, latents[layer.weight_packed]).train(layer.training)
+        made[layer] = LatentLinear(layer, latents[layer.weight_packed]).train(layer.training)
+    if not made:
+        raise StateError("The model to train has no quantized linear layer, which could learn.")
     wanted = [name for name, each in root.named_parameters() if each.requires_grad]
     untrained = [n for n in wanted if not (others and root.get_parameter(n).ndim < 2)]
     for name in untrained:
         root.get_parameter(name).requires_grad_(False)
     _replace(root, made)
-    save_pretrained = root.__dict__.get("save_pretrained")
-    if save_pretrained is not None:
-        root.__dict__["save_pretrained"] = _refuse_saving
-    facts = (state, tuple(untrained), save_pretrained)
-    set_state(root, StudentState(state.recipe, state.report, *facts))
+    set_state(root, StudentState(state.recipe, state.report, state, tuple(untrained)))
     return model
 
 
@@ -322,17 +268,15 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     ]
     for name in state.untrained:
         root.get_parameter(name).requires_grad_(True)
-    if state.save_pretrained is not None:
-        root.__dict__["save_pretrained"] = state.save_pretrained
     recipe = {**state.recipe, **({"distilled": facts} if facts else {})}
     changed: Any = {"recipe": recipe, "report": Report(tuple(rows))}
     set_state(root, dataclasses.replace(state.converted, **changed))
     return student
 
 
-def latents_of(student: nn.Module) -> dict[str, Latent]:
+def latents_of(student: nn.Module) -> dict[str, LatentLinear]:
     """Return the layers with latents, by name."""
-    return {name: each for name, each in student.named_modules() if isinstance(each, Latent)}
+    return {name: each for name, each in student.named_modules() if isinstance(each, LatentLinear)}
 
 
 def _replace(root: nn.Module, by: Mapping[nn.Module, nn.Module]) -> None:
@@ -341,10 +285,6 @@ def _replace(root: nn.Module, by: Mapping[nn.Module, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child is not None and child in by:
                 parent._modules[name] = by[child]
-
-
-def _refuse_saving(*args: Any, **kwargs: Any) -> None:
-    raise StateError("The model has latents that learn. Call freeze(model) before it is saved.")
 
 
 def _require_trainable(root: nn.Module) -> ModelState:
@@ -370,9 +310,9 @@ def _require_trainable(root: nn.Module) -> ModelState:
     return state
 
 
-def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
-    """Return the float weight of a layer as it is stored: float32 [..., N, K]."""
-    fmt, place = layer.config.format, weight_name(name, layer)
+def _target(original: nn.Module, name: str, layer: QuantizedLinear) -> Tensor:
+    """Return the float weight of a layer as it is stored: float32 [N, K]."""
+    fmt, place = layer.config.format, f"{name}.weight" if name else "weight"
     if fmt.has_float_scale:
         raise OptionError(
             f"{name}: layers in {fmt.key} do not learn: the scales that learning takes as they are "
@@ -388,8 +328,8 @@ def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
             f"{type(original).__name__} without it, or without values. Give the model that was "
             "converted."
         )
-    rows = layer.packed_weight.packed.shape[:-1]
-    wanted = layer.as_parameter(torch.empty((*rows, layer.in_features), device="meta")).shape
+    rows = (layer.out_features, layer.in_features)
+    wanted = layer.as_parameter(torch.empty(rows, device="meta")).shape
     if weight.shape != wanted:
         what = f"{name}: the weight of the original"
         raise ShapeError(expected(what, str(tuple(wanted)), str(tuple(weight.shape))))
@@ -397,5 +337,5 @@ def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
         raise NonFiniteError(
             f"{name}: the weight of the original holds NaN or infinity. Repair it before the call."
         )
-    matrices = layer.unstacked(layer.from_parameter(weight.to(layer.weight_packed.device)))
-    return layer.stacked([layer.config.stored(each).float() for each in matrices])
+    weight = layer.from_parameter(weight.to(layer.weight_packed.device))
+    return layer.config.stored(weight).float()

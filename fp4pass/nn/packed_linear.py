@@ -151,17 +151,13 @@ class PackedLinear(nn.Module):
 
     def checked_input(self, input: Tensor) -> Tensor:
         """Return a dense input [..., K] with values, cast by autocast as a linear layer's is."""
-        if type(input) is not Tensor:
-            self._require_own_tensor(input)
-        if input.is_nested or input.layout is not torch.strided:
-            require_dense(self._input_name, input)
+        kind = input.device.type if type(input) is Tensor else ""
+        if kind in ("", "meta") or input.is_nested or input.layout is not torch.strided:
+            kind = self._checked_kind(input)
         if not input.ndim or input.shape[-1] != self.in_features:
             wanted = f"shape [..., {self.in_features}]"
             raise ShapeError(expected(self._input_name, wanted, tuple(input.shape)))
         # Autocast leaves float64. Asking whether it is on for the meta device is an error.
-        kind = input.device.type
-        if kind == "meta":
-            self._require_meta()
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input
         return input.to(torch.get_autocast_dtype(kind))
@@ -170,7 +166,8 @@ class PackedLinear(nn.Module):
     def _input_name(self) -> str:
         return f"The input of {type(self).__name__}"
 
-    def _require_own_tensor(self, input: object) -> None:
+    def _checked_kind(self, input: object) -> str:
+        """Return the type of the device of an unusual input, once it is known to be served."""
         if not isinstance(input, Tensor):
             raise DtypeError(expected(self._input_name, "a tensor", type(input).__name__))
         if is_sharded(input):
@@ -179,11 +176,12 @@ class PackedLinear(nn.Module):
                 "fp4pass.parallelize(model, mesh), or by the styles of fp4pass.parallel."
             )
 
-    def _require_meta(self) -> None:
-        if not all(each.is_meta for each in self.packed().values()):
+        require_dense(self._input_name, input)
+        if input.is_meta and not all(each.is_meta for each in self.packed().values()):
             wanted, got = "a tensor with values", "one on the meta device"
             ways_out = "Move it to the layer, or the layer by .to('meta')."
             raise DtypeError(f"{expected(self._input_name, wanted, got)} {ways_out}")
+        return input.device.type
 
 
 def code_bits(packed: Tensor) -> Tensor:

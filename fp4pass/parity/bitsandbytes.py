@@ -9,10 +9,9 @@ Source: Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from ..core.progress import track
 from ..errors import (
     NonFiniteError,
     OptionError,
-    RuleError,
     ShapeError,
     StateError,
     expected,
@@ -34,13 +32,14 @@ from ..graph.rewrite import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import PACKED, SCALE
 from ..nn.packed_linear import BufferLayout, PackedLinear, swap_class
-from ..ops import FLOATS, gradients_of
+from ..ops import gradients_of
 from ..ops.checks import require_float
 from ..ops.registration import operator
 from ..quantization.functional import dequantize, quantize
-from ..quantization.plan import BuiltInRules, require_matches
+from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.replace import use_slow_paths
-from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers
+from ..quantization.scan import SkippedLayer
+from ..record import LinearConfig, Rules, check_rules
 from .codebooks import (
     CODEBOOKS,
     Codebook,
@@ -473,23 +472,22 @@ def swap(
     model: nn.Module,
     kind: str = "nf4",
     *,
-    include: str | Sequence[str] = "*",
-    exclude: str | Sequence[str] = (),
+    rules: Rules = (),
     block_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     threshold: float = 6.0,
 ) -> dict[str, str]:
     """Swap the linear layers of a model for Linear4bit or Linear8bitLt, in place.
 
-    Output embeddings, weights that are an embedding's and routers are skipped unless `include` has
-    their whole name. On the meta device nothing is quantized: the layers wait for a state dict of
-    quantized ones. Everything is checked before the first layer is swapped.
+    Output embeddings, weights that are an embedding's and routers are skipped unless a rule takes
+    them. On the meta device nothing is quantized: the layers wait for a state dict of quantized
+    ones. Everything is checked before the first layer is swapped.
 
     Args:
         model: the model; its modules stay the same objects.
         kind: a quant_type of Linear4bit, or "int8" for Linear8bitLt.
-        include: globs on the names of linear layers.
-        exclude: globs on the names of layers to skip; they come before `include`.
+        rules: as for `convert`: (glob, None) skips layers, (glob, {}) takes them; the first match
+            wins.
         block_size: as in Linear4bit.
         compute_dtype: as in Linear4bit.
         threshold: as in Linear8bitLt.
@@ -499,14 +497,14 @@ def swap(
 
     Raises:
         OptionError: an option is unknown or does not fit the kind.
-        RuleError: a glob matches nothing, or only some of the layers that share a weight.
-        ShapeError: `include` has the whole name of a layer that cannot be swapped.
+        RuleError: a rule matches nothing, or only some of the layers that share a weight.
+        ShapeError: a rule has the whole name of a layer that cannot be swapped.
         NonFiniteError: a weight holds NaN or infinity.
         StateError: no layer is left to swap.
 
     Example:
-        >>> fp4pass.parity.swap(model, "nf4", exclude="2")
-        {'0': 'nf4', '2': "exclude has '2'"}
+        >>> fp4pass.parity.swap(model, "nf4", rules=[("2", None)])
+        {'0': 'nf4', '2': "rule ('2', None)"}
     """
     if kind == INT8:
         if block_size is not None or compute_dtype is not None:
@@ -521,37 +519,24 @@ def swap(
         make = partial(Linear4bit.from_linear, quant_type=kind, **options)
     else:
         raise unknown_name("kind", kind, [*CODEBOOKS, INT8])
-    included, excluded = (
-        [each] if isinstance(each, str) else list(each) for each in (include, exclude)
-    )
-    layers = scan_layers(model) + [
-        LinearLayer(name, module, id(module), (module.out_features, module.in_features))
-        for name, module in model.named_modules()
-        if isinstance(module, PackedLinear)
-    ]
-    require_matches([(glob, None) for glob in (*included, *excluded)], layers)
-    built_in = BuiltInRules(model)
-    reasons = {each.name: _skip_reason(each, included, excluded, built_in) for each in layers}
-    chosen = [layer for layer in layers if not reasons[layer.name]]
-    taken = {layer.weight_key: layer for layer in chosen}
-    for layer in layers:
-        other = taken.get(layer.weight_key)
-        if other is not None and reasons[layer.name]:
-            raise RuleError(
-                f"{layer.name} and {other.name} share one weight, and only {other.name} would be "
-                f"swapped ({layer.name}: {reasons[layer.name]}). Exclude it, too."
-            )
-    if not taken:
+    given = check_rules(rules)
+    if wrong := [glob for glob, each in given if each]:
+        raise OptionError(f"rules: expected None or {{}} for {wrong[0]!r}, got options.")
+    # Blocks of a codebook take any width, as those of this format do.
+    plan = plan_layers(model, LinearConfig("fp8a16", "naive"), given)
+    reasons = {layer.name: _problem(layer) for layer in plan.entries}
+    chosen = [layer for layer in plan.layers if not reasons[layer.name]]
+    if not chosen:
         why = "; ".join(f"{name or 'the model'}: {each}" for name, each in [*reasons.items()][:5])
         raise StateError(
             f"The model has no linear layer to swap. {why or 'It has no linear layer at all.'}"
         )
-    for layer in taken.values():
-        weight: Any = layer.module.weight
+    for layer in chosen:
+        weight = layer.module.get_parameter("weight")
         if not weight.is_meta and not math.isfinite(weight_amax(weight)):
             raise NonFiniteError(
                 f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip "
-                f"the layer with exclude=[{layer.name!r}]."
+                f"the layer with rules=[({layer.name!r}, None)]."
             )
     use_slow_paths(model)
     first: dict[int, PackedWeight] = {}
@@ -564,38 +549,15 @@ def swap(
     return {name: reason or kind for name, reason in reasons.items()}
 
 
-def _problem(layer: LinearLayer) -> str:
+def _problem(layer: LayerPlan | SkippedLayer) -> str:
     """Return why a layer cannot be swapped, or ""."""
-    module, weight = layer.module, getattr(layer.module, "weight", None)
+    module = layer.module
     if isinstance(module, PackedLinear):
         return f"is {module} already"
     if isinstance(layer, SkippedLayer):
         return layer.skip_reason
     if not isinstance(module, nn.Linear) and not is_conv1d(module):
-        return "a graph reads its weight: fp4pass.convert rewrites graphs"
+        return "no layer calls it: fp4pass.convert rewrites graphs and stacks of experts"
     if "forward" in vars(module):
         return "its forward is not its class's (accelerate's hooks do that)"
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS or not weight.numel():
-        return "its weight is empty, or not float32, bfloat16, float16 or float64"
-    return ""
-
-
-def _skip_reason(
-    layer: LinearLayer, included: Sequence[str], excluded: Sequence[str], built_in: BuiltInRules
-) -> str:
-    """Return why a layer is not swapped, or ""."""
-    for glob in excluded:
-        if fnmatch.fnmatchcase(layer.name, glob):
-            return f"exclude has {glob!r}"
-    if not any(fnmatch.fnmatchcase(layer.name, glob) for glob in included):
-        return "not in include"
-    impossible = _problem(layer)
-    if layer.name not in included:
-        held = "" if impossible else built_in.reason(layer).partition(";")[0]
-        return f"{held}; its whole name in include swaps it" if held else impossible
-    if impossible:
-        raise ShapeError(
-            f"{layer.name} cannot be swapped: {impossible}. Leave it out of include, or choose "
-            "another kind."
-        )
     return ""

@@ -268,11 +268,6 @@ class CodebookState(OtherRecord):
         """The order of the codes in the bytes of `qdata`."""
         return "2 codes a byte, the first high"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and of absmax."""
-        return self.qdata.nbytes + self.absmax.nbytes
-
     @classmethod
     def _read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> CodebookState:
         """Return the record of tensors of a file, and of the facts beside them."""

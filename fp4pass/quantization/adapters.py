@@ -21,18 +21,6 @@ def peft_of(model: nn.Module) -> Any:
     return peft
 
 
-def adapter_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of a model that belong to adapters, and not to the model below them."""
-    peft = peft_of(model)
-    return peft.adapter_modules(model) if peft else set()
-
-
-def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return the names of the parameters that adapters replace while they run, by module."""
-    peft = peft_of(model)
-    return peft.changed_parameters(model) if peft else {}
-
-
 def parents(model: nn.Module) -> Callable[[str], str]:
     """Return a function from the path of a module to that of its parent, adapters aside."""
     peft = peft_of(model)
@@ -64,12 +52,6 @@ def forbid_adapter_merge(model: nn.Module) -> None:
     """Have the adapters of a converted model refuse to be merged into packed layers one by one."""
     if peft := peft_of(model):
         peft.refuse_merging(model, _is_packed, refuse_merge)
-
-
-def allow_adapter_merge(model: nn.Module) -> None:
-    """Have the adapters of a model whose layers are dense again merge as PEFT's own do."""
-    if peft := peft_of(model):
-        peft.let_merge(model, refuse_merge)
 
 
 def _is_packed(layer: object) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "QuantState",
     "QuantizedBlocks",
     "error_metrics",
+    "global_scale_for",
     "load_state",
     "quantize",
     "quantize_blocks",
@@ -103,7 +104,7 @@ def quantize_blocks(
             tokens at a time and summed in float64.
         block_hessian: [J, block, block], the sum of a a^T over the inputs a, in place of `inputs`.
         global_scale: the multiplier of all block scales: a number from 2^-126 to 2^126, or "auto"
-            for the smallest power of two with which the largest magnitude is within reach.
+            for what `global_scale_for` returns.
 
     Returns:
         The quantized blocks. A block of zeros has the smallest scale.
@@ -146,6 +147,27 @@ def quantize_blocks(
         packed, scale = search_ref(rows, hessian, given.item(), found, objective)
     packed = packed.view(*blocks.shape[:-1], -1).movedim(-1, dim)
     return QuantizedBlocks(packed, scale.view(blocks.shape[:-1]), given.item(), found, dim)
+
+
+def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
+    """Return the global scale that "auto" stands for.
+
+    Args:
+        weight: a floating-point tensor.
+        fmt: a format.
+
+    Returns:
+        float32 []: the smallest power of two with which the largest block scale times the largest
+        element reaches every magnitude of the weight; 1 for formats without a global scale.
+
+    Example:
+        >>> fp4pass.functional.global_scale_for(torch.tensor([[1.0] * 16]))
+        tensor(0.0005)
+    """
+    require_float("global_scale_for", "weight", weight)
+    if not weight.numel():
+        raise ShapeError(f"global_scale_for: expected a weight with elements, got {weight.shape}.")
+    return torch.tensor(get_format(fmt).global_scale_for(weight_amax(weight)), device=weight.device)
 
 
 def error_metrics(
@@ -209,7 +231,6 @@ def error_metrics(
 
 
 def _square(x: Tensor) -> float:
-    """Return the sum of squares, in float64."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
@@ -241,16 +262,12 @@ def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Ten
     shape = tuple(weight.shape)
     if not isinstance(dim, SupportsIndex) or not -weight.ndim <= dim < weight.ndim:
         raise ShapeError(f"{caller}: expected dim to be a dimension of {shape}, got dim={dim!r}.")
-    if fmt.has_float_scale:
-        raise OptionError(
-            f"{caller}: expected a format of blocks, got {fmt.key}, which has a float32 scale for "
-            f"{fmt.tile}. Call fp4pass.quantize(weight, {fmt.key!r})."
-        )
-    if shape[dim] not in fmt.blocks:
+    if fmt.has_float_scale or shape[dim] not in fmt.blocks:
         raise ShapeError(
             f"{caller}: expected dimension {dim} of the weight to be a block of {fmt.name}, one of "
-            f"{fmt.blocks}, got shape {shape}. Split a matrix [N, K] before the call: "
-            f"weight.unflatten(-1, (-1, {fmt.block}))."
+            f"{fmt.blocks}, got shape {shape}. Split a matrix [N, K] before the call, "
+            f"weight.unflatten(-1, (-1, {fmt.block})), or call fp4pass.quantize(weight, "
+            f"{fmt.key!r})."
         )
     if not weight.numel():
         raise ShapeError(f"{caller}: expected a weight with elements, got shape {shape}.")
@@ -331,6 +348,12 @@ def _block_hessians(
         raise NonFiniteError(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
+    # Sums in float32 or bfloat16 are off by so much.
+    off = largest.squeeze((1, 2)) * n * 1e-2
+    is_skewed = ((hessian - hessian.mT).abs().amax((1, 2)) > off).any()
+    if is_skewed or (torch.linalg.eigvalsh(hessian)[:, 0] < -off).any():
+        wanted = "sums of a a^T over inputs a, symmetric and positive semidefinite"
+        raise OptionError(expected(f"{caller}: block_hessian", wanted, "others"))
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 

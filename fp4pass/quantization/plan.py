@@ -40,8 +40,7 @@ from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.rows import Row
-from ..record.source_folder import source_folder, tensor_files
-from ..record.state import PreparedState, get_state
+from ..record.state import PreparedState, get_state, source_folder, tensor_files
 from .observers.observer import collect
 from .scan import (
     EMBEDDINGS,
@@ -89,22 +88,17 @@ class KeptWeight:
     problem: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerPlan(LinearLayer):
     """A layer to quantize, and how."""
 
-    config: LinearConfig = field(kw_only=True)
-    # One for each matrix; known after `with_shared_scales`.
-    global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
-    # The scale of the tensor that layers share which engines fuse; None to choose its own.
-    tensor_scale: float | None = field(default=None, kw_only=True)
-    # Known after `with_statistics`: of its inputs, and the processes that search its parts.
-    stats: Stats = field(default_factory=Stats, kw_only=True)
-    # The codes that a source in FP8 has, which are taken in place of a search.
-    kept: KeptWeight | None = field(default=None, kw_only=True)
-    # Said in the report.
-    note: str = field(default="", kw_only=True)
-    searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
+    config: LinearConfig
+    global_scales: tuple[float, ...] = (1.0,)  # of each matrix, known after `with_shared_scales`
+    tensor_scale: float | None = None  # that layers share which engines fuse; None for its own
+    stats: Stats = field(default_factory=Stats)  # of its inputs, known after `with_statistics`
+    kept: KeptWeight | None = None  # the codes of a source in FP8, in place of a search
+    note: str = ""  # said in the report
+    searchers: tuple[int, ...] = (0,)  # the processes that search its parts, known then, too
 
     @property
     def owner(self) -> int:
@@ -159,7 +153,7 @@ class Plan:
             found.setdefault(layer.weight_key, []).append(layer)
         return list(found.values())
 
-    def map(self, change: Callable[[LayerPlan], LayerPlan]) -> Plan:
+    def map(self, change: Callable[[LayerPlan], LayerPlan | SkippedLayer]) -> Plan:
         """Return a plan with each layer changed."""
         return Plan(tuple(change(e) if isinstance(e, LayerPlan) else e for e in self.entries))
 
@@ -183,21 +177,28 @@ class Plan:
 def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = ()) -> Plan:
     """Decide for every linear layer how it is quantized, or why it is skipped.
 
-    A rule (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules come
-    last: they skip output embeddings, heads of tasks, weights that the source of the model lacks,
-    weights of embeddings, and routers. Raises RuleError if a rule matches no layer, or takes apart
-    layers that share a weight; ShapeError if it names one layer, without a wildcard, that cannot be
-    quantized.
+    The first rule that matches wins; built-in rules come last. Raises RuleError if a rule matches
+    nothing or takes a weight apart, ShapeError if one names a layer that cannot be quantized.
     """
     built_in = BuiltInRules(model)
     found = scan_layers(model)
-    entries = []
+    entries: list[LayerPlan | SkippedLayer] = []
     for layer in found:
         rule = matching_rule(layer.name, rules)
         if rule is None:
             entries.append(_plan_layer(layer, config, built_in.reason(layer)))
-        else:
-            entries.append(_apply_rule(layer, rule, config))
+            continue
+        pattern, options = rule
+        if options is None:
+            entries.append(skip(layer, f"rule ({pattern!r}, None)"))
+            continue
+        entries.append(_plan_layer(layer, config.override(options)))
+        if pattern == layer.name and isinstance(entries[-1], SkippedLayer):
+            raise ShapeError(
+                f"{layer.name}: {entries[-1].skip_reason}. Skip this layer with "
+                f"{as_rules(layer.name)}, or choose a format with a smaller block or a smaller "
+                "rotation if it does not fit."
+            )
     require_matches(rules, found)
     _require_equal_configs(entries)
     return Plan(tuple(entries))
@@ -206,7 +207,6 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
 def _plan_layer(
     layer: LinearLayer, config: LinearConfig, reason: str = ""
 ) -> LayerPlan | SkippedLayer:
-    """Plan one layer; it is skipped for a reason, or if its weight does not fit."""
     if isinstance(layer, SkippedLayer):
         return layer
     reason = reason or _weight_reason(layer, config)
@@ -222,34 +222,17 @@ def _plan_layer(
     return LayerPlan(**vars(layer), config=config)
 
 
-def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPlan | SkippedLayer:
-    """Plan one layer by the first rule that matches it; a layer that is named must be possible."""
-    pattern, options = rule
-    if options is None:
-        return skip(layer, f"rule ({pattern!r}, None)")
-    planned = _plan_layer(layer, config.override(options))
-    if isinstance(planned, SkippedLayer) and pattern == layer.name:
-        ways_out = f"Skip this layer with {as_rules(layer.name)}"
-        if isinstance(layer, SkippedLayer):
-            raise ShapeError(f"{layer.name}: {layer.skip_reason}. {ways_out}.")
-        raise ShapeError(
-            f"{layer.name}: {planned.skip_reason}. {ways_out}, or choose a format with a smaller "
-            "block or a smaller rotation."
-        )
-    return planned
-
-
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
-    dtype = layer.module.get_parameter("weight").dtype
-    shape = layer.shape[1:] if layer.stage else layer.shape
-    problem = weight_problem(torch.empty(shape, dtype=dtype, device="meta"), config.format)
     if layer.stage and "cross" in config.needs:
         raise OptionError(
             f"{layer.name}: other tokens reach an expert in the quantized model than in the float "
             "one, so Gptq(target='cross') is not for it. Give experts another method with a rule, "
             f"({layer.name!r}, {{'method': 'gptq'}})."
         )
+    dtype = layer.module.get_parameter("weight").dtype
+    shape = layer.shape[1:] if layer.stage else layer.shape
+    problem = weight_problem(torch.empty(shape, dtype=dtype, device="meta"), config.format)
     if problem is None and config.rotation and layer.columns % config.rotation:
         return f"in_features={layer.columns} is not a multiple of {config.rotation} (the rotation)"
     return problem or ""
@@ -258,11 +241,9 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
     """Raise RuleError for layers of one weight in several configs: it is packed once."""
     first: dict[int, LayerPlan] = {}
-    entries = sorted(entries, key=lambda entry: isinstance(entry, SkippedLayer))
-    for entry in entries:
+    for entry in sorted(entries, key=lambda entry: isinstance(entry, SkippedLayer)):
         if isinstance(entry, LayerPlan):
-            other = first.setdefault(entry.weight_key, entry)
-            differs = entry.config != other.config
+            differs = entry.config != first.setdefault(entry.weight_key, entry).config
         else:
             differs = entry.weight_key in first and entry.skip_reason.startswith("rule (")
         if differs:
@@ -273,10 +254,7 @@ def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
 
 
 def with_statistics(plan: Plan) -> Plan:
-    """Return the plan with the statistics of calibration; layers of one weight share the sum.
-
-    Of several processes each has the sums of the weights that it is to search.
-    """
+    """Return the plan with the sums for each weight, in the processes that are to search it."""
     weights, group = plan.by_weight(), ranks()
     local: list[Stats] = []
     with group.together():
@@ -316,12 +294,8 @@ def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
     # Only a graph proves that nothing else reads the inputs.
     if not isinstance(model, fx.GraphModule):
         return plan
-    rotations = {
-        members[0].module: members[0].config.rotation
-        for members in plan.by_weight()
-        if len(members) == 1
-    }
-    changes = fold_rotations(model, rotations)
+    alone = [members[0] for members in plan.by_weight() if len(members) == 1]
+    changes = fold_rotations(model, {layer.module: layer.config.rotation for layer in alone})
 
     def folded(layer: LayerPlan) -> LayerPlan:
         config = dataclasses.replace(layer.config, **changes.get(layer.module, {}))
@@ -361,10 +335,7 @@ def joined(
 
 
 def with_unreached(plan: Plan) -> Plan:
-    """Return the plan with layers skipped, or quantized by "sse", that calibration never reached.
-
-    Those that are left are errors of `require_statistics`.
-    """
+    """Return the plan with layers that were not reached skipped, or quantized by "sse"."""
 
     def settled(layer: LayerPlan) -> LayerPlan | SkippedLayer:
         config = layer.config
@@ -375,7 +346,7 @@ def with_unreached(plan: Plan) -> Plan:
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 
-    return Plan(tuple(settled(e) if isinstance(e, LayerPlan) else e for e in plan.entries))
+    return plan.map(settled)
 
 
 def _has_statistics(layer: LayerPlan) -> bool:
@@ -428,20 +399,17 @@ def _place(module: nn.Module) -> tuple[nn.Module, str]:
 
 def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
     """Return the row of a layer that is not converted."""
-    reason = layer.skip_reason if isinstance(layer, SkippedLayer) else ""
-    return Row(layer.name, layer.shape, skip_reason=reason)
+    return Row(layer.name, layer.shape, skip_reason=getattr(layer, "skip_reason", ""))
 
 
 class BuiltInRules:
     """The layers that are skipped unless a rule takes them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._outputs = output_embeddings(model)
-        self._heads = task_heads(model)
+        self._outputs, self._heads = output_embeddings(model), task_heads(model)
         # A graph has only the names.
         self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
-        self._new = _new_weights(model)
-        self._tied = _embedding_weights(model)
+        self._new, self._tied = _new_weights(model), _embedding_weights(model)
         self._routers = _routers(model)
 
     def reason(self, layer: LinearLayer) -> str:
@@ -465,9 +433,7 @@ def _new_weights(model: nn.Module) -> set[int]:
     """Return the identities of weights that `from_pretrained` made, for its folder lacks them."""
     unread = newly_initialized(model)
     folder = source_folder(model) if unread else None
-    if folder is None:
-        return set()
-    files = tensor_files(folder)
+    files = {} if folder is None else tensor_files(folder)
     if not files:
         return set()
     # Of another size it may be pruned, which is not new.
@@ -477,7 +443,6 @@ def _new_weights(model: nn.Module) -> set[int]:
 
 
 def _routers(model: nn.Module) -> set[nn.Module]:
-    """Return the layers beside experts that choose among them."""
     found: set[nn.Module] = set()
     for module in model.modules():
         children = list(module.named_children())
@@ -510,7 +475,6 @@ def _expert_count(experts: nn.Module) -> int:
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
-    """Return the identities of all parameters that an embedding looks up."""
     found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if isinstance(model, fx.GraphModule):
         for node in model.graph.find_nodes(op="get_attr"):
@@ -545,11 +509,7 @@ def require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> Non
 
 
 def require_float(root: nn.Module, verb: str) -> PreparedState | None:
-    """Return the state of a model that holds no packed weight.
-
-    Raises StateError for a model that is converted, interrupted or sharded, or has a part that is,
-    where `verb` says what was to be done; VersionError for libraries that are too old.
-    """
+    """Return the state of a model that holds no packed weight; `verb` says what was to be done."""
     require("torch")
     require_transformers_for(root)
     if (name := sharded_parameter(root)) is not None:
@@ -598,9 +558,8 @@ def require_place(device: torch.device | str | None, by_layers: bool) -> None:
 def require_layers(plan: Plan) -> None:
     """Raise StateError for a model without anything to quantize."""
     if not plan.layers:
-        reasons = [f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5]]
-        why = "; ".join(reasons) or "It has no linear layer at all."
-        raise StateError(f"The model has no linear layer to quantize. {why}")
+        why = "; ".join(f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5])
+        raise StateError(f"The model has no linear layer to quantize. {why or 'There is none.'}")
 
 
 def require_unpaired(layers: Sequence[LayerPlan]) -> None:
@@ -632,10 +591,7 @@ def require_observers(
 
 
 def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
-    """Return the format of the key-value cache; `before` is of `prepare`, which is the default.
-
-    Raises OptionError for a name that is none, StateError for a cache that was not prepared for.
-    """
+    """Return the format of the key-value cache; `before` is of `prepare`, the default."""
     known = None if before is None else before.recipe.get(KV_CACHE)
     if kv_cache is None:
         return known
@@ -652,10 +608,7 @@ def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
 def require_statistics(
     part: Plan, whole: Plan, before: PreparedState | None, is_late: bool = False
 ) -> None:
-    """Raise CalibrationError for layers of a part without the statistics that their method needs.
-
-    `before` is of `prepare`; is_late: whether layers before these are packed already.
-    """
+    """Raise CalibrationError for layers of a part that lack what their method needs."""
     lacking = [layer for layer in part.layers if not _has_statistics(layer)]
     if not lacking:
         return

@@ -44,12 +44,7 @@ _FEW = 32
 
 
 def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
-    """Return the plan with the global scale of its group of layers for each layer.
-
-    So it is with the scale of a tensor, among layers that engines fuse.
-
-    The ranks that have the plan must all make the call.
-    """
+    """Return the plan with the scales that groups of layers share; all ranks make the call."""
     surveyed = _survey(plan.layers, group)
     largest = {name: [amax for amax, _ in each] for name, each in surveyed.items()}
     found: dict[int, tuple[float, ...]] = {}
@@ -88,28 +83,19 @@ def _survey(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[tuple[f
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: Any = None) -> list[Row]:
-    """Quantize the layers of a plan in place, and return the row of each entry.
-
-    cache: a `FinishedSearches`, for searches that need not be done again, or None.
-
-    From its first replaced weight on, the model is interrupted until `finish`.
-    """
+    """Quantize the layers of a plan in place, each search but those in `cache`; return all rows."""
     rows = {layer.name: planned_row(layer) for layer in plan.skipped}
     weights = plan.by_weight()
     copies = {members[0].weight_key for members in weights}
-
-    def remove_observers_once() -> None:
-        begin_replacing(root)
-        if isinstance(root, fx.GraphModule):
-            drop_unused_copies(root, copies)
-        copies.clear()
-
     # The global scale of inputs that layers share, by the facts that decide it.
     inputs: dict[tuple[object, ...], Tensor | None] = {}
     configs: dict[nn.Module, LinearConfig] = {}
     for members, packed in _packed(weights, cache):
         if copies:
-            remove_observers_once()
+            begin_replacing(root)
+            if isinstance(root, fx.GraphModule):
+                drop_unused_copies(root, copies)
+            copies.clear()
         # Layers that read one input share its scale as one buffer, for a compiled graph shares
         # their quantizations only if it sees one tensor.
         scale = packed.tensors[INPUT_GLOBAL]
@@ -252,10 +238,7 @@ def _relative_errors(squares: Sequence[list[float]]) -> tuple[float, float | Non
 def resolve_compute(
     config: LinearConfig, weights: Sequence[tuple[Tensor, Tensor]], kind: type[PackedBlocks]
 ) -> tuple[LinearConfig, str]:
-    """Return the config that packed weights can have, and why it is not the one that was asked for.
-
-    weights: packed codes [..., N, P] and scale bits [..., N, K / block]; kind: of the layer.
-    """
+    """Return the config that packed weights can have, and why it is not the one asked for."""
     why = ""
     if config.compute == "input":
         return config, why
@@ -289,23 +272,18 @@ def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
     root = unwrap(model)
     LinearConfig(compute=compute)
     state = get_state(root)
-    if state is None or state.status != "converted":
-        raise StateError("set_compute: the model is not converted. Call convert or load first.")
-    if isinstance(root, fx.GraphModule):
+    if state is None or state.status != "converted" or isinstance(root, fx.GraphModule):
         raise StateError(
-            "set_compute: the nodes of a converted graph say what they compute. Convert the graph "
-            "with compute=, or the model itself."
+            "set_compute: expected a live model that is converted or loaded. A graph is converted "
+            "with compute=."
         )
     rows = {row.name: row for row in state.report.rows}
     for name, module in root.named_modules():
         if not isinstance(module, QUANTIZED):
             continue
-        weight = module.packed_weight
-        module.config, why = resolve_compute(
-            module.config.override({"compute": compute}),
-            [(weight.packed, weight.scale)],
-            type(module),
-        )
+        config, weight = module.config.override({"compute": compute}), module.packed_weight
+        weights = [(weight.packed, weight.scale)]
+        module.config, why = resolve_compute(config, weights, type(module))
         if name in rows:
             rows[name] = dataclasses.replace(rows[name], config=module.config, note=why)
     report = Report(tuple(rows[row.name] for row in state.report.rows))
@@ -339,10 +317,7 @@ def stored_amax(layer: LayerPlan) -> list[float]:
 
 
 def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
-    """Return the largest magnitude of each stored matrix, and whether `may_be_exact` says yes.
-
-    Raises for NaN, in the bias too.
-    """
+    """Return the amax of each stored matrix, and whether `may_be_exact`. Raises for NaN."""
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
@@ -355,28 +330,26 @@ def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
             searched, largest = layer.config.stored(target), weight_amax(target)
             if not largest < math.inf:
                 where = f"expert {i} of its weight" if layer.stage else "its weight"
-                raise NonFiniteError(
-                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
-                    f"the layer with {as_rules(layer.name)}."
-                )
+                raise _not_finite(layer, where)
             # One matrix that is not tells of all.
             is_exact = searched is matrix and all(each for _, each in found[-1:])
             is_exact = is_exact and may_be_exact(matrix, layer.config.format)
             found.append((largest if searched is target else weight_amax(searched), is_exact))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
-            raise NonFiniteError(
-                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
-                f"{as_rules(layer.name)}."
-            )
+            raise _not_finite(layer, "its bias")
         return found
 
 
-def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[float]:
-    """Return the global scale of each matrix that some layers have, as `exact_global_scale` does.
+def _not_finite(layer: LayerPlan, where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip the layer "
+        f"with {as_rules(layer.name)}."
+    )
 
-    scales: those for their largest magnitudes.
-    """
+
+def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[float]:
+    """Return `exact_global_scale` of each matrix; scales: those for their largest magnitudes."""
     with ExitStack() as stack:
         weights = [stack.enter_context(dense_weight(layer)) for layer in members]
         fmt = members[0].config.format
@@ -387,10 +360,7 @@ def exact_scales(members: Sequence[LayerPlan], scales: Sequence[float]) -> list[
 
 
 def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
-    """Return the error of a weight with each of some scales of its tensor [C].
-
-    None if the method needs statistics that are not there.
-    """
+    """Return the error with each scale of a tensor [C]; None if statistics are missing."""
     config, method = layer.config, resolve_method(layer.config.method)[0]
     if not all(map(layer.stats.has, config.needs)):
         return None
@@ -496,7 +466,6 @@ def _search(
 def _squares(
     weight: Tensor, state: QuantState, stats: Stats, layer: LayerPlan
 ) -> list[list[float]]:
-    """Return the squared errors of a matrix, or rows of it: of each part that may be alone."""
     step = resolve_method(layer.config.method)[0].rows_at_once or len(weight)
     parts = [(start, start + step) for start in range(0, len(weight), step)]
     return [squared_errors(weight[a:b], state.rows(a, b), stats) for a, b in parts]
@@ -505,10 +474,7 @@ def _squares(
 def gather_parts(
     group: Ranks, weights: Sequence[LayerPlan], own: Mapping[int, list[Found]]
 ) -> dict[int, list[Found]]:
-    """Return the results of each weight by its key, on its owner alone if nobody shares it.
-
-    weights: a layer of each; own: the results of this rank. All ranks must make the call.
-    """
+    """Return the results of each weight by its key, on its owner alone if nobody shares it."""
     found = dict(own)
     shares = [
         (layer.weight_key, rank)
@@ -520,27 +486,21 @@ def gather_parts(
     received = shared_tensors(group, sent, [rank for _, rank in shares]) if shares else []
     found |= {key: [] for key, _ in shares}
     for (key, _), (facts, tensors) in zip(shares, received, strict=True):
-        found[key] += _received(facts, tensors)
+        for i, (squares, global_scale, fmt, shape, dtype) in enumerate(facts):
+            codes: Any = tensors[f"{i}.qdata"]
+            scale: Any = tensors[f"{i}.scale"]
+            state = QuantState(codes, scale, global_scale, get_format(fmt), shape, dtype)
+            found[key].append((state, squares))
     return found
 
 
 def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
-    """Return the plain values and the tensors of results."""
     facts: list[Any] = []
     tensors: dict[str, Tensor | None] = {}
     for i, (state, squares) in enumerate(parts):
         facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
         tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
     return facts, tensors
-
-
-def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
-    """Return the results that `_sent` was given."""
-    found: list[Found] = []
-    for i, (squares, global_scale, key, shape, dtype) in enumerate(facts):
-        packed = tensors[f"{i}.qdata"], tensors[f"{i}.scale"]
-        found.append((QuantState(*packed, global_scale, get_format(key), shape, dtype), squares))
-    return found
 
 
 def joined_rows(states: Sequence[QuantState]) -> QuantState:
@@ -564,20 +524,18 @@ def shared_tensor_scales(
     """
     fused = _fused(layers)
     candidates = [_candidates(members, largest) for members in fused]
-    own: dict[int, list[float] | None] = {}
+    own: dict[str, list[float] | None] = {}
     with group.together():
         for members, known in zip(fused, candidates, strict=True):
             for layer in members if len(known) > 1 else ():
                 if layer.owner == group.rank:
-                    own[layer.weight_key] = errors_of_scales(layer, known)
-    keys = {layer.weight_key: layer.name for members in fused for layer in members}
-    by_name = {keys[key]: errors for key, errors in own.items()}
-    errors = {name: each for part in group.gather(by_name) for name, each in part.items()}
+                    own[layer.name] = errors_of_scales(layer, known)
+    errors = {name: each for part in group.gather(own) for name, each in part.items()}
     found: dict[int, float] = {}
     for members, known in zip(fused, candidates, strict=True):
         best = 0
         if len(known) > 1:
-            each = [errors[keys[layer.weight_key]] for layer in members]
+            each = [errors[layer.name] for layer in members]
             if any(one is None for one in each):
                 continue
             sums = [sum(one) for one in zip(*each, strict=True)]

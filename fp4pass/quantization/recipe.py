@@ -11,7 +11,7 @@ from typing import Any
 from ..core.files import parse_file, path_of
 from ..core.fingerprint import digest_of
 from ..distributed import ranks
-from ..errors import Fp4PassError, OptionError, as_option, expected, named_as, unknown_name
+from ..errors import Fp4PassError, OptionError, as_option, named_as, unknown_name
 from ..methods import method_from_dict
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..record.config import OPTIONS, LinearConfig, Rule, check_rules, plain
@@ -121,7 +121,7 @@ class Recipe:
         data = parse_file(path_of(path, "path"))
         # Errors name the keys of the file, in a command too.
         with named_as({}):
-            return _Reader(str(path), quality, weight_only).recipe(data)
+            return _read(data, str(path), quality, weight_only)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
@@ -131,7 +131,7 @@ class Recipe:
             data: the values.
             where: the name of their source, for errors.
         """
-        return _Reader(where).recipe(data)
+        return _read(data, where)
 
 
 def with_quality(config: LinearConfig, quality: str) -> LinearConfig:
@@ -155,10 +155,7 @@ def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
 
 
 def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe in fp4pass.json as `Recipe.to_dict` does.
-
-    The name of a quality stays as it was written, whatever it means now.
-    """
+    """Return the recipe in fp4pass.json as `Recipe.to_dict` does, the quality as it was written."""
     name = {QUALITY: recipe[QUALITY]} if QUALITY in recipe else {}
     options = {key: value for key, value in recipe.items() if key != QUALITY}
     return {**name, **Recipe.from_dict(options).to_dict()}
@@ -167,10 +164,7 @@ def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def recipe_of(
     config: LinearConfig, rules: Sequence[Rule], tokens: int, before: PreparedState | None
 ) -> dict[str, Any]:
-    """Return the recipe of a conversion as plain values, for fp4pass.json.
-
-    tokens: the most that a layer saw; before: the state of `prepare`.
-    """
+    """Return the recipe of a conversion for fp4pass.json; tokens: the most that a layer saw."""
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:
         is_sequential = before is not None and before.recording is not None
@@ -181,7 +175,6 @@ def recipe_of(
 
 
 def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the calibration of all processes together."""
     each = ranks().gather(dict(seen))
     if len(each) == 1 or not any(each):
         return each[0]
@@ -191,96 +184,64 @@ def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
     return {**each[0], **counts, "sha256": digest, "processes": len(each)}
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads plain values as a recipe; an error says where in `file` it is."""
+def _read(
+    data: Any, source: str, given: str | None = None, weight_only: bool | None = None
+) -> Recipe:
+    """Read plain values as a recipe; errors name their source.
 
-    file: str
-    # In place of those in the file.
-    given: str | None = None
-    weight_only: bool | None = None
-
-    def recipe(self, data: Any) -> Recipe:
-        at = ""
-        if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
-            data, at = data["recipe"], "recipe."
-        if isinstance(data, list | tuple):
-            data = {"rules": data}
-        keys = (*(each.name for each in OPTIONS), QUALITY, "rules", KV_CACHE)
+    given, weight_only: a quality, and weights alone in rules, as if the values said so.
+    """
+    if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
+        data = data["recipe"]
+    if isinstance(data, list | tuple):
+        data = {"rules": data}
+    names = [each.name for each in OPTIONS]
+    keys = (*names, QUALITY, "rules", KV_CACHE)
+    try:
         if not isinstance(data, Mapping):
             mapping = f"a mapping with {', '.join(keys)}, or a list of rules"
-            raise self.error("", f"expected {mapping}, got {_shown(data)}.")
-        config = self.config(LinearConfig(), data, at, (*keys, *_FACTS))
+            raise OptionError(f"expected {mapping}, got {_shown(data)}.")
+        for key in data:
+            if key not in (*keys, *_FACTS):
+                raise unknown_name("the key", key, keys)
+        options = _with_method({name: data[name] for name in names if name in data})
+        config = LinearConfig().override(options)
         rules = data.get("rules", ())
         if not isinstance(rules, list | tuple):
-            raise self.error(f"{at}rules", f"expected a list of rules, got {_shown(rules)}.")
-        weights = self.weight_only or data.get("weight_only")
-        read = [self.rule(r, f"{at}rules[{i}]", config, weights) for i, r in enumerate(rules)]
-        quality = data.get(QUALITY, self.given)
-        if self.given not in (None, quality):
-            problem = f"{quality!r}, and --{QUALITY} {self.given} is given. Leave out one of them."
-            raise self.error(at + QUALITY, problem)
-        wrong = QUALITY
-        try:
-            meant = config if quality is None else with_quality(config, quality)
-            for key in [] if quality is None else get_quality(quality).decides:
-                if key in data and getattr(config, key) != getattr(meant, key):
-                    wrong = key
-                    said, wanted = (plain(getattr(each, key)) for each in (config, meant))
-                    raise OptionError(
-                        f"{QUALITY} {quality!r} stands for {wanted}, got {said}. Leave out "
-                        f"{QUALITY} to quantize by {key}, or {key} for what {quality!r} stands for."
-                    )
-            wrong = KV_CACHE
-            return Recipe(config, tuple(read), data.get(KV_CACHE), quality)
-        except OptionError as error:
-            raise self.error(at + wrong, str(error)) from error
+            raise OptionError(f"rules: expected a list of rules, got {_shown(rules)}.")
+        weights = weight_only or data.get("weight_only")
+        read = check_rules(list(map(_rule, rules)), weights)
+        quality = data.get(QUALITY, given)
+        if given not in (None, quality):
+            raise OptionError(
+                f"{QUALITY}: {quality!r}, and --{QUALITY} {given} is given. Leave out one of them."
+            )
+        meant = config if quality is None else with_quality(config, quality)
+        for key in () if quality is None else get_quality(quality).decides:
+            if key in data and getattr(config, key) != getattr(meant, key):
+                raise OptionError(
+                    f"{key}: {QUALITY} {quality!r} stands for {plain(getattr(meant, key))}, got "
+                    f"{plain(getattr(config, key))}. Leave out one of them."
+                )
+        return Recipe(config, read, data.get(KV_CACHE), quality)
+    except (Fp4PassError, TypeError) as error:
+        raise OptionError(f"{source}: {error}") from error
 
-    def config(
-        self, config: LinearConfig, data: Mapping[Any, Any], at: str, keys: Sequence[str]
-    ) -> LinearConfig:
-        """Return a config with the options of a mapping, which may have some other keys."""
-        for key in data:
-            if key not in keys:
-                raise self.error(f"{at}{key}", str(unknown_name("the key", key, keys)))
-        # Those first that fit, or do not, only together.
-        together = {key: data[key] for key in ("fmt", "block", "weight_only") if key in data}
-        names = [each.name for each in OPTIONS if each.name in data.keys() - together.keys()]
-        for part in filter(None, (together, *({name: data[name]} for name in names))):
-            try:
-                method = part.get("method")
-                if isinstance(method, Mapping):
-                    part = {"method": method_from_dict(method)}
-                config = config.override(part)
-            except (Fp4PassError, TypeError) as error:
-                key, _, problem = str(error).partition(": ")
-                if key not in part:
-                    key, problem = next(iter(part)), str(error)
-                raise self.error(at + key, problem) from error
-        return config
 
-    def rule(self, rule: Any, at: str, config: LinearConfig, weight_only: bool | None) -> Rule:
-        # As fp4pass.json has it, or as one writes it by hand.
-        if isinstance(rule, Mapping) and len(rule) == 1:
-            rule = next(iter(rule.items()))
-        if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
-            form = '"*.down_proj": {fmt: mxfp4}, or "*.down_proj": null'
-            raise self.error(at, expected("a rule", form, _shown(rule)))
-        pattern, options = rule
-        if options is None:
-            return pattern, None
-        if not isinstance(options, Mapping):
-            form = "null, which skips, or a mapping of options"
-            raise self.error(at, expected(f"the rule for {pattern!r}", form, _shown(options)))
-        if weight_only and "fmt" in options:
-            options = {**options, "weight_only": options.get("weight_only", True)}
-        names = [each.name for each in OPTIONS]
-        made = self.config(config, options, f"{at}.{pattern}.", names)
-        return pattern, {**options, **({"method": made.method} if "method" in options else {})}
+def _with_method(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    method = options.get("method")
+    return (
+        {**options, "method": method_from_dict(method)} if isinstance(method, Mapping) else options
+    )
 
-    def error(self, at: str, problem: str) -> OptionError:
-        """Return an error prefixed with its place."""
-        return OptionError(f"{self.file}{', ' if at else ''}{at}: {problem}")
+
+def _rule(rule: Any) -> Any:
+    """Return a rule as a pair: fp4pass.json has pairs, people write mappings."""
+    if isinstance(rule, Mapping) and len(rule) == 1:
+        rule = next(iter(rule.items()))
+    if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], Mapping):
+        return rule[0], _with_method(rule[1])
+    return rule
 
 
 def _shown(value: Any) -> str:

@@ -47,7 +47,7 @@ from ..record.state import (
     set_interrupted,
     unwrap,
 )
-from .adapters import allow_adapter_merge, parents
+from .adapters import parents, peft_of, refuse_merge
 from .functional import dequantize as dequantize_tensor
 from .observers.kv_cache import drop_cache, unobserve_cache
 from .observers.observer import (
@@ -77,15 +77,14 @@ def use_slow_paths(model: nn.Module) -> None:
 
 def attach_observers(
     model: nn.Module, layers: Sequence[LinearLayer], needs: Collection[str]
-) -> int:
-    """Observe the input of each layer, also in compiled code; return how many were added."""
+) -> None:
+    """Observe the input of each layer once, also in compiled code."""
     # A hook observes a module that is called, a node the input of a weight that a graph reads.
     use_slow_paths(model)
     needs = tuple(sorted(needs))
     observe_stacks((layer.module for layer in layers), needs)
     columns = {layer.module: layer.columns for layer in layers if not layer.stage}
     holders = list(columns)
-    before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
     for holder in holders:
         holder.__dict__.setdefault(OBSERVERS, [])
@@ -110,7 +109,6 @@ def attach_observers(
     watch_tokens(model)
     install_passes()
     recompile_hooked(model)
-    return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
 
 
 def remove_observers(model: nn.Module) -> None:
@@ -204,10 +202,7 @@ def quantizes_input(module: nn.Module) -> bool:
 def share_inputs(
     model: nn.Module, layers: Collection[nn.Module], parent: Callable[[str], str]
 ) -> None:
-    """Let layers share inputs that one module calls with inputs of one width.
-
-    parent: gives the path of a module's parent.
-    """
+    """Let layers share inputs that one module calls with inputs of one width."""
     share_nothing(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = set(layers)
@@ -230,7 +225,6 @@ def share_inputs(
 
 
 def _width(layer: nn.Module) -> int:
-    """Return K, the width of a layer's input."""
     if is_conv1d(layer):
         return int(layer.get_parameter("weight").shape[0])
     width = getattr(layer, "in_features", None)
@@ -283,16 +277,7 @@ def dequantize(x: Any) -> Any:
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-    """Make every packed layer of a model dense, with its rounded weight, in place; return it.
-
-    Args:
-        model: converted or loaded.
-        dtype: of the dense weights and of what has the dtype of the model now; by default that of
-            the parameters, or the one that each weight had where these have several.
-
-    Raises:
-        StateError: the model has no packed layer, or one that is offloaded, split or in a graph.
-    """
+    """Make every packed layer of a model dense, in place; what has its dtype gets another one."""
     root: Any = unwrap(model)
     get_state(root)
     _require_whole(root)
@@ -311,14 +296,18 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -
                 alike.setdefault(id(module.weight_packed), []).append(module)
         trains = not has_adapters(root)
         for layers in alike.values():
-            _become_dense(layers, new, trains)
+            weight = layers[0].weight_as(new or layers[0].weight_dtype).contiguous()
+            dense = nn.Parameter(weight, trains)
+            for layer in layers:
+                swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
         for module in list(root.modules()):
             if isinstance(module, QuantizedExperts):
                 restore_stacks(module, new)
         for parameter in root.parameters():
             if dtype is not None and parameter.dtype in before:
                 parameter.data = parameter.data.to(dtype)
-    allow_adapter_merge(root)
+    if peft := peft_of(root):
+        peft.let_merge(root, refuse_merge)
     for module in root.modules():
         forget_state(module)
         # Where there is no layout for others, `convert` has it refuse.
@@ -353,27 +342,13 @@ def _require_whole(root: nn.Module) -> None:
             "weights. Dequantize the model that it was traced from."
         )
     for name, module in packed.items():
-        packed_codes = getattr(module, PACKED)
-        if packed_codes.is_meta:
+        is_split = module.is_split or is_sharded(getattr(module, PACKED))
+        if is_split or getattr(module, PACKED).is_meta:
             raise StateError(
-                f"{name}: expected a packed weight in memory, got one that is offloaded. Load the "
-                "model with a device_map that offloads nothing."
+                f"{name}: expected a whole packed weight in memory, got one that is "
+                f"{'split over processes' if is_split else 'offloaded'}. Load the model in one "
+                "process, with a device_map that offloads nothing."
             )
-        if module.is_split or is_sharded(packed_codes):
-            raise StateError(
-                f"{name}: expected a whole layer, got one that is split over processes. Load the "
-                "model in one process and dequantize it there."
-            )
-
-
-def _become_dense(
-    layers: Sequence[QuantizedLinear], dtype: torch.dtype | None, trains: bool
-) -> None:
-    """Make converted layers that share codes dense, in place, with one weight."""
-    first = layers[0]
-    dense = nn.Parameter(first.weight_as(dtype or first.weight_dtype).contiguous(), trains)
-    for layer in layers:
-        swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,7 +13,7 @@ from .._compat.transformers_experts import experts_problem
 from ..graph.rewrite import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..nn.experts import QUANTIZED, ExpertStack, stacks_of
 from ..nn.linear import PACKED
-from .adapters import adapter_modules, changed_parameters, parents
+from .adapters import parents, peft_of
 from .observers.observer import Observer
 
 # Modules whose parameters are no weights of a product with the activations.
@@ -27,9 +27,9 @@ _NO_MATRICES = (
     nn.utils.parametrize.ParametrizationList,
 )
 
+_POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
 _READ = "nn.MultiheadAttention reads it without calling a layer"
 _CHANGED = "an adapter changes a parameter of its module at each call (target_parameters of PEFT)"
-_POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
 
 # Operators whose weights are not those of a product with the activations.
 EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
@@ -39,10 +39,7 @@ _NO_PRODUCTS = EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution
 
 @dataclass(frozen=True, eq=False)
 class LinearLayer:
-    """A linear layer of a model, or a parameter that looks like one: a stack of matrices [N, K].
-
-    A dense layer is a stack of one, the experts of a mixture are one of E.
-    """
+    """A linear layer of a model, or a parameter that looks like one: E matrices [N, K]."""
 
     name: str
     module: nn.Module  # holds the weight
@@ -68,28 +65,24 @@ class LinearLayer:
         return self.shape[-1]
 
     @property
-    def is_stack(self) -> bool:
-        """Whether it is the stack of the experts of a mixture."""
-        return bool(self.stage)
-
-    @property
     def label(self) -> str:
         """The name for an error; the root of a model has none."""
         return self.name or "the model"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SkippedLayer(LinearLayer):
     """A layer that stays as it is, with the reason."""
 
-    skip_reason: str = field(kw_only=True)
+    skip_reason: str
 
 
 def scan_layers(model: nn.Module) -> list[LinearLayer]:
     """Return every linear layer, modules first, as a SkippedLayer if no rule can take it."""
     found = list(module_layers(model))
     called = {layer.name for layer in found}
-    return found + [layer for layer in graph_layers(model) if layer.name not in called]
+    read = graph_layers(model) if isinstance(model, fx.GraphModule) else ()
+    return found + [layer for layer in read if layer.name not in called]
 
 
 def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
@@ -120,8 +113,10 @@ def _layer(
 
 def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
-    called, adapters = _called_modules(model), adapter_modules(model)
-    changed, parent_of = changed_parameters(model), parents(model)
+    called, parent_of, peft = _called_modules(model), parents(model), peft_of(model)
+    adapters: set[nn.Module] = peft.adapter_modules(model) if peft else set()
+    # The names of the parameters that adapters replace while they run, by module.
+    changed: dict[nn.Module, set[str]] = peft.changed_parameters(model) if peft else {}
     # The stacks of experts that each module holds, for itself or for its parent.
     known: dict[nn.Module, set[str]] = {}
     for name, module in model.named_modules():
@@ -154,7 +149,6 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that are called; others of a graph only hold its parameters."""
     if not isinstance(model, fx.GraphModule):
         return set(model.modules())
     targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
@@ -194,11 +188,10 @@ def _loose_matrices(
 ) -> Iterator[LinearLayer]:
     """Yield matrices that a module multiplies by without an nn.Linear, but for known stacks."""
     for key, parameter in module._parameters.items():
-        if key in known or parameter is None or not _is_matrix(key, parameter):
-            continue
-        path = f"{name}.{key}" if name else key
-        why = reason or _loose_reason(path, parameter, type(module).__name__)
-        yield _layer(path, module, parameter, reason=why)
+        if key not in known and parameter is not None and _is_matrix(key, parameter):
+            path = f"{name}.{key}" if name else key
+            why = reason or _loose_reason(path, parameter, type(module).__name__)
+            yield _layer(path, module, parameter, reason=why)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -212,12 +205,9 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 def _is_pointwise(module: nn.Module) -> bool:
     """Return whether a convolution multiplies each position by one matrix."""
-    return (
-        isinstance(module, nn.modules.conv._ConvNd)
-        and module.groups == 1
-        and set(module.kernel_size) == {1}
-        and min(module.in_channels, module.out_channels) > 1
-    )
+    if not isinstance(module, nn.modules.conv._ConvNd) or module.groups > 1:
+        return False
+    return set(module.kernel_size) == {1} and min(module.in_channels, module.out_channels) > 1
 
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
@@ -231,10 +221,8 @@ def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
     return f"{reader} uses it without a linear layer"
 
 
-def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
+def graph_layers(model: fx.GraphModule) -> Iterator[LinearLayer]:
     """Yield matrices that a graph reads without calling a module."""
-    if not isinstance(model, fx.GraphModule):
-        return
     linears: dict[str, list[LinearNode]] = {}
     for linear in find_linears(model.graph):
         if not linear.called:
@@ -281,10 +269,7 @@ def is_router(name: str) -> bool:
 
 
 def dense_stack(module: nn.Module, transposed: bool) -> Tensor:
-    """Return the weight of a layer in floating point as a view [E, N, K].
-
-    transposed: the module has it as [K, N].
-    """
+    """Return the weight of a layer as a view [E, N, K]; transposed: the module has it as [K, N]."""
     if isinstance(module, ExpertStack):
         return module.dense.detach()
     weight = module.get_parameter("weight").detach()

@@ -15,7 +15,7 @@ from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK
 from ..methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
-from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name, schemes
+from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -157,11 +157,6 @@ class LinearConfig:
         if self.expert_prior is not None:
             wanted = "a number from 0 on, or None"
             require_number("expert_prior", wanted, self.expert_prior, float, 0)
-        if isinstance(self.method, str) and self.method.lower() in schemes():
-            raise OptionError(
-                f"Method {self.method!r} does not exist: it is a scheme. Give "
-                f"{as_option('fmt', self.method.lower())}."
-            )
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
@@ -251,10 +246,7 @@ class LinearConfig:
         return stored
 
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
-        """Return a copy with other options.
-
-        Another `fmt` is another scheme: it brings its own block and `weight_only`.
-        """
+        """Return a copy with other options; `fmt` brings its own block and `weight_only`."""
         check_options(options)
         block = {"block": None} if "fmt" in options else {}
         return dataclasses.replace(self, **{**block, **expand_scheme(options)})

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..core.formats import FORMATS, Format
 from ..errors import OptionError, as_option, named, nearest, unknown_name
-from ..methods import METHODS, Gptq, Hessian, Sse
+from ..methods import Gptq, Hessian, Sse
 
 # The names that type checkers know; a test holds them equal to those of `schemes`.
 Scheme = (
@@ -31,11 +31,7 @@ _ELSEWHERE = re.compile(r"default|awq|lite|full|mlp|cfg|[^a-z0-9]")
 
 
 def schemes() -> dict[str, dict[str, Any]]:
-    """Return the fields of `LinearConfig` that each scheme stands for, by its name.
-
-    Formats may be registered at any time, so they are read at each call. A scheme whose name is not
-    made of a format's is one more entry here.
-    """
+    """Return the fields of `LinearConfig` that each scheme stands for; formats may be added."""
     found: dict[str, dict[str, Any]] = {}
     for name in FORMATS:
         found[name] = {"fmt": name, "weight_only": False}
@@ -44,20 +40,12 @@ def schemes() -> dict[str, dict[str, Any]]:
 
 
 def scheme_fields(name: object) -> dict[str, Any]:
-    """Return the fields of a scheme; its name may end in a block, as in "nvfp4a16:32".
-
-    Capitals are as good as small letters, as in "NVFP4A16".
-
-    Raises:
-        OptionError: there is no such scheme.
-    """
+    """Return the fields of a scheme; a block may follow ("NVFP4A16:32"). Raises OptionError."""
     known = schemes()
     base = _base(name, known)
     if base in known:
         return {**known[base], "fmt": weight_format(str(name))}
     problem = f"{named('fmt')}: Scheme {name!r} does not exist"
-    if base in METHODS:
-        raise OptionError(f"{problem}: it is a method. Give {as_option('method', base)}.")
     near = nearest(_ELSEWHERE.sub("", base.replace("weight_only", "a16")), known)
     raise OptionError(f"{problem}.{near} Known: {', '.join(sorted(known))}.")
 
@@ -71,13 +59,7 @@ def weight_format(name: str) -> str:
 
 
 def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the fields of a scheme in place of its name under "fmt".
-
-    `weight_only=True` beside the name of a format makes the scheme weights only.
-
-    Raises:
-        OptionError: there is no such scheme, or another option contradicts it.
-    """
+    """Return options with the fields of a scheme in place of its name. Raises OptionError."""
     if options.get("fmt") is None:
         return dict(options)
     name = str(options["fmt"])
@@ -94,10 +76,7 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scheme_name(fmt: Format | str, weight_only: bool) -> str:
-    """Return the name of the scheme with a format, or its key, and with inputs quantized or not.
-
-    A block that is not the format's own follows it, as in "nvfp4a16:32".
-    """
+    """Return the name of the scheme with a format, or its key; another block follows it."""
     key = fmt if isinstance(fmt, str) else fmt.with_multiplier(False).key
     base, colon, block = key.partition(":")
     fields = {"fmt": base, "weight_only": weight_only}
@@ -120,24 +99,17 @@ INPUT_TOKENS = 1 << 12
 
 @dataclass(frozen=True)
 class Quality:
-    """A recipe with a name.
+    """A recipe with a name."""
 
-    Attributes:
-        options: the fields of `LinearConfig` that it decides.
-        input_options: those that it decides where inputs are quantized.
-        alone: in place of `options`, for layers that cannot be calibrated one after the other:
-            stacks of experts, and layers outside of the model's stacks.
-        sequential: calibrate one layer at a time.
-        smoothing: the strength of `fp4pass.smooth` where inputs are quantized; 0 for none.
-        tokens: how many a model writes itself where there is no data; 0 if the method needs none.
-    """
-
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # the fields of `LinearConfig` that it decides
+    # Those that it decides where inputs are quantized.
     input_options: Mapping[str, Any] = field(default_factory=dict)
+    # In place of `options`, for layers that cannot be calibrated one after the other: stacks of
+    # experts, and layers outside of the model's stacks.
     alone: Mapping[str, Any] = field(default_factory=dict)
-    sequential: bool = False
-    smoothing: float = 0.0
-    tokens: int = 0
+    sequential: bool = False  # calibrate one layer at a time
+    smoothing: float = 0.0  # the strength of `fp4pass.smooth` where inputs are quantized
+    tokens: int = 0  # that a model writes itself where there is no data
 
     @property
     def decides(self) -> tuple[str, ...]:

@@ -1,16 +1,20 @@
-"""Record the work of prepare, convert and load on a model, on its root module."""
+"""Record the work of prepare, convert and load on a model, on its root module; find its source."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import fx, nn
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._compat.torch import call_no_copies, call_with_copies
+from .._compat.transformers import is_pretrained
+from ..core.files import parse_json
 from ..errors import OptionError, StateError, expected
 from .config import LinearConfig, Rule
 from .rows import Report
@@ -36,36 +40,24 @@ _INTERRUPTED = (
 
 @dataclass(frozen=True)
 class ModelState:
-    """The record of a model, as its user sees it.
-
-    Attributes:
-        recipe: the options, rules and calibration as plain values; what fp4pass.json stores.
-        report: a row for each linear layer.
-    """
+    """The record of a model, as its user sees it."""
 
     status: ClassVar[str] = "converted"
 
-    recipe: Mapping[str, Any]
+    recipe: Mapping[str, Any]  # options, rules and calibration as plain values, as in fp4pass.json
     report: Report
 
 
 @dataclass(frozen=True)
 class PreparedState(ModelState):
-    """The record of a prepared model: the options of `prepare`, and the facts of calibration.
-
-    Attributes:
-        config: as `prepare` was given it, the default of `convert`.
-        rules: the rules that `prepare` was given.
-        needs: the statistics that the observers collect.
-        recording: the `Recording` of calls of layers, for `prepare(sequential=True)`, or None.
-    """
+    """The record of a prepared model: the options of `prepare`, and the facts of calibration."""
 
     status: ClassVar[str] = "prepared"
 
-    config: LinearConfig
+    config: LinearConfig  # the default of `convert`
     rules: tuple[Rule, ...]
-    needs: tuple[str, ...]
-    recording: Any = None
+    needs: tuple[str, ...]  # the statistics that the observers collect
+    recording: Any = None  # the `Recording` of calls of layers, for `prepare(sequential=True)`
 
 
 def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearConfig:
@@ -80,10 +72,7 @@ def set_state(model: nn.Module, state: ModelState) -> None:
 
 
 def get_state(model: nn.Module) -> ModelState | None:
-    """Return the record of a model, None for an untouched one. Looks through torch.compile.
-
-    Raises StateError if a conversion of it, or of a part of it, was cut off.
-    """
+    """Return the record of a model, None without. Raises StateError if a conversion was cut off."""
     root = unwrap(model)
     if is_interrupted(root):
         raise StateError(_INTERRUPTED)
@@ -91,10 +80,7 @@ def get_state(model: nn.Module) -> ModelState | None:
 
 
 def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Remember the tokenizer or processor of a model, which `save` writes; None changes nothing.
-
-    It stays with the model whatever is done to it, for a state does not.
-    """
+    """Remember the tokenizer or processor of a model, which `save` writes; None changes nothing."""
     if tokenizer is not None:
         unwrap(model).__dict__[_TOKENIZER] = tokenizer
 
@@ -120,12 +106,9 @@ def is_interrupted(root: nn.Module) -> bool:
 
 
 def set_interrupted(model: nn.Module) -> None:
-    """Have everything refuse a model until `forget_state`: its first weight is about to go."""
+    """Have all calls here refuse a model until `forget_state`: its first weight is about to go."""
     forget_state(model)
     model.__dict__[_INTERRUPTED_FLAG] = True
-    if isinstance(model, fx.GraphModule):
-        call_with_copies(model, set_interrupted)
-    model.register_forward_pre_hook(_refuse, prepend=True)
     # A model with adapters saves these alone, and they are whole.
     if hasattr(model, "save_pretrained") and not has_adapters(model):
         model.__dict__["save_pretrained"] = _refuse
@@ -138,10 +121,6 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 def forget_state(model: nn.Module) -> None:
     """Remove the record of a model, and those of parts that were prepared."""
     model.__dict__.pop(_INTERRUPTED_FLAG, None)
-    call_no_copies(model, set_interrupted)
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _refuse:
-            del model._forward_pre_hooks[key]
     if model.__dict__.get("save_pretrained") is _refuse:
         del model.__dict__["save_pretrained"]
     for module in model.modules():
@@ -161,18 +140,11 @@ def has_adapters(model: nn.Module) -> bool:
     )
 
 
-def unwrap(model: nn.Module, *others: object) -> nn.Module:
-    """Return the model itself, also when it is wrapped by torch.compile.
-
-    Raises OptionError for what is no module; others: given beside it, where the model may be.
-    """
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model itself, also when it is wrapped by torch.compile. Raises OptionError."""
     if not isinstance(model, nn.Module):
         hint = ""
-        if isinstance(getattr(model, "components", None), dict):
-            hint = " Give one model of a pipeline, as pipeline.transformer."
-        elif any(isinstance(other, nn.Module) for other in others):
-            hint = " Give the model as the first argument."
-        elif isinstance(model, str | os.PathLike):
+        if isinstance(model, str | os.PathLike):
             hint = (
                 " Load the model first: with from_pretrained of transformers, or fp4pass.load if "
                 "it is packed. To quantize a folder on the disk, call "
@@ -205,3 +177,61 @@ def report(model: nn.Module) -> Report:
             "The model was neither prepared nor converted. Call fp4pass.convert(model) first."
         )
     return state.report
+
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def source_folder(model: nn.Module) -> Path | None:
+    """Return the folder, or that in the cache, of a model of transformers; None for others."""
+    if not is_pretrained(model):
+        return None
+    root: Any = model
+    config = root.config
+    return named_folder(str(root.name_or_path or ""), getattr(config, "_commit_hash", None))
+
+
+def named_folder(name: str, revision: str | None = None) -> Path | None:
+    """Return a folder, or that of a hub id in the cache; None where there is none."""
+    if not name or os.path.isdir(name):
+        return Path(name) if name else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        # A folder that is gone.
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor that from_pretrained finds in a folder, {} if it cannot."""
+    try:
+        for weights in WEIGHTS:
+            if (folder / weights).is_file():
+                return dict.fromkeys(_shapes(folder / weights), folder / weights)
+            index = folder / f"{weights}.index.json"
+            if index.is_file():
+                listed = parse_json(index.read_text("utf-8"))["weight_map"]
+                # Indices can list what is not there, and not what is.
+                files = {folder / file for file in listed.values()}
+                return {name: path for path in sorted(files) for name in _shapes(path)}
+    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, RuntimeError):
+        pass
+    return {}
+
+
+def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, each in its file."""
+    held = {path: _shapes(path) for path in sorted(set(files.values()))}
+    return {name: tuple(held[path][name]) for name, path in files.items()}
+
+
+def _shapes(path: Path) -> dict[str, Sequence[int]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}
+    held = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    return {name: each.shape for name, each in held.items()}

@@ -15,8 +15,7 @@ from small_models import TINY, language_model, tokens
 import fp4pass
 from fp4pass.checkpoint import transcode
 from fp4pass.checkpoint.beside import copy_beside
-from fp4pass.record.source_folder import named_folder
-from fp4pass.record.state import remember_tokenizer
+from fp4pass.record.state import named_folder, remember_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -69,7 +69,7 @@ QUANTIZE_BAD = [
     (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already: expected a float model"),
     ((TINY, "--scheme", "nvfp5"), "--scheme: Scheme 'nvfp5' does not exist. Did you mean 'nvfp4'?"),
     ((TINY, "--method", "hesian"), "Method 'hesian' does not exist. Did you mean 'hessian'?"),
-    ((TINY, "--method", "nvfp4"), "it is a scheme. Give --scheme nvfp4."),
+    ((TINY, "--method", "nvfp4"), "Method 'nvfp4' does not exist"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY, *PLAIN, "--sequential"), "--sequential calibrates, and the method needs no text"),
     ((TINY, *PLAIN, "--to", "gguf"), "--to: Layout 'gguf' does not exist. Known: compressed-"),

@@ -20,7 +20,7 @@ import fp4pass
 from fp4pass._compat import accelerate as hooks
 from fp4pass.checkpoint import finished, saving
 from fp4pass.checkpoint.float_models import load_float
-from fp4pass.core import atomic
+from fp4pass.core import files
 from fp4pass.core import machine as memory_limits
 from fp4pass.engine import recording
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, StateError
@@ -287,7 +287,7 @@ CUTS = {
     "third layer written": (finished, "save_file", 3),
     "between its files": (finished, "_facts_of", 3),
     "save ends": (saving, "write_manifest", 1),
-    "renamed": (atomic, "_sync", 8),
+    "renamed": (files, "_sync", 8),
 }
 
 

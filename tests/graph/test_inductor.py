@@ -19,7 +19,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph.inductor import compile_report, install, install_passes
+from fp4pass.graph import inductor as install
+from fp4pass.graph.inductor import compile_report, install_passes
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4pass
-from fp4pass.graph.inductor import install
+from fp4pass.graph import inductor as install
 from fp4pass.graph.inductor.fusions import fuse_quantizers
 from fp4pass.graph.inductor.merge import group_linears, join_counters, share_calls
 

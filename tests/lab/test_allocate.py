@@ -21,6 +21,7 @@ import fp4pass
 from fp4pass.errors import CalibrationError, Fp4PassError, OptionError, StateError
 from fp4pass.lab import Allocation
 from fp4pass.lab.allocate import FLOAT, Cost, cheapest
+from fp4pass.nn.linear import QuantizedLinear
 
 pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def test_a_budget_of_bits_is_met_and_the_model_is_as_it_was() -> None:
     stored = sum(
         module.weight_packed.nbytes + module.weight_scale.nbytes
         for module in packed.modules()
-        if isinstance(module, fp4pass.nn.QuantizedLinear)
+        if isinstance(module, QuantizedLinear)
     )
     floats = [group for group in found.groups if group.scheme == FLOAT]
     assert stored == found.chosen.bytes - sum(group.costs[FLOAT].bytes for group in floats)

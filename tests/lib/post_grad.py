@@ -14,7 +14,7 @@ from torch._inductor import compile_fx, config
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
-from fp4pass.graph.inductor.install import GRAPHS
+from fp4pass.graph.inductor import GRAPHS
 
 
 def compiled(

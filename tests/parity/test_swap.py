@@ -65,7 +65,7 @@ def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> Non
     fresh.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     assert torch.equal(logits(fresh), found)
     other = language_model()
-    swap(other, kind, include="model.layers.0.*")
+    swap(other, kind, rules=[("model.layers.0.*", {}), ("*", None)])
     swap(other, kind)
     assert torch.equal(logits(other), found)
 
@@ -78,12 +78,12 @@ def mlp() -> nn.Sequential:
 @pytest.mark.core
 def test_patterns_choose() -> None:
     model = mlp()
-    assert swap(model, "int8", include=["0", "3"], exclude="3") == {
+    assert swap(model, "int8", rules=[("3", None), ("0", {}), ("*", None)]) == {
         "0": "int8",
-        "2": "not in include",
-        "3": "exclude has '3'",
+        "2": "rule ('*', None)",
+        "3": "rule ('3', None)",
     }
-    swapped = swap(model, "fp4", block_size=32, exclude="3")
+    swapped = swap(model, "fp4", block_size=32, rules=[("3", None)])
     assert swapped["2"] == "fp4" and swapped["0"].startswith("is Linear8bitLt(in_features=96")
     assert [type(layer).__name__ for layer in model] == [
         "Linear8bitLt",
@@ -94,13 +94,16 @@ def test_patterns_choose() -> None:
     assert model[2].codebook.block == 32 and model(batch()).shape == (2, 5, 37)
 
 
-def test_what_cannot_be_swapped_is_a_reason_unless_named() -> None:
-    model = nn.Sequential(nn.Linear(37, 64), nn.Linear(64, 37))
+def test_what_cannot_be_swapped_is_a_reason() -> None:
+    model = nn.Sequential(nn.Linear(37, 64), nn.Linear(64, 37), nn.Linear(37, 37))
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        model[2].weight = nn.Parameter(torch.zeros(37, 37).to(dtype), requires_grad=False)
+        with pytest.raises(ShapeError, match=rf"2: .*{dtype}"):
+            swap(model, "nf4", rules=[("2", {})])
     model[0].forward = model[0].forward
-    with pytest.raises(ShapeError, match=r"0 cannot be swapped: its forward is not its class's"):
-        swap(model, "nf4", include=["0", "1"])
     swapped = swap(model, "nf4")
     assert "its forward is not its class's" in swapped["0"] and swapped["1"] == "nf4"
+    assert "torch.float8_e4m3fn" in swapped["2"]
 
 
 @pytest.mark.core
@@ -119,12 +122,12 @@ def test_heads_routers_and_tied_weights_must_be_named() -> None:
     model = Model()
     skipped = {name: reason for name, reason in swap(model).items() if reason != "nf4"}
     assert skipped == {
-        "router": "a router; its whole name in include swaps it",
-        "lm_head": "output embedding; its whole name in include swaps it",
-        "tied": "its weight is an embedding's; its whole name in include swaps it",
+        "router": "a router; add a rule to quantize it",
+        "lm_head": "output embedding; add a rule to quantize it",
+        "tied": "its weight is an embedding's; add a rule to quantize it",
     }
     for name in skipped:
-        assert swap(model, include=["*", name])[name] == "nf4"
+        assert swap(model, rules=[(name, {})])[name] == "nf4"
     assert isinstance(model.embed.weight, nn.Parameter) and isinstance(model.tied, Linear4bit)
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 64)
 
@@ -134,8 +137,8 @@ def test_shared_weights_share_their_codes() -> None:
     model = mlp()
     model.append(nn.Linear(64, 37))
     model[4].weight = model[3].weight
-    with pytest.raises(RuleError, match=r"4 and 3 share one weight.*Exclude it, too"):
-        swap(model, exclude="4")
+    with pytest.raises(RuleError, match=r"4 and 3|3 and 4"):
+        swap(model, rules=[("4", None)])
     assert isinstance(model[0], nn.Linear) and not isinstance(model[0], Linear4bit)
     swap(model)
     assert model[4].weight_packed is model[3].weight_packed and model[4].bias is not model[3].bias
@@ -145,18 +148,23 @@ def test_everything_is_checked_before_anything_is_swapped() -> None:
     model = mlp()
     with torch.no_grad():
         model[3].weight[0, 0] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"3: its weight holds NaN.*exclude=\['3'\]"):
+    with pytest.raises(NonFiniteError, match=r"3: its weight holds NaN.*rules=\[\('3', None\)\]"):
         swap(model)
     assert type(model[0]) is nn.Linear
     for message, error, options in (
-        (r"rule for '2x' matches no linear.*Did you mean '2'", RuleError, {"include": ["0", "2x"]}),
-        (r"rule for '\*.mlp.\*' matches no linear", RuleError, {"exclude": "*.mlp.*"}),
+        (
+            r"rule for '2x' matches no linear.*Did you mean '2'",
+            RuleError,
+            {"rules": [("0", {}), ("2x", {})]},
+        ),
+        (r"rule for '\*.mlp.\*' matches no linear", RuleError, {"rules": [("*.mlp.*", None)]}),
         ("kind 'nf5' does not exist. Did you mean 'nf4'", OptionError, {"kind": "nf5"}),
         ("expected None for kind .int8.", OptionError, {"kind": "int8", "block_size": 64}),
         ("no block of 48", OptionError, {"kind": "fp4", "block_size": 48}),
-        ("no linear layer to swap. 0: exclude has", StateError, {"exclude": "*"}),
+        ("no linear layer to swap. 0: rule", StateError, {"rules": [("*", None)]}),
+        ("rules: expected None or {} for", OptionError, {"rules": [("0", {"block": 32})]}),
     ):
         with pytest.raises(error, match=message):
             swap(model, **options)
     with pytest.raises(StateError, match="It has no linear layer at all"):
-        swap(nn.Sequential(nn.SiLU()), include=())
+        swap(nn.Sequential(nn.SiLU()))

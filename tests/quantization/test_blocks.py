@@ -84,7 +84,8 @@ def test_a_global_scale_is_a_number_or_a_tensor_of_one() -> None:
     wanted = quantize_blocks(x, global_scale=2.0**-5)
     for g in (torch.tensor(2.0**-5), torch.tensor([2.0**-5], dtype=torch.float64)):
         assert torch.equal(quantize_blocks(x, global_scale=g).scale, wanted.scale)
-    auto = quantize_blocks(x).global_scale
+    auto = tensor_blocks.global_scale_for(x)
+    assert quantize_blocks(x, global_scale=auto).global_scale == quantize_blocks(x).global_scale
     assert auto * 448 * 6 >= x.abs().max() > auto * 224 * 6
     assert quantize_blocks(torch.zeros(2, 16)).global_scale == 1.0
     for bad in (0.0, -1.0, math.nan, math.inf, 1e-45, 1e38, "amax", None, torch.ones(3)):

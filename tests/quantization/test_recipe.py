@@ -135,32 +135,32 @@ def test_the_configs_that_layers_can_have() -> None:
 BAD = [
     ("", "expected a mapping with fmt, .* or a list of rules, got nothing"),
     ("just words", "got 'just words'"),
-    ("fmt: nvfp4\nfmtt: mxfp4", "fmtt: the key 'fmtt' does not exist. Did you mean 'fmt'"),
+    ("fmt: nvfp4\nfmtt: mxfp4", "yaml: the key 'fmtt' does not exist. Did you mean 'fmt'"),
     ("fmt: nvfp5", "fmt: Scheme 'nvfp5' does not exist. Did you mean 'nvfp4'"),
     ("fmt: 4", "fmt: Scheme 4 does not exist"),
-    ("\nmethod: hesian", "method: Method 'hesian' .* Did you mean 'hessian'"),
+    ("\nmethod: hesian", "Method 'hesian' .* Did you mean 'hessian'"),
     ("method: {nam: sse}", "method: expected a name"),
-    ("method: {name: see}", r"method: Method 'see' does not exist. Did you mean 'sse'"),
-    ("method: {name: sse, damp: 1}", r"method: Method 'sse': the option 'damp' does not exist"),
+    ("method: {name: see}", r"Method 'see' does not exist. Did you mean 'sse'"),
+    ("method: {name: sse, damp: 1}", r"Method 'sse': the option 'damp' does not exist"),
     ("weight_only: 1", "weight_only: expected True or False, got 1"),
     ("fmt: mxfp4\nblock: 64", r"block: Format 'mxfp4' has no block of 64"),
     ("block: many", r"block: Format 'nvfp4' has no block of 'many'"),
     ("rules: all", "rules: expected a list of rules, got 'all'"),
-    ("rules:\n - a: {}\n - b", r"rules\[1\]: a rule: expected .*, got 'b'"),
-    ("rules:\n - {a: null, b: null}", r"rules\[0\]: a rule: expected"),
-    ("rules:\n - 3: null", r"rules\[0\]: a rule: expected .* got \(3, None\)"),
-    ("rules:\n - a: mxfp4", r"rules\[0\]: the rule for 'a': expected .* got 'mxfp4'"),
+    ("rules:\n - a: {}\n - b", r"rules: a rule: expected .*, got b"),
+    ("rules:\n - {a: null, b: null}", r"rules: a rule: expected"),
+    ("rules:\n - 3: null", r"rules: a rule: expected .* got \(3, None\)"),
+    ("rules:\n - a: mxfp4", r"The rule for 'a': expected .* got 'mxfp4'"),
     (
         "rules:\n - a:\n    fmt: mxfp4\n    methd: sse",
-        r"rules\[0\]\.a\.methd: the key 'methd' does not exist. Did you mean 'method'",
+        r"rule for 'a', option 'methd' does not exist. Did you mean 'method'",
     ),
-    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a\.fmt: Scheme 'fp4' does not"),
-    ("- a: {block: 5}", r"\[0\]\.a\.block: .* no block of 5"),
-    ("- a: {rules: []}", r"\[0\]\.a\.rules: the key 'rules' does not exist"),
+    ("rules:\n - a: {fmt: fp4}", r"rule for 'a': fmt: Scheme 'fp4' does not"),
+    ("- a: {block: 5}", r"rule for 'a': block: .* no block of 5"),
+    ("- a: {rules: []}", r"rule for 'a', option 'rules' does not exist"),
     ("- *.down_proj: null", "line 1: this is not YAML: .* Put names that begin with . in quotes"),
     ("fmt: [", "line 1: this is not YAML"),
     ("fmt: a\nfmt: b", "line 2: the key 'fmt' is there twice"),
-    ("recipe:\n  fmtt: a", r"recipe\.fmtt: the key 'fmtt'"),
+    ("recipe:\n  fmtt: a", r"yaml: the key 'fmtt'"),
 ]
 
 
@@ -175,7 +175,7 @@ def test_an_error_says_where_and_what(tmp_path: Path, text: str, message: str) -
 
 def test_json_has_no_lines_but_keys(tmp_path: Path) -> None:
     path = written(tmp_path, '{"rules": [["a", {"fmtt": 1}]]}', "r.json")
-    with pytest.raises(OptionError, match=r"r\.json, rules\[0\]\.a\.fmtt: the key 'fmtt'"):
+    with pytest.raises(OptionError, match=r"r\.json: In the rule for 'a', option 'fmtt'"):
         Recipe.read(path)
     with pytest.raises(OptionError, match=r"r\.json is not JSON: .*line 1"):
         Recipe.read(written(tmp_path, "{", "r.json"))

@@ -125,10 +125,10 @@ def test_a_contradiction_says_both_ways_out(call: Any) -> None:
 def test_a_contradiction_in_a_rule_or_a_file_says_where() -> None:
     with pytest.raises(OptionError, match=r"^In the rule for '\*\.up': fmt: scheme"):
         fp4pass.convert(mlp(), rules=[("*.up", {"fmt": "nvfp4a16", "weight_only": False})])
-    with pytest.raises(OptionError, match=r"^r\.yaml, fmt: scheme 'nvfp4a16'"):
+    with pytest.raises(OptionError, match=r"^r\.yaml: fmt: scheme 'nvfp4a16'"):
         Recipe.from_dict({"fmt": "nvfp4a16", "weight_only": False}, where="r.yaml")
     rules = [{"a": {"fmt": "nvfp4a16", "weight_only": False}}]
-    with pytest.raises(OptionError, match=r"^r\.yaml, rules\[0\]\.a\.fmt: scheme 'nvfp4a16'"):
+    with pytest.raises(OptionError, match=r"^r\.yaml: In the rule for .a.: fmt: scheme 'nvfp4a16'"):
         Recipe.from_dict({"rules": rules}, where="r.yaml")
 
 

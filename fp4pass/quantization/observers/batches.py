@@ -60,11 +60,7 @@ def require_loaded(root: nn.Module) -> None:
 
 
 def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) -> None:
-    """Run a prepared model on each calibration batch, or the part of it that is recorded.
-
-    After each batch its state has the digest and the number of all batches so far. Raises
-    CalibrationError if there are no batches, or if `batches` is one batch.
-    """
+    """Run a prepared model on each batch, or the part that is recorded; note digest and number."""
     if model.training:
         warnings.warn(
             "The model is in training mode: dropout is on while it is calibrated. Call "
@@ -126,13 +122,11 @@ def require_tokens(model: nn.Module, batch: Any, name: str) -> None:
 
 def _vocabulary(model: nn.Module) -> int | None:
     """Return how many rows the table of a model's tokens has, None where that is not known."""
-    root: Any = unwrap(model)
+    find: Any = getattr(unwrap(model), "get_input_embeddings", lambda: None)
     try:
-        table = root.get_input_embeddings()
-    # Other models lack the method; those of transformers raise the second if they find no table.
+        table = find()
     except (AttributeError, NotImplementedError):
-        tables = [each for each in root.modules() if isinstance(each, nn.Embedding)]
-        table = tables[0] if len(tables) == 1 else None
+        return None
     # One with modules of its own has further rows there.
     is_whole = isinstance(table, nn.Embedding) and not table._modules
     return table.num_embeddings if is_whole else None
@@ -141,26 +135,19 @@ def _vocabulary(model: nn.Module) -> int | None:
 def call_arguments(
     batch: Any, device: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a calibration batch as the arguments of a call, its tensors moved to `device`.
-
-    Token ids without a batch dimension are a batch of one row.
-    """
+    """Return a batch as the arguments of a call, moved to `device`; one row of ids is a batch."""
 
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
-    if isinstance(batch, Mapping):
-        for key in batch:
-            if not isinstance(key, str):
-                wanted = "a mapping from names of arguments"
-                raise CalibrationError(expected("A batch", wanted, f"the key {key!r}"))
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (), {key: move(value) for key, value in batch.items()}
     if isinstance(batch, Tensor):
         is_row = batch.ndim == 1 and not batch.is_floating_point()
         return (move(batch[None] if is_row else batch),), {}
     if not isinstance(batch, tuple | list):
-        kinds = "a mapping, a tuple, a list or a tensor"
-        raise CalibrationError(expected("A batch", kinds, type(batch).__name__))
+        kinds = "a mapping from names of arguments, a tuple, a list or a tensor"
+        raise CalibrationError(expected("A batch", kinds, f"{batch!r:.60}"))
     return tuple(map(move, batch)), {}
 
 
@@ -189,7 +176,7 @@ def fast_dtype(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def in_float32(*models: nn.Module) -> Iterator[None]:
     """Have models compute in float32; on return they are as they were, as for `fast_dtype`."""
-    kept = {id(tensor): (tensor, tensor.data) for model in models for tensor in halves(model)}
+    kept = {id(tensor): (tensor, tensor.data) for model in models for tensor in _halves(model)}
     try:
         for tensor, data in kept.values():
             tensor.data = data.float()
@@ -211,11 +198,9 @@ def is_slow(model: nn.Module) -> bool:
         return False
     exported = any(isinstance(module, fx.GraphModule) for module in root.modules())
     on_cpu = all(tensor.is_cpu for tensor in (*root.parameters(), *root.buffers()))
-    return on_cpu and not exported and any(True for _ in halves(root)) and not cpu_has_bfloat16()
+    return on_cpu and not exported and bool(_halves(root)) and not cpu_has_bfloat16()
 
 
-def halves(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a model that are in bfloat16 or float16."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.dtype in (torch.bfloat16, torch.float16):
-            yield tensor
+def _halves(model: nn.Module) -> list[Tensor]:
+    tensors = (*model.parameters(), *model.buffers())
+    return [each for each in tensors if each.dtype in (torch.bfloat16, torch.float16)]

@@ -32,10 +32,7 @@ _SEEN = "_fp4pass_keys_and_values"
 
 
 def observe_cache(root: nn.Module, name: str) -> None:
-    """Put observers on the keys and values that attention modules write to their cache.
-
-    Raises OptionError for an unknown format, and for a model without such a cache.
-    """
+    """Put observers on the keys and values that attention modules write. Raises OptionError."""
     get_cache_format(name)
     for module in cached_attention(root).values():
         if _SEEN not in module.__dict__:
@@ -75,18 +72,10 @@ def unobserve_cache(root: nn.Module) -> None:
 
 
 def require_cache_statistics(root: nn.Module, name: str) -> None:
-    """Raise CalibrationError for attention whose keys calibration has not seen.
-
-    ShapeError is raised for heads that the format has no blocks for.
-    """
+    """Raise an error for attention whose keys were not seen, or fit no block of the format."""
     fmt = get_cache_format(name)
     for path, module in cached_attention(root).items():
-        seen = module.__dict__.get(_SEEN)
-        if seen is None:
-            raise CalibrationError(
-                f"kv_cache={name!r} needs calibration data. Call fp4pass.prepare(model, "
-                f"kv_cache={name!r}) and run some batches through the model before convert."
-            )
+        seen = module.__dict__[_SEEN]
         if not seen and ranks().size == 1:
             raise _unseen(path)
         for amax, columns in seen.values():
@@ -134,21 +123,16 @@ def drop_cache(root: nn.Module) -> None:
 
 def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Give attention modules room for the scales that a checkpoint has. Raises OptionError."""
-    fmt, modules = get_cache_format(name), cached_attention(root)
-    for path in modules:
+    fmt = get_cache_format(name)
+    for path, module in cached_attention(root).items():
         for key in fmt.scales:
-            scale = tensors.get(f"{path}.{key}")
-            if scale is None:
-                raise OptionError(f"{path}.{key}: expected the scale of kv_cache={name!r}.")
-            wanted = 3 if fmt.per_head else 1
-            fits = scale.is_floating_point() and scale.ndim == wanted
+            scale = tensors.get(f"{path}.{key}", torch.zeros(()))
+            fits = scale.is_floating_point() and scale.ndim == (3 if fmt.per_head else 1)
             if not fits or not ((scale > 0) & scale.isfinite()).all():
                 what = f"positive finite numbers {'[heads, 1, 1]' if fmt.per_head else '[1]'}"
                 got = f"{scale.dtype} {tuple(scale.shape)}"
                 raise OptionError(expected(f"{path}.{key}", what, got))
-    for path, module in modules.items():
-        for key in fmt.scales:
-            room = torch.ones_like(tensors[f"{path}.{key}"], dtype=torch.float32)
+            room = torch.ones_like(scale, dtype=torch.float32)
             module.register_buffer(key, room.to(next(module.parameters()).device))
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,15 +69,11 @@ class _Seen:
 
 
 class Observer(nn.Module):
-    """Accumulates the statistics of its inputs, and returns nothing.
+    """Accumulates the statistics `needs` of its inputs of width `columns`, and returns nothing.
 
-    It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
-    moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
-    that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
-    torch.compile would merge the tensors that two observers make in one graph.
-
-    It collects the fields `needs` of Stats of inputs of width `columns`; `sharers` is the number of
-    layers that a graph feeds it for, 0 for a hook.
+    It is a node of a graph, for `sharers` layers, or runs before a layer through `hook`. Its state
+    is no buffer, so that it is not saved and not cast. It is made before any call: torch.compile
+    would merge the tensors that two observers make in one graph.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
@@ -113,11 +109,6 @@ class Observer(nn.Module):
         """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
         return self._seen.state
 
-    def replace(self, state: State) -> None:
-        """Set the statistics."""
-        self._seen.holders -= 1
-        self._seen = _Seen(state, is_empty=False)
-
     def forward(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Add an input x [..., K] of the layers; reference: the same tokens in the float model."""
         # An exported graph has no observer to write to, and its fake tensors must not stay here.
@@ -127,10 +118,7 @@ class Observer(nn.Module):
         if x.shape[-1:] != (self.columns,):
             # The layer raises for it.
             return
-        if torch.compiler.is_compiling():
-            self._observe(x, reference)
-            return
-        with _LOCK:
+        with nullcontext() if torch.compiler.is_compiling() else _LOCK:
             self._observe(x, reference)
 
     def _observe(self, x: Tensor, reference: Tensor | None) -> None:
@@ -146,7 +134,8 @@ class Observer(nn.Module):
         observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
         for name, total in zip(self._others, state[3:], strict=True):
             STATISTICS[name]["update"](total, x.detach(), reference)
-        self.replace(state)
+        self._seen.holders -= 1
+        self._seen = _Seen(state, is_empty=False)
 
     def stats(self) -> Stats:
         """Return the statistics of all inputs so far."""
@@ -159,11 +148,7 @@ class Observer(nn.Module):
 
     @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe the input of a layer: a forward pre-hook with keyword arguments.
-
-        Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
-        first adds it, and the others take the result.
-        """
+        """Observe the input of a layer; those that have seen the same so far share the result."""
         # Not as a module, which would look for hooks of its own for every layer of every call.
         x = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
@@ -197,8 +182,7 @@ class Observer(nn.Module):
 class ExpertObserver:
     """Accumulates the statistics of a stack of experts, expert by expert.
 
-    second: whether the experts read activations of their own products; keep: keep the inputs in
-    place of whole Hessians, which takes less memory.
+    second: whether they read activations of their own products; keep: inputs, not whole Hessians.
     """
 
     sharers = 0
@@ -283,12 +267,10 @@ class ExpertObserver:
 
 
 def _hessian_name(needs: Sequence[str]) -> str:
-    """Return the Hessian to collect: the whole one has the blocks in it."""
     return "hessian" if "hessian" in needs else "block_hessian"
 
 
 def _hessians(total: Tensor, needs: Sequence[str]) -> dict[str, Any]:
-    """Return the statistics of a total [E, ...] of the Hessians that are collected."""
     if "hessian" in needs:
         return {"hessian": total, "block_hessian": torch.stack(list(map(diagonal_blocks, total)))}
     return {"block_hessian": total} if "block_hessian" in needs else {}
@@ -313,25 +295,18 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
 
 
 def collect(holders: Iterable[nn.Module], name: str) -> Stats:
-    """Return the statistics [E, ...] of modules with one weight, E 1 for a dense one, once each.
-
-    Raises CalibrationError if a calibration input held NaN or infinity.
-    """
+    """Return the statistics [E, ...] of modules with one weight, E 1 for a dense one, once each."""
     observers = dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ()))
     seen: list[Stats] = [o.stats() for o in observers if o.tokens]
     if not seen:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
-    finite = all(math.isfinite(each.input_amax) for each in seen)
-    if not finite or not all(
-        total.isfinite().all() for total in stats.collected_tensors().values()
-    ):
-        what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
-        if not finite:
-            what = "held NaN or infinity"
+    is_finite = all(total.isfinite().all() for total in stats.collected_tensors().values())
+    if not is_finite or not all(math.isfinite(each.input_amax) for each in seen):
         raise CalibrationError(
-            f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
-            "layer they come from, then prepare and calibrate again."
+            f"{name or 'the model'}: its inputs held NaN, infinity or squares that float32 cannot "
+            "hold during calibration. Find the batch or the layer they come from, then prepare and "
+            "calibrate again."
         )
     return stats
 

@@ -43,18 +43,11 @@ class Tokens:
         return self._size if self.mask is None else tuple(self.mask.shape)
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether x [..., K] has these tokens as its leading dimensions."""
+        """Return whether x [B, T, K] or [B * T, K] has these tokens."""
         batch, length = self.size
         if x.ndim == 2:
             return x.shape[0] == batch * length
-        return x.ndim > 2 and tuple(x.shape[:2]) == (batch, length)
-
-    def rows_of(self, x: Tensor) -> Tensor | None:
-        """Return which rows of an x that fits are visible, None if all are."""
-        if self.mask is None or x.ndim <= 3:
-            return self.rows
-        mask = self.mask.reshape(*self.size, *[1] * (x.ndim - 3))
-        return mask.expand(x.shape[:-1]).reshape(-1)
+        return x.ndim == 3 and tuple(x.shape[:2]) == (batch, length)
 
 
 class Reading:
@@ -86,7 +79,7 @@ class Reading:
         if not fitting or (len(fitting) > 1 and self.own and fitting[1] is self.decoder):
             self.missed = True
             return None
-        rows = fitting[0].rows_of(x)
+        rows = fitting[0].rows
         return None if rows is None else rows.to(x.device)
 
     def on_cpu(self) -> Reading:
@@ -126,7 +119,6 @@ _SLOT = threading.local()
 
 
 def _scope() -> Scope | None:
-    """Return the innermost call that runs in this thread, None outside of all."""
     return getattr(_SLOT, "scope", None)
 
 
