@@ -189,7 +189,7 @@ def test_a_rule_with_a_wildcard_takes_what_fits() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (nn.ReLU, r"no linear layer to quantize\. It has no linear layer at all"),
+        (nn.ReLU, r"no linear layer to quantize\. There is none"),
         (lambda: nn.Sequential(nn.Linear(5, 5)), r"to quantize\. 0: in_features=5 is not a mul"),
         (lambda: nn.Linear(5, 5), r"no linear layer to quantize\. the model: in_features=5"),
         (lambda: nn.Sequential(nn.Linear(32, 32, device="meta")), "0: its weight is on the meta"),
@@ -325,7 +325,7 @@ WRONG_ORDER: list[tuple[str, Callable[[Any], Any], type[Exception], tuple[str, .
         "sse",
         lambda m: fp4pass.prepare(m, "hessian"),
         StateError,
-        ("prepared for method 'sse'", "'hessian' needs", "fresh copy"),
+        ("a method or a rotation that needs other statistics", "fresh copy"),
     ),
     # What prepare skipped has not been observed.
     ("few", lambda m: fp4pass.convert(m, rules=UP_MXFP4), CalibrationError, (OBSERVED,)),
@@ -426,7 +426,7 @@ def test_no_batch_was_run() -> None:
 def test_batches_without_tokens() -> None:
     model = fp4pass.prepare(build())
     fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)
-    with pytest.raises(CalibrationError, match=r"layers.0.up_proj.* calibration never reached"):
+    with pytest.raises(CalibrationError, match="some batches with tokens"):
         fp4pass.convert(model, "nvfp4")
     # With tokens as well, the empty one changes nothing.
     fp4pass.calibrate(model, [batch(), torch.empty(2, 0, 32)], progress=False)

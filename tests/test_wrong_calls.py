@@ -119,6 +119,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: STATE.to("cuda:99"), "device=cuda:99 cannot be used"),
     (lambda: dataclasses.replace(STATE, global_scale=float("nan")), "expected a positive number"),
     (lambda: dataclasses.replace(STATE, dtype=torch.int8), "expected a floating-point dtype"),
+    (
+        lambda: fp4pass.methods.certify(X[:2], STATE, torch.eye(32).expand(2, 32, 32)),
+        "weight: expected the shape of state, (4, 64)",
+    ),
     # fp4pass.parity
     (lambda: swap(model(), "nf9"), "kind 'nf9' does not exist"),
     # evaluation and reports

@@ -2,7 +2,8 @@
 
 Private functions, methods and attributes of torch, transformers, accelerate, lm-eval and others are
 reached in this package only. It asks for the thing that it needs, not for a version: a library that
-is newer than the tested ones is a warning.
+is newer than the tested ones is a warning. A `Part` of fp4pass that needs a private thing is off
+where that is gone or fails a self-test, which is said once.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.version import Version
+from torch import enable_grad, inference_mode
 
 from ..errors import VersionError
 
@@ -98,7 +100,7 @@ def require(package: str) -> None:
 def _warn_newer(package: str, found: str) -> None:
     warnings.warn(
         f"{package} {found} is newer than {LIBRARIES[package].newest}, the newest version that "
-        "fp4pass was tested with; `fp4pass doctor` lists those.",
+        "fp4pass was tested with. `fp4pass doctor` shows what does not work with it.",
         stacklevel=4,
     )
 
@@ -111,18 +113,78 @@ FAULTS = (
 )
 
 
-@contextmanager
-def optional(library: str, cost: str) -> Iterator[None]:
-    """Do without private things that a library lacks; the log says once what that costs."""
-    try:
-        yield
-    except FAULTS as error:
-        _say_cost(library, cost, f"{type(error).__name__}: {error!s:.200}".partition("\n")[0])
+class Part:
+    """A part of fp4pass that works by private things of a library.
+
+    Attributes:
+        library: whose private things it needs.
+        name: what is off without them.
+        cost: a sentence: what that costs.
+        problem: why it is off, None while it is not.
+        is_tested: whether the self-test has run.
+    """
+
+    def __init__(self, library: str, name: str, cost: str, test: Callable[[], object]) -> None:
+        """test: raises one of FAULTS unless the private things do what is expected of them."""
+        self.library, self.name, self.cost, self.test = library, name, cost, test
+        self.problem: str | None = None
+        self.is_tested = False
+
+    def works(self) -> bool:
+        """Return whether the self-test passes, which runs once."""
+        if not self.is_tested:
+            # Not in a thread of its own: the second FakeTensorMode of torch 2.11 in one crashes.
+            with warnings.catch_warnings(), inference_mode(False), enable_grad():
+                warnings.simplefilter("ignore")
+                self.attempt(self.test)
+            self.is_tested = True
+        return self.problem is None
+
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns that reaches private things; None where they fail."""
+        try:
+            return call(*args)
+        except FAULTS as error:
+            if self.problem is None:
+                line = str(error).strip().partition("\n")[0]
+                self.problem = f"{type(error).__name__}: {line}"
+                _log.warning("%s", self)
+        return None
+
+    def __str__(self) -> str:
+        from importlib.metadata import PackageNotFoundError
+
+        library = self.library
+        try:
+            library += f" {installed_version(library)}"
+        except PackageNotFoundError:
+            # Triton comes under other names, too, such as pytorch-triton.
+            pass
+        return f"{self.name}: off with {library} ({self.problem}). {self.cost}"
 
 
-@functools.cache
-def _say_cost(library: str, cost: str, problem: str) -> None:
-    _log.warning("%s, for %s is not as fp4pass needs it: %s", cost, library, problem)
+# The parts of the files that are imported.
+PARTS: list[Part] = []
+
+
+def all_parts() -> list[Part]:
+    """Return the parts of the libraries that are installed."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    for name in ("torch", "inductor", "triton", "transformers"):
+        import_module(f".{name}", __name__)
+    return [each for each in PARTS if find_spec(each.library) is not None]
+
+
+def part(library: str, name: str, cost: str) -> Callable[[Callable[[], object]], Part]:
+    """Register the self-test that this decorates as a part of fp4pass."""
+
+    def register(test: Callable[[], object]) -> Part:
+        PARTS.append(Part(library, name, cost, test))
+        return PARTS[-1]
+
+    return register
 
 
 @contextmanager
@@ -141,6 +203,12 @@ def lacking(library: str, what: str) -> VersionError:
         f"{library} {installed_version(library)} is not as fp4pass needs it: {what}. "
         f"Run pip install '{library}=={LIBRARIES[library].newest}.*', the newest tested version."
     )
+
+
+def expect(fact: bool, what: str) -> None:
+    """Raise AssertionError in a self-test unless a fact holds."""
+    if not fact:
+        raise AssertionError(f"a self-test expected {what}")
 
 
 def callers(module: str) -> Iterator[FrameType]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from . import part
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,34 @@ class CppCall:
     dtype: torch.dtype
 
 
+@part(
+    "torch",
+    "C++ for packed weights in compiled graphs",
+    "On a CPU compiled code calls operators for them, each some microseconds later.",
+)
+def _writes_cpp() -> None:
+    from torch._inductor import ir, lowering
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen as Wrapper
+
+    # As the code below calls them; other parameters than these are errors.
+    inspect.signature(Wrapper.generate_kernel_call).bind(
+        *(None, "name", []), device=None, triton=False, arg_types=[]
+    )
+    inspect.signature(Wrapper.define_kernel).bind(
+        *(None, "name", "source"), gpu=False, cpp_definition=""
+    )
+    inspect.signature(lowering.make_fallback).bind(None, layout_constraint=None, warn=False)
+    inspect.signature(lowering.register_lowering).bind(None, type_promotion_kind=None)
+    inspect.signature(ir.FixedLayout).bind(None, torch.float32, [], [])
+    inspect.signature(ir.ExternKernelOut).bind(None, [])
+    _ = (
+        ir.ExternKernel.require_contiguous,
+        ir.FlexibleLayout.contiguous_strides,
+        ir.TensorBox.create,
+    )
+    _ = Wrapper.next_kernel_suffix, lowering.tag_to_layout_constraint
+
+
 def call_by_name(operators: Iterable[Any]) -> None:
     """Have generated code call operators as Inductor calls those that it does not know.
 
@@ -36,6 +67,8 @@ def call_by_name(operators: Iterable[Any]) -> None:
     string, and what they were computed from, again at each use: after 36 layers that does not end.
     Operators that Inductor knows stay as they are.
     """
+    if not _writes_cpp.works():
+        return
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
@@ -54,7 +87,7 @@ def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) 
     """
     from torch._inductor import lowering
 
-    if operator in lowering.lowerings:
+    if not _writes_cpp.works() or operator in lowering.lowerings:
         return
     call_by_name([operator])
     fallback = lowering.lowerings[operator]

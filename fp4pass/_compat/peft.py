@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from . import needed
 
 with needed("peft"):
-    from peft import LoraConfig, LoraModel, PeftConfig, PeftType, TaskType
+    from peft import LoraConfig, LoraModel, PeftConfig, TaskType
     from peft import PeftModel as PeftModel
+    from peft import PeftType as PeftType
     from peft.tuners import tuners_utils
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -103,21 +103,13 @@ def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn
     config._register_custom_module(dict(layers))
 
 
-def is_lora(config: PeftConfig) -> bool:
-    """Return whether a config is one of LoRA, whose layers can be registered."""
-    # That of AdaLoRA is a LoraConfig too.
-    return config.peft_type == PeftType.LORA
-
-
-def takes_all_linear(config: PeftConfig) -> bool:
-    """Return whether a config asks for all linear layers but the head of the model."""
+def all_linear(
+    config: PeftConfig, model: nn.Module, is_packed: Callable[[object], bool]
+) -> set[str] | None:
+    """Return the names of all linear layers but the head, None unless a config asks for them."""
     wanted = getattr(config, "target_modules", None)
-    return isinstance(wanted, str) and wanted.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
-
-
-def all_linear(config: PeftConfig, model: nn.Module, packed: Iterable[str]) -> set[str]:
-    """Return the names of all linear layers of a model, dense and packed, but its head."""
-    own: Any = tuners_utils._maybe_include_all_linear_layers(copy.copy(config), model)
+    if not isinstance(wanted, str) or wanted.lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        return None
     head: nn.Module | None = None
     # PEFT leaves out the output layer of a model, where its class is linear.
     if isinstance(model, tuners_utils.PreTrainedModel):
@@ -125,9 +117,18 @@ def all_linear(config: PeftConfig, model: nn.Module, packed: Iterable[str]) -> s
         if head is None and config.task_type == TaskType.SEQ_CLS:
             heads = (getattr(model, name, None) for name in SEQ_CLS_HEAD_NAMES)
             head = next((each for each in heads if each is not None), None)
-    return set(own.target_modules) | {
-        name for name in packed if model.get_submodule(name) is not head
-    }
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        inner: Any = module
+        if isinstance(module, BaseTunerLayer):
+            inside |= set(inner.modules())
+            inner = inner.get_base_layer()
+        if isinstance(inner, nn.Linear | tuners_utils.Conv1D) or is_packed(inner):
+            found[name] = inner
+    return {name for name, each in found.items() if each is not head}
 
 
 def below_adapter(model: nn.Module, name: str) -> str:

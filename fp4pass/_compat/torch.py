@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -11,6 +12,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BuildError
-from . import FAULTS, optional, require
+from . import FAULTS, expect, part, require
 
 
-def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
+def _multiplies_in_bfloat16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
         # The second is what torch uses, which ATEN_CPU_CAPABILITY may make less than there is.
         used = torch.backends.cpu.get_cpu_capability()
@@ -32,15 +34,65 @@ def cpu_has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+_bfloat16_of_cpus = part(
+    "torch",
+    "bfloat16 on CPUs with instructions for it",
+    "Models in bfloat16 calibrate and evaluate in float32, which takes more memory.",
+)(_multiplies_in_bfloat16)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
+    return bool(_bfloat16_of_cpus.attempt(_multiplies_in_bfloat16))
+
+
+@part(
+    "torch",
+    "the short way past the dispatcher, and inputs that are quantized once for several layers",
+    "A product on a CPU takes some microseconds longer, and each layer quantizes its own input.",
+)
+def _sees_interception() -> None:
+    x = torch.zeros(1)
+
+    def look(seen: Tensor) -> Tensor:
+        expect(not _is_plain(seen) and _is_intercepted(), "transforms of torch.func to be seen")
+        return seen.sum()
+
+    with TorchDispatchMode():
+        expect(not _is_plain(x) and _is_intercepted(), "a TorchDispatchMode to be seen")
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    # Levels are of the process, and cannot be nested.
+    if forward_ad._current_level < 0:
+        with forward_ad.dual_level():
+            expect(not _is_plain(x), "forward-mode differentiation to be seen")
+    expect(not _is_plain(x, x.clone().requires_grad_()), "what requires gradients to be seen")
+    negated = torch.zeros(1, dtype=torch.complex64).conj().imag
+    expect(not _is_plain(negated), "tensors that are negated when they are read to be seen")
+    expect(not _is_plain(torch._efficientzerotensor(1)), "tensors without memory to be seen")
+
+
 def intercepts_operators() -> bool:
     """Return whether a mode (fake tensors, make_fx) or a transform (vmap, grad) sees operators."""
-    has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
-    return has_transforms or torch._C._len_torch_dispatch_stack() > 0
+    return not _is_free(lambda: not _is_intercepted())
+
+
+def _is_free(ask: Callable[..., bool], *args: Any) -> bool:
+    """Return whether `ask` says that nothing intercepts operators, and can be believed."""
+    if _sees_interception.is_tested:
+        return _sees_interception.problem is None and ask(*args)
+    # The self-test runs where nothing intercepts it, as far as can be known before.
+    return bool(_sees_interception.attempt(ask, *args)) and _sees_interception.works()
 
 
 def differentiates_forward() -> bool:
     """Return whether operators are asked for forward derivatives."""
     return forward_ad._current_level >= 0
+
+
+def _is_intercepted() -> bool:
+    has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return has_transforms or torch._C._len_torch_dispatch_stack() > 0
 
 
 # The types that the dispatcher hands to a kernel as they are.
@@ -53,14 +105,18 @@ def only_calls_kernel(*args: Any) -> bool:
     That is so where nothing is differentiated, traced, profiled or transformed. The first argument
     is a tensor.
     """
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)):
+        return False
+    return _is_free(_is_plain, *args)
+
+
+def _is_plain(*args: Any) -> bool:
     x = args[0]
     return (
-        not torch.compiler.is_compiling()
-        and _PLAIN.issuperset(map(type, args))
-        and x.is_cpu
+        x.is_cpu
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
-        and not intercepts_operators()
-        and not differentiates_forward()
+        and not _is_intercepted()
+        and forward_ad._current_level < 0
         and not torch._C._get_tracing_state()
         and not torch.autograd._profiler_enabled()
         # Its memory holds the numbers with another sign, or none.
@@ -90,6 +146,53 @@ def build_library(source: Path, library: Path) -> None:
         raise BuildError(f"its kernels could not be compiled ({reason}).") from error
 
 
+@part(
+    "torch",
+    "the passes of fp4pass in torch.compile",
+    "Compiled models launch more kernels, and run slower.",
+)
+def passes_are_run() -> None:
+    """Raise unless a pass is run once, on a functional graph, before that is lowered."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _self_test_library()
+    # That of the compilation in which it runs: two cannot be mixed.
+    mode = torch._guards.detect_fake_mode() or FakeTensorMode()
+    with mode:
+        empty = torch.empty(4)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    x.meta["val"] = y.meta["val"] = empty
+    call = MutatingCall(torch.ops.fp4pass_self_test.add_to.default, {"x": x}, (y,)).insert(graph)
+    changed = graph.call_function(getitem, (call, 1))
+    changed.meta["val"] = empty
+    graph.output((changed,))
+    seen: list[bool] = []
+
+    def look(graph: fx.Graph) -> None:
+        calls = [MutatingCall.of(node) for node in graph.nodes]
+        has_values = all("val" in node.meta for node in graph.nodes if node.op != "output")
+        seen.append(has_values and sum(each is not None for each in calls) == 1)
+
+    run = _chained_pass()(look, lambda: None, ())
+    module = fx.GraphModule({}, graph)
+    with config.patch(post_grad_custom_pre_pass=run), V.set_fake_mode(mode):
+        compile_fx.post_grad_passes(module, is_inference=True)
+    lowered = all(MutatingCall.of(node) is None for node in module.graph.nodes)
+    expect(seen == [True] and lowered, "Inductor to run a pass on a functional graph, and lower it")
+
+
+@functools.cache
+def _self_test_library() -> torch.library.Library:
+    """Define an operator that changes a tensor, for as long as the process runs."""
+    library = torch.library.Library("fp4pass_self_test", "DEF")
+    library.define("add_to(Tensor(a!) y, Tensor x) -> ()")
+    return library
+
+
 def chain_post_grad_pass(
     run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]
 ) -> None:
@@ -99,7 +202,8 @@ def chain_post_grad_pass(
     again changes nothing. Importing Inductor takes a second.
     """
     require("torch")
-    with optional("torch", "Compiled models launch more kernels, and run slower"):
+
+    def chain() -> None:
         from torch._inductor import config
 
         installed = config.post_grad_custom_pre_pass
@@ -107,6 +211,8 @@ def chain_post_grad_pass(
         if not any(getattr(each, "run", None) is run for each in before):
             chained = _chained_pass()(run, key, tuple(filter(None, before)))
             config.post_grad_custom_pre_pass = chained
+
+    passes_are_run.attempt(chain)
 
 
 @functools.cache
@@ -224,8 +330,22 @@ def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
     return meta
 
 
+@part(
+    "torch",
+    "what fp4pass keeps with copies of an exported graph",
+    "A copy.deepcopy of a prepared graph counts hidden tokens: prepare the copy instead.",
+)
+def _copies_are_seen() -> None:
+    module = fx.GraphModule({}, fx.Graph())
+    seen: list[nn.Module] = []
+    module.__dict__["_deepcopy_hooks"] = [seen.append]
+    made = copy.deepcopy(module)
+    expect(any(each is made for each in seen), "copy.deepcopy to call the hooks of a graph")
+
+
 def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
     """Call a function with each `copy.deepcopy` of a graph's module: copies lose its hooks."""
+    _copies_are_seen.works()
     module.__dict__.setdefault("_deepcopy_hooks", []).append(run)
 
 
@@ -264,18 +384,49 @@ def statically_equal(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
 
 
+@part(
+    "torch",
+    "hooks that torch.compile does not look into",
+    "A prepared model that is compiled is compiled again for each kind of mask.",
+)
+def _skips_functions() -> None:
+    def nothing() -> None: ...
+
+    _skip(nothing)
+
+
 def runs_uncompiled(function: Callable[..., Any]) -> None:
     """Have torch.compile not look into a function that is called outside of its graphs.
 
     Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
     of its parts are in its graph.
     """
-    with optional("torch", "A prepared model is compiled again for each kind of mask"):
-        dynamo: Any = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(
-            inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
-        )
+    _skips_functions.attempt(_skip, function)
+
+
+def _skip(function: Callable[..., Any]) -> None:
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(
+        inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
+    )
+
+
+@part(
+    "torch",
+    "observers in a model that is already compiled",
+    "Call torch.compiler.reset() after prepare, or its graphs run without the observers.",
+)
+def _sees_new_hooks() -> None:
+    # Dynamo sees the hooks of modules without parameters anyway.
+    model = nn.Sequential(nn.Linear(1, 1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.zeros(1))
+    seen: list[object] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module))
+    _change_dictionaries(model[0])
+    compiled(torch.zeros(1))
+    expect(len(seen) == 1, "Dynamo to compile a module again whose dictionaries are other ones")
 
 
 def recompile_hooked(model: nn.Module) -> None:
@@ -287,11 +438,18 @@ def recompile_hooked(model: nn.Module) -> None:
     """
     if "torch._dynamo" not in sys.modules:
         return
-    for module in model.modules():
-        if module._forward_pre_hooks or module._forward_hooks:
-            for name in ("_parameters", "_modules"):
-                old = module.__dict__[name]
-                module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
+    hooked = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    # Where nothing was compiled, nothing needs the self-test, which compiles.
+    if hooked and sys.modules["torch._dynamo"].utils.counters["frames"]:
+        _sees_new_hooks.works()
+    for module in hooked:
+        _change_dictionaries(module)
+
+
+def _change_dictionaries(module: nn.Module) -> None:
+    for name in ("_parameters", "_modules"):
+        old = module.__dict__[name]
+        module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
 
 
 def add_forward_hooks(

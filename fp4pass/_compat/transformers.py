@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from . import callers, require
+from . import callers, expect, part, require
 from .peft_hooks import QUANTIZED_MARK
 from .torch import model_class
 
@@ -26,10 +26,43 @@ _TIES, _TIED_BY_CLASS = "all_tied_weights_keys", "_tied_weights_keys"
 _SPLIT = "_is_hooked"
 
 
+@part(
+    "transformers",
+    "what classes of transformers say of their weights",
+    "Tied weights are found by their memory alone, and tensors that a class keeps in float32, "
+    "ignores or does not split are treated as any others: compare a saved model with its source.",
+)
+def _says_of_weights() -> None:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._tied_weights_keys = {"b.weight": "a.weight"}
+            self._no_split_modules = ["Linear"]
+            self._keep_in_fp32_modules_strict = {"c"}
+            self.a, self.b, self.c = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False), nn.Identity()
+            self.post_init()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.a
+
+    config: Any = PretrainedConfig()
+    config.tie_word_embeddings = True
+    with torch.device("meta"):
+        model: Any = Model(config)
+    expect(model.all_tied_weights_keys == {"b.weight": "a.weight"}, "the names of tied weights")
+    expect("Linear" in model._no_split_modules, "the classes that are not split")
+    expect(set(model._get_dtype_plan(torch.bfloat16)) == {"c"}, "what stays in float32")
+    expect(hasattr(model, "_keys_to_ignore_on_load_unexpected"), "the tensors that are ignored")
+    expect(hasattr(model, "_hf_peft_config_loaded"), "whether adapters are in a model")
+
+
 def _private(model: nn.Module, name: str) -> Any:
     """Return a private attribute of a model of transformers, None for other models."""
     if is_pretrained(model):
         require("transformers")
+        _says_of_weights.works()
     return getattr(model, name, None)
 
 
@@ -73,6 +106,15 @@ def saving_owner() -> object:
     first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
     owner: object = frame.f_locals.get(*first) if first else None
     return None if type(owner).__module__.startswith("peft.") else owner
+
+
+def vocabulary_files(name: str) -> set[str]:
+    """Return the vocabulary files that a class of tokenizers can read, empty if unknown."""
+    transformers = sys.modules.get("transformers")
+    try:
+        return set(getattr(transformers, name).vocab_files_names.values())
+    except (AttributeError, ImportError):
+        return set()
 
 
 def whole_modules(model: nn.Module) -> list[str]:
@@ -164,17 +206,40 @@ def is_split_by_plan(module: nn.Module) -> bool:
     return _SPLIT in module.__dict__
 
 
-def require_whole(model: Any) -> None:
-    """Raise OptionError where `from_pretrained` is to split a model: packed layers come first."""
-    config = getattr(model.config, "distributed_config", None)
+def held_plan(model: Any) -> dict[str, str] | None:
+    """Return the plan by which `from_pretrained` is to split a model, None without one.
+
+    It loads the model whole then: weights are packed before they are split. Raises OptionError for
+    another plan than the model's, and for another way to split.
+    """
+    config: Any = getattr(model.config, "distributed_config", None)
     facts = {} if config is None else vars(config)
     sizes = [name for name, n in facts.items() if name.endswith("_size") and (n or 1) > 1]
-    if sizes:
+    if not sizes:
+        return None
+    if sizes != ["tp_size"] or isinstance(config.tp_plan, dict):
         raise OptionError(
-            f"distributed_config: expected no splitting while packed layers are loaded, got "
-            f"{', '.join(sizes)}. Load the model without, and call "
+            "distributed_config: expected tp_size and the plan of the model, got "
+            f"{', '.join(sizes)} and tp_plan={config.tp_plan!r}. Load the model without, and call "
             "fp4pass.parallelize(model, mesh, plan) or fp4pass.parallel.fully_shard."
         )
+    plan = dict(model.tp_plan)
+    # It wants one, and this is of no module.
+    model._tp_plan = {"-": "colwise"} if plan else {}
+    return plan
+
+
+def released_mesh(model: Any, plan: dict[str, str]) -> Any:
+    """Return the mesh that `from_pretrained` made to split a model, and give it its plan again."""
+    model._tp_plan = plan
+    del model.config.distributed_config
+    for module in model.modules():
+        module.__dict__.pop(_SPLIT, None)
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is not None:
+        return manager.get_mesh("tp")
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
 def fit_caches(model: nn.Module) -> None:

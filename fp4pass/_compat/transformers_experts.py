@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class StackView(NamedTuple):
-    """The layout of a parameter that is a stack [E, N, K]."""
+    """The layout of a parameter that is a stack [E, N, K], and may hold matrices of no expert."""
 
     experts: int
     transposed: bool  # the parameter has [K, N] for each expert
@@ -21,15 +21,12 @@ class StackView(NamedTuple):
     @property
     def spare(self) -> int:
         """The number of matrices of the parameter that belong to no expert."""
-        return 0 if len(self.shape) == 2 else self.shape[0] - self.experts
+        return self.shape[0] - self.experts
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return a parameter as [E, N, K]: of [E, ...], or [E * A, B] with experts in a column."""
-        if parameter.ndim == 2:
-            parameter = parameter.unflatten(0, (self.experts, -1))
-        elif len(parameter) > self.experts:
-            parameter = parameter[: self.experts]
-        return parameter.mT if self.transposed else parameter
+        """Return a parameter as [E, N, K]."""
+        own = parameter[: self.experts]
+        return own.mT if self.transposed else own
 
     def parameter(self, stack: Tensor) -> Tensor:
         """Return a stack [E, N, K] as the parameter, with zeros for matrices of no expert."""
@@ -56,7 +53,6 @@ class ExpertsAdapter:
             of the module, then its activations.
         transposed: those that have [K, N] for each expert.
         experts: the attribute with the number of experts of a stack, "" for all that it holds.
-        flat: the experts lie one below the other, [E * A, B].
         pieces: the linear layers of an expert that other libraries make of a stack, by the stack
             whose rows they share.
     """
@@ -64,7 +60,6 @@ class ExpertsAdapter:
     stages: tuple[tuple[str, ...], ...] = (("gate_up_proj",), ("down_proj",))
     transposed: tuple[str, ...] = ()
     experts: str = ""
-    flat: bool = False
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
@@ -87,7 +82,7 @@ class ExpertsAdapter:
         return hidden
 
     def copies(self, owner: Any) -> int:
-        """Return how often the inputs hold all tokens in order, 0 if they are in another one."""
+        """Return how often the inputs hold all tokens."""
         return 1
 
     def computed(self, owner: Any, ids: Tensor) -> Tensor:
@@ -100,8 +95,7 @@ class ExpertsAdapter:
         if hasattr(kind, "_apply_gate"):
             return kind._apply_gate(owner, *products)
         gate, up = products if len(products) > 1 else products[0].chunk(2, dim=-1)
-        activation = owner.act_fn if hasattr(owner, "act_fn") else owner.mlp.activation_fn
-        return activation(gate) * up
+        return owner.act_fn(gate) * up
 
     def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
         """Return the outputs of experts [T, k, H], given the products of the last stage."""
@@ -158,21 +152,6 @@ class _Llama4Text(ExpertsAdapter):
         return torch.where(has_some, experts, owner.num_experts).expand_as(rows).flatten(0, 1)
 
 
-class _JetMoe(ExpertsAdapter):
-    """One stack, called with the inputs of one expert after the other and how many each has."""
-
-    def copies(self, owner: Any) -> int:
-        return 0
-
-    def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
-        hidden, sizes = (*args, *kwargs.values())[:2]
-        # Not as_tensor, which does not compile where numbers are not known yet.
-        counts = torch.tensor(sizes, device=hidden.device)
-        experts = torch.arange(len(sizes), device=hidden.device)
-        ids = experts.repeat_interleave(counts, output_size=len(hidden))
-        return Routed(hidden, ids.unsqueeze(1), None)
-
-
 # The pieces of most classes, by the names of quantizers and engines.
 _PIECES = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -194,14 +173,6 @@ _DECORATED = {(a, b): _decorated(a, b) for a in (False, True) for b in (False, T
 
 # Classes without the decorator, by their names.
 _ADAPTERS: dict[str, ExpertsAdapter] = {
-    "dbrx.modeling_dbrx.DbrxExperts": ExpertsAdapter(
-        # Gate and up are apart, below each other in a child.
-        stages=(("mlp.w1", "mlp.v1"), ("mlp.w2",)),
-        transposed=("mlp.w2",),
-        experts="num_experts",
-        flat=True,
-    ),
-    "jetmoe.modeling_jetmoe.JetMoeParallelExperts": _JetMoe(stages=(("weight",),)),
     "llama4.modeling_llama4.Llama4TextExperts": _Llama4Text(
         transposed=("gate_up_proj", "down_proj"),
         # As quantizers of transformers have it, whose class for them computes expert by expert.

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import part
+
+
+@part(
+    "triton",
+    "kernels in Gluon",
+    "Products of one row, and of many rows on Hopper, run in kernels that take longer.",
+)
+def gluon() -> None:
+    """Raise unless all that the kernels import is there."""
+    from triton.experimental.gluon import jit, language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _ = jit, language, TensorDescriptor, barrier_of_threads(), tile_loader()
+
 
 def barrier_of_threads() -> Any:
     """Return the barrier of all threads of a program."""

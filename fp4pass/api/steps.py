@@ -213,14 +213,14 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
-    root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
+    rules = check_rules(rules, options.get("weight_only"))
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
         by_layers = not (device is None and stream is None)
         call = OneCall(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
-    conversion = Conversion(root, given, rules, kv_cache, **places)
+    conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):
         conversion.run()
     return model

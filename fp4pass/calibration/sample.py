@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,45 +109,40 @@ def sample(
         torch.Size([2, 16])
     """
     root = unwrap(model)
-    positive = "a positive number"
-    require_number("tokens", positive, tokens, least=1)
-    require_number("seq_len", positive, seq_len, least=1)
-    if batch_size is not None:
-        require_number("batch_size", positive, batch_size, least=1)
+    numbers = {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size or 1}
+    for name, number in numbers.items():
+        require_number(name, "a positive number", number, least=1)
     require_number("seed", "an integer", seed)
-    require_number("temperature", positive, temperature, float, ABOVE_0)
+    require_number("temperature", "a positive number", temperature, float, ABOVE_0)
     require_number("chat_share", "a number in [0, 1]", chat_share, float, 0, 1)
     _require_writer(root)
-    tokenizer = _text_tokenizer(tokenizer)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "decode"):
+        wanted = "the tokenizer or processor of the model"
+        raise OptionError(expected("tokenizer", wanted, type(tokenizer).__name__))
     require_loaded(root)
     seq_len = Target.of(root).fitting(seq_len)
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
-    rows = batch_size or rows_at_once(root, seq_len, device)
-    scripts = scripts_of(root, tokenizer, seq_len, count, chat_share)
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if round(chat_share * count) and has_template and not any(s.turns for s, _ in scripts):
-        _log.warning(
-            "The chat template does not render a user's message, or takes more than half of a "
-            "window of %d tokens: the model writes plain text alone.",
-            seq_len,
-        )
+    rows = batch_size or _rows_at_once(root, seq_len, device)
+    scripts = _scripts(root, tokenizer, seq_len, count, round(chat_share * count))
     # Of its own, so that random numbers elsewhere are as before.
-    drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed))
-    waiting = iter(drawn.to(device))
+    drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed)).to(device)
     found: list[Tensor] = []
-    with shown("sample", progress) as bar, ExitStack() as stack:
+    with shown("sample", progress) as bar, _as_before(root):
         bar.expect(count * seq_len, "tokens")
-        stack.enter_context(_as_before(root))
         barred = _barred(root, tokenizer).to(device)
         for script, number in scripts:
             # Batches of equal size, for a small one takes as long.
             parts = math.ceil(number / rows)
             for part in range(parts):
                 size = number // parts + (part < number % parts)
-                own = torch.stack(list(itertools.islice(waiting, size)))
-                found.append(_write(root, script, own, temperature, barred))
-    return _interleaved(found, [number for _, number in scripts])
+                found.append(_write(root, script, drawn[:size], temperature, barred))
+                drawn = drawn[size:]
+    # In an order that mixes all kinds from the start.
+    places = [((i + 0.5) / n, kind) for kind, (_, n) in enumerate(scripts) for i in range(n)]
+    order = sorted(range(count), key=lambda i: places[i])
+    return torch.cat(found)[torch.tensor(order)]
 
 
 def _require_writer(root: nn.Module) -> None:
@@ -168,15 +162,7 @@ def _require_writer(root: nn.Module) -> None:
         )
 
 
-def _text_tokenizer(tokenizer: Any) -> Any:
-    found = getattr(tokenizer, "tokenizer", tokenizer)
-    if not hasattr(found, "encode") or not hasattr(found, "decode"):
-        wanted = "the tokenizer or processor of the model"
-        raise OptionError(expected("tokenizer", wanted, type(tokenizer).__name__))
-    return found
-
-
-def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
+def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     """Return how many windows to write at once."""
     config = root.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -212,11 +198,9 @@ def _as_before(root: Any) -> Iterator[None]:
 
     training = [module for module in root.modules() if module.training]
     settings = root.generation_config
-    with ExitStack() as stack:
-        if is_compiled(root):
-            # Code that is compiled has the observers inside.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(unobserved())
+    # Code that is compiled has the observers inside.
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(root) else nullcontext()
+    with eager, unobserved():
         try:
             root.eval()
             # generate takes its defaults from them.
@@ -277,54 +261,37 @@ def _write(root: Any, script: Script, drawn: Tensor, temperature: float, barred:
     return written.cpu()
 
 
-def _interleaved(found: list[Tensor], counts: list[int]) -> Tensor:
-    """Return windows in an order that mixes all kinds from the start."""
-    windows = torch.cat(found)
-    places = [((i + 0.5) / count, kind) for kind, count in enumerate(counts) for i in range(count)]
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    return windows[torch.tensor(order)]
-
-
-def scripts_of(
-    root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float
+def _scripts(
+    root: Any, tokenizer: Any, seq_len: int, count: int, chats: int
 ) -> list[tuple[Script, int]]:
     """Return the scripts to write, and the number of windows of each.
 
     There are no conversations where the chat template does not render a user's message, or takes
     more than half of a window before the first word.
     """
-    own = getattr(root, "generation_config", None)
-    ends: Any = getattr(own, "eos_token_id", None)
-    listed = [ends] if isinstance(ends, int) else list(ends or ())
-    if tokenizer.eos_token_id is not None:
-        listed.append(tokenizer.eos_token_id)
-    stops = frozenset(listed)
-    chats = round(chat_share * count)
+    own: Any = root.generation_config
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    stops = frozenset(each for each in (*ends, tokenizer.eos_token_id) if each is not None)
     chat = chat_script(tokenizer, stops) if chats else None
-    if chat is not None and len(chat.prompt) > seq_len // 2:
-        chat = None
-    chats = 0 if chat is None else chats
+    if chat is None or len(chat.prompt) > seq_len // 2:
+        if chats and getattr(tokenizer, "chat_template", None):
+            _log.warning(
+                "The chat template does not render a user's message, or takes more than half of a "
+                "window of %d tokens: the model writes plain text alone.",
+                seq_len,
+            )
+        chat, chats = None, 0
     found = [] if chat is None else [(chat, chats)]
-    if chats < count:
-        found.insert(0, (Script((_first_token(own, tokenizer),), stops), count - chats))
-    return found
-
-
-def _first_token(own: Any, tokenizer: Any) -> int:
-    """Return the token that texts begin with."""
-    usual = tokenizer.encode("")
-    candidates = (
-        *(tokenizer.bos_token_id, getattr(own, "bos_token_id", None)),
-        *(usual[:1] or (None,)),
-        tokenizer.eos_token_id,
-    )
-    for token in candidates:
-        if token is not None:
-            return int(token)
-    raise OptionError(
-        f"The tokenizer has no token that texts begin with (bos or eos). {_GIVE_DATA} Or set "
-        "tokenizer.bos_token."
-    )
+    if chats == count:
+        return found
+    first = (tokenizer.bos_token_id, own.bos_token_id, *tokenizer.encode("")[:1])
+    starts = [each for each in (*first, tokenizer.eos_token_id) if each is not None]
+    if not starts:
+        raise OptionError(
+            f"The tokenizer has no token that texts begin with (bos or eos). {_GIVE_DATA} Or set "
+            "tokenizer.bos_token."
+        )
+    return [(Script((int(starts[0]),), stops), count - chats), *found]
 
 
 def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:

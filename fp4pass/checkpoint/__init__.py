@@ -6,6 +6,7 @@
 
 # ruff: noqa: F401
 
+from .beside import TOKENIZER_FILES
 from .finished import ConvertedState
 from .float_models import model_class
 from .layouts import (

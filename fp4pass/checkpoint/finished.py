@@ -27,6 +27,7 @@ from ..core.fingerprint import Unknown, digest_of, fingerprint, identity_of
 from ..core.quant_state import QuantState, read_state, save_state
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, as_option, expected
+from ..methods.base import Certificate, Result
 from ..nn.experts import QUANTIZED
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
@@ -87,25 +88,27 @@ class FinishedSearches(FinishedWork):
     found = 0
 
     def get_or_search(
-        self, name: str, decides: Sequence[Any], search: Callable[[], QuantState]
-    ) -> QuantState:
+        self, name: str, decides: Sequence[Any], search: Callable[[], Result]
+    ) -> Result:
         """Return the search that is finished for what decides it, or search and keep that."""
         path = self.folder / f"{self.identity(name, decides)}.safetensors"
         with self.usable():
             if path.exists():
                 try:
-                    state = read_state(path)
+                    state, tensors = read_state(path)
+                    proof = {name: tensors[name] for name in ("loss", "bound") if name in tensors}
                     if isinstance(state, QuantState):
                         self.found += 1
-                        return state
+                        return state, Certificate(**proof) if proof else None
                 except (CheckpointError, SafetensorError, OSError):
                     # A disk that was full, a copy that was cut off, a bit that fell over.
                     path.unlink(missing_ok=True)
-        state = search()
+        state, certificate = search()
+        beside = vars(certificate) if certificate else {}
         with self.usable():
             mark = secrets.token_hex(4)
-            _write_whole(path, lambda part: save_state(part, state), mark, sync=True)
-        return state
+            _write_whole(path, lambda part: save_state(part, state, beside), mark, sync=True)
+        return state, certificate
 
 
 def _write_whole(

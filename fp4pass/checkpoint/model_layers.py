@@ -47,10 +47,10 @@ from ..nn.experts import (
 )
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL, PACKED
-from ..quantization.adapters import parents
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
 from ..quantization.replace import enable_dequantize, quantizes_input, share_inputs, use_slow_paths
+from ..quantization.scan import parents
 from ..record.rows import Report, Row
 from ..record.state import ModelState, get_state, has_adapters, set_state
 from .finished import ConvertedState

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import LIBRARIES, is_newer, is_older
+from .._compat import LIBRARIES, all_parts, is_newer, is_older
 from .._version import __version__
 from ..core.formats import FORMATS, NVFP4
 from ..core.machine import has_fp4_tensor_cores
@@ -46,6 +46,7 @@ def doctor(json: bool = False) -> None:
                 f'{gpu["name"]} has no FP8 tensor cores: computing in "fp8" is an error there.'
             )
     falls_back.append(f"{', '.join(plain)} run in plain PyTorch on a CPU: no kernel supports them.")
+    falls_back += [str(part) for part in all_parts() if not part.works()]
     found: dict[str, Any] = {
         "fp4pass": __version__,
         "python": platform.python_version(),

@@ -31,6 +31,8 @@ _MOST_OF_A_KIND = 20
 _GUESSES = (
     *("scale-size", "scale-uncalibrated", "weights-size", "codes-zero", "dead"),
     *("codes-order", "rows-order", "scale-order", "input-uncalibrated", "ignore-misses"),
+    *("config-disagrees", "config-model", "tied-head", "mtp-absent", "tokenizer-missing"),
+    "chat-template-missing",
 )
 
 

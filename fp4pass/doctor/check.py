@@ -23,8 +23,12 @@ from ..core.files import path_of
 from ..core.fingerprint import fingerprint as checksum
 from ..core.progress import track
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
+from .config import CHECKS, FloatModel, build_model, check_model
 from .folder import Finding, Folder, read_folder
 from .numbers import check_numbers, check_order, check_sizes
+
+# Kinds of what lies beside the weights: they say nothing of layers that were not judged.
+_BESIDE = ("tokenizer-missing", "chat-template-missing")
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class FolderCheck:
 
     Attributes:
         folder: where it is.
-        layout: the name of the layout of its tensors, "unknown" where a damaged config hides it.
+        layout: the name of the layout of its tensors.
         layers: how many packed layers it has.
         tensors: how many tensors.
         bytes: of all tensors, which were read once.
@@ -96,13 +100,11 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
     path = path_of(directory, "directory")
     if not os.path.isdir(path):
         raise CheckpointError(f"{path} is not a folder.")
-    found, findings = read_folder(path)
-    if found is None:
-        unread: tuple[str, ...] = ("all else: the layout is not known",)
-        return FolderCheck(path, "unknown", 0, 0, 0, False, tuple(findings), unread)
-    unread = ()
+    found = read_folder(path)
+    model, why = build_model(found) if found.config else (None, "")
+    not_judged = [f"the model that the config makes: {why}"] if why else []
     if found.unread:
-        unread = (f"{len(found.unread)} layers in formats that fp4pass does not read",)
+        not_judged.append(f"{len(found.unread)} layers in formats that fp4pass does not read")
     with torch.no_grad():
         _check_sums(found)
         kept, wrong = {}, set[str]()
@@ -113,8 +115,8 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         norms = _check_dense(found)
         check_sizes(found, kept, wrong)
         check_order(found, kept, norms)
-    _check_config(found)
-    if found.unread and not found.findings:
+    _check_config(found, model)
+    if found.unread and all(each.kind in _BESIDE for each in found.findings):
         raise _unread_error(found)
     return FolderCheck(
         path,
@@ -124,7 +126,7 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         sum(each.nbytes for each in found.tensors.values()),
         found.own is not None,
         tuple(found.findings),
-        unread,
+        tuple(not_judged),
     )
 
 
@@ -168,8 +170,8 @@ def _check_dense(found: Folder) -> dict[str, Tensor]:
     return norms
 
 
-def _check_config(found: Folder) -> None:
-    """Note what the configs say of layers, and is not so."""
+def _check_config(found: Folder, model: FloatModel | None) -> None:
+    """Note what the config and the files beside say, and is not so."""
     for file, said in found.declarations.items():
         with well_formed(found.path / file):
             ignored = found.layout.ignored(said) or ()
@@ -177,26 +179,44 @@ def _check_config(found: Folder) -> None:
                 pattern = next(each for each in ignored if matches(name, [each]))
                 what = f"expected a dense layer, as {pattern!r} says, got a packed one"
                 found.say("ignore-packed", name, what, file)
-    for name in _missed(found):
+    for name in _missed(found, model):
         what = "expected a packed layer, as the quantization_config says, got a dense one"
         found.say("ignore-misses", name, what, "config.json")
     for key, (was, now) in config_changes(found.config, found.own).items():
         what = f"expected {was:.80}, as saved, got {now:.80}"
         found.say("config-changed", key, what, "config.json")
+    with well_formed(found.path / "config.json"):
+        for kind, check in CHECKS.items():
+            for where, what, file in check(found):
+                found.say(kind, where, what, file)
+        if model is not None and not any(each.kind == "names" for each in found.findings):
+            for where, what, file in list(check_model(found, model)):
+                found.say("config-model", where, what, file)
 
 
-def _missed(found: Folder) -> Iterator[str]:
-    """Yield dense layers that the config declares packed, of roles that are packed elsewhere."""
+def _missed(found: Folder, model: FloatModel | None) -> Iterator[str]:
+    """Yield the dense linear layers that the config declares packed."""
     if found.declared is None or not found.layout.engines or found.layout.stacks:
         return
+    # Without its model, those that are packed elsewhere; with it, those tied to an embedding, too.
     roles = {name.rpartition(".")[2] for name in found.records}
+    linears = [name for name in found.dense_layers() if name.rpartition(".")[2] in roles]
+    if model is not None:
+        targets = {name: model.names.get(f"{name}.weight") for name in found.dense_layers()}
+        linears = [
+            name
+            for name, target in targets.items()
+            if (name in linears if target is None else target[: -len(".weight")] in model.linears)
+        ]
+        tied = {name.removesuffix(".weight") for name in model.tied}
+        linears += sorted((tied & model.linears) - set(found.records) - set(linears))
     ignored = found.layout.ignored(found.declared) or ()
-    for name in found.dense_layers():
-        if name.rpartition(".")[2] in roles and not matches(name, ignored):
-            try:
-                found.layout.scheme(name, found.declared)
-            except Fp4PassError:
-                continue
+    for name in linears:
+        try:
+            found.layout.scheme(name, found.declared)
+        except Fp4PassError:
+            continue
+        if not matches(name, ignored):
             yield name
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..checkpoint import (
     LAYOUTS,
     MANIFEST,
+    WEIGHTS,
     Layout,
     PackedLayer,
     expected_shapes,
@@ -31,8 +32,10 @@ from ..checkpoint import (
     unread_layers,
     well_formed,
 )
-from ..errors import CheckpointError, Fp4PassError, UnreadError
-from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
+from ..core.formats import FORMATS
+from ..errors import CheckpointError, Fp4PassError, UnreadError, some
+from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..record import LinearConfig
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
@@ -81,7 +84,12 @@ _REMEDIES = {
         "duplicate": "Which of two tensors of one name is read depends on the reader.",
     },
     f"{_COPY}, with its config.json": {
+        "block-size": "The config declares other blocks than the scales have.",
+        "config-absent": "Readers take the codes for a float model.",
+        "config-layout": "Readers look for tensors of other names.",
+        "config-disagrees": "Readers follow one or the other.",
         "config-changed": "fp4pass refuses a folder whose config.json was changed after saving.",
+        "config-model": "The config describes another model than these tensors.",
     },
     f"{_COPY}, or: {_QUANTIZE}": {
         "companion-missing": "Codes mean nothing without their scales; some engines use "
@@ -142,6 +150,15 @@ _REMEDIES = {
     "Put it on the list of dense layers": {
         "ignore-misses": "Readers make a packed layer there, find no codes, and leave random "
         "numbers.",
+    },
+    "Set tie_word_embeddings to false": {
+        "tied-head": "Readers tie the output embedding to the input's, and drop the packed one or "
+        "stop.",
+    },
+    "Set it to 0": {"mtp-absent": "Engines that predict several tokens look for missing layers."},
+    "Copy it from the float model": {
+        "tokenizer-missing": "Engines cannot serve text.",
+        "chat-template-missing": "Engines refuse chats, or format them in another way.",
     },
 }
 
@@ -287,11 +304,10 @@ class Folder:
         return sorted(layers - set(self.records))
 
 
-def read_folder(path: Path) -> tuple[Folder | None, list[Finding]]:
+def read_folder(path: Path) -> Folder:
     """Read what a folder has, and note what of it cannot be read or does not fit.
 
-    None where its layout is not known, for what names it is damaged. Raises CheckpointError for a
-    folder without packed weights.
+    Raises CheckpointError for a folder without packed weights.
     """
     findings: list[Finding] = []
     config = _json(path / "config.json", findings) or {}
@@ -308,20 +324,47 @@ def read_folder(path: Path) -> tuple[Folder | None, list[Finding]]:
     with well_formed(path / "config.json"):
         said = {name: each for name, each in files.items() if isinstance(each, Mapping) and each}
         kinds = [each for each in LAYOUTS.values() if any(map(each.detect, said.values()))]
-        layout = next(iter(kinds), None) if own is None else LAYOUTS.get(str(own["layout"]))
-        if layout is None and not findings:
-            # It says why.
-            open_checkpoint(path, any_version=True)
-        if layout is None:
-            return None, findings
-        tensors = _tensors(path, layout.weights, findings)
+        chosen = next(iter(kinds), None) if own is None else LAYOUTS.get(str(own["layout"]))
+        tensors = _tensors(path, WEIGHTS if chosen is None else chosen.weights, findings)
+        layout = _layout_of(path, chosen, said, tensors, findings)
         declared = {name: each for name, each in said.items() if layout.detect(each)}
         found = Folder(path, config, own, layout, declared, tensors, findings)
         _find_layers(found, records)
         _check_names(found)
     if not (found.records or findings or found.unread):
         raise CheckpointError(f"{path} holds no packed weight. Load it with transformers.")
-    return found, findings
+    return found
+
+
+def _layout_of(
+    path: Path,
+    chosen: Layout | None,
+    said: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    findings: list[Finding],
+) -> Layout:
+    """Return the layout of the tensors; note where the config says another one, or none."""
+
+    def codes(layout: Layout) -> list[str]:
+        last, scales = layout.parts[PACKED], layout.parts[SCALE]
+        names = (n for n, each in tensors.items() if n.endswith(last) and each.kind == "U8")
+        return [name for name in names if f"{name.removesuffix(last)}{scales}" in tensors]
+
+    others = [each for each in LAYOUTS.values() if each.engines and each is not chosen]
+    fits = next(filter(codes, others), None)
+    if chosen is not None and (fits is None or codes(chosen)):
+        return chosen
+    if fits is None or (said and chosen is None):
+        # It says why.
+        open_checkpoint(path, any_version=True)
+        raise CheckpointError(f"{path} holds no packed weight. Load it with transformers.")
+    names = some(codes(fits), 2)
+    kind = "config-layout" if said else "config-absent"
+    what = f"expected a quantization_config, got none beside tensors of {fits.name} ({names})"
+    if chosen is not None:
+        what = f"expected {fits.name}, whose tensors there are ({names}), got {chosen.name}"
+    findings.append(Finding(kind, "config.json", "config.json", what))
+    return fits
 
 
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any] | None:
@@ -459,21 +502,45 @@ def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> PackedLaye
             what = f"expected {found.name_of(layer, SCALE)} beside it, got none"
             found.say("companion-missing", codes, what)
         return None
+    record = _record_by_shape(found, held)
+    if found.declared is None:
+        if record is None:
+            what = f"scales {list(held[SCALE].shape)} fit no format for codes {list(codes.shape)}"
+            found.say("shape", held[SCALE], what)
+        return record
     shapes = {each.name: (each.shape, each.kind) for each in held.values()}
     # Codes of another dtype of a byte are a finding, and no other format.
     if codes.kind in _BYTES:
         shapes[codes.name] = (codes.shape, layout.dtypes.get(PACKED, "U8"))
     dtype = str(found.fact("dtype") or found.fact("torch_dtype") or "bfloat16")
     try:
-        known = read_layers(layout, found.declared or {}, shapes, dtype.removeprefix("torch."))
+        known = read_layers(layout, found.declared, shapes, dtype.removeprefix("torch."))
     except UnreadError:
         known = {}
     except CheckpointError as error:
-        found.say("shape", held[SCALE], str(error))
-        return None
+        found.say("shape" if record is None else "block-size", held[SCALE], str(error))
+        return record
     if layer not in known:
         found.unread[layer] = listed
     return known.get(layer)
+
+
+def _record_by_shape(found: Folder, held: Mapping[str, Stored]) -> PackedLayer | None:
+    """Return how a layer is packed as far as its tensors alone say, None if they do not."""
+    codes, scale, stacks = held[PACKED], held[SCALE], found.layout.stacks
+    if len(codes.shape) < 2 or not scale.shape or not scale.shape[-1]:
+        return None
+    columns = 2 * codes.shape[-1] * (codes.shape[-2] if stacks else 1)
+    block, rest = divmod(columns, scale.shape[-1])
+    rows = codes.shape[:2] if stacks else codes.shape[:1]
+    for fmt in map(FORMATS.__getitem__, found.layout.formats or ("nvfp4", "mxfp4")):
+        # Scales in E4M3 come with a global one, those in E8M0 without.
+        kind, has_global = ("F8_E4M3" if fmt.has_global_scale else "U8"), GLOBAL in held
+        fits = scale.kind == kind and fmt.element.bits == 4 and has_global == fmt.has_global_scale
+        if fits and not rest and block in fmt.blocks:
+            config = LinearConfig(fmt.name, None, not has_global or INPUT_GLOBAL not in held, block)
+            return PackedLayer(config, "bfloat16", stacks, (*rows, columns))
+    return None
 
 
 def _fits(found: Folder, layer: str, held: Mapping[str, Stored], record: PackedLayer) -> bool:

@@ -29,7 +29,6 @@ from ..graph.inductor import install_passes
 from ..methods import resolve_method
 from ..nn.kv_cache import KV_CACHE
 from ..quantization import plan as planning
-from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
 from ..quantization.plan import (
     LayerPlan,
@@ -41,6 +40,7 @@ from ..quantization.plan import (
 )
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.recipe import recipe_of
+from ..quantization.scan import forbid_adapter_merge
 from ..record.config import Rule, check_rules
 from ..record.rows import Row, say_once, tensor_core_note
 from ..record.state import config_of, forget_state, smoothing_of

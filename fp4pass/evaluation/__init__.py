@@ -8,7 +8,9 @@ Within `fast_dtype` models compute in the dtype that their CPU is fast in.
 
 from ..calibration.windows import cut_windows, token_windows
 from ..quantization.observers.batches import fast_dtype
+from .intervals import SUMS as SUMS
 from .intervals import Change
+from .intervals import intervals as bootstrap_intervals  # noqa: F401, for the lab
 from .layer_errors import output_errors
 from .measure import Difference, Evaluation, evaluate
 from .measure import fitting_batch_size as fitting_batch_size

@@ -26,8 +26,9 @@ _CHUNK = 1 << 24
 # Logits of one batch: 256 MB.
 _LARGEST = 1 << 28
 
-# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token.
-MEASURED = ("nll", "kl", "top1")
+# The measures of score_tokens: negative log-likelihood, KL, agreement of the likeliest token, the
+# change of the probability of the right token, and its square.
+MEASURED = ("nll", "kl", "top1", "delta_p", "delta_p2")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Evaluation:
         kl: KL(reference || model), nats per token; None without a reference.
         kl_999: the KL that 99.9 % of the tokens stay below; None without a reference.
         top1: share of tokens whose likeliest successor is the reference's; None without one.
+        delta_p: mean of what the model gives the right token more than the reference, as
+            probabilities; None without a reference.
+        rms_delta_p: root of the mean square of the same; None without a reference.
         unit: what is resampled: "document", or "window" where documents are not known.
         units: units with scored tokens.
         confidence: of the intervals.
@@ -62,6 +66,8 @@ class Evaluation:
     kl: float | None = None
     top1: float | None = None
     kl_999: float | None = None
+    delta_p: float | None = None
+    rms_delta_p: float | None = None
     unit: str = "window"
     units: int = 0
     confidence: float = 0.95
@@ -156,6 +162,8 @@ class Difference:
     bits_per_byte: Change | None = None
     kl: Change | None = None
     top1: Change | None = None
+    delta_p: Change | None = None
+    rms_delta_p: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values.
@@ -251,6 +259,8 @@ def evaluate(
     tokens = int(sums[:, SUMS.index("tokens")].sum())
     length = sums[:, SUMS.index("bytes")].sum().item()
     means = {name: totals[name] / tokens for name in totals if name != "nll"}
+    if means:
+        means["rms_delta_p"] = math.sqrt(means.pop("delta_p2"))
     return Evaluation(
         windows=len(cut),
         tokens=tokens,
@@ -349,9 +359,9 @@ def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) 
     """Return metrics [T] of tokens, in the order of MEASURED: all but nll only with `others`.
 
     logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
-    [T]. KL is float64, agreement of top-1 is bool.
+    [T]. KL and differences of probabilities are float64, agreement of top-1 is bool.
     """
-    nll = -logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    nll = _nll(logits, targets)
     if others is None:
         return [nll]
     if others.shape != logits.shape:
@@ -359,7 +369,13 @@ def score_tokens(targets: Tensor, logits: Tensor, others: Tensor | None = None) 
             f"The reference has logits {tuple(others.shape)}: expected {tuple(logits.shape)}, "
             "those of the model. Give the model that was converted."
         )
-    return [nll, token_kl(logits, others), others.argmax(-1) == logits.argmax(-1)]
+    agree = others.argmax(-1) == logits.argmax(-1)
+    delta = (-nll.double()).exp() - (-_nll(others, targets).double()).exp()
+    return [nll, token_kl(logits, others), agree, delta, delta.square()]
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return -logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def token_kl(logits: Tensor, others: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,26 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import (
-    LoraLinear,
-    PeftModel,
-    all_linear,
-    below_adapter,
-    is_lora,
-    preparing,
-    register_layers,
-    takes_all_linear,
-    targets,
-    variants,
-)
+from .._compat import peft
 from ..core.files import path_of
 from ..errors import OptionError, StateError, expected, some
 from ..nn.experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..nn.linear import QuantizedLinear
-from ..quantization.adapters import refuse_merge
-
-# Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
-_EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
+from ..quantization.scan import refuse_merge
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -50,22 +35,19 @@ def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
         OptionError: the config wants of a packed layer what only a dense one can do.
     """
     config = tuner.peft_config[adapter]
-    layers = _packed_layers(model)
-    # PEFT looks for classes of dense layers.
-    takes_all = takes_all_linear(config)
-    wanted = all_linear(config, model, layers) if takes_all else set()
-    stacks = _stacks(model)
-    own = {name: copy.copy(getattr(config, name, None)) for name in _EXPERT_OPTIONS}
+    # That of AdaLoRA is a LoraConfig too.
+    is_lora = config.peft_type == peft.PeftType.LORA
+    # PEFT looks for classes of dense layers, and adds stacks of experts.
+    wanted = peft.all_linear(config, model, lambda each: isinstance(each, QuantizedLinear))
+    if wanted is not None:
+        config.target_modules = wanted
+    layers, stacks = _packed_layers(model), _stacks(model)
 
     def fit(config: Any) -> None:
-        if takes_all:
-            config.target_modules = wanted
-            if stacks and is_lora(config):
-                vars(config).update(own)
-        targeted = targets(tuner, config, layers)
-        if is_lora(config):
+        targeted = peft.targets(tuner, config, layers)
+        if is_lora:
             _require_plain(config, targeted, [*layers, *stacks], model)
-            register_layers(config, {QuantizedLinear: LoraQuantizedLinear})
+            peft.register_layers(config, {QuantizedLinear: LoraQuantizedLinear})
         elif targeted:
             raise OptionError(
                 f"{type(config).__name__}: these adapters cannot be put on packed layers "
@@ -74,7 +56,7 @@ def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
             )
         _require_dense_copies(config, model)
 
-    with preparing(tuner, fit):
+    with peft.preparing(tuner, fit):
         yield
 
 
@@ -83,7 +65,7 @@ def _packed_layers(model: nn.Module) -> list[str]:
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            found[below_adapter(model, name)] = None
+            found[peft.below_adapter(model, name)] = None
     return list(found)
 
 
@@ -101,7 +83,7 @@ def _require_plain(config: Any, targeted: list[str], packed: list[str], model: n
     """Raise OptionError for variants of LoRA that read or write a packed weight."""
     found: dict[str, Any] = {}
     if targeted:
-        found = variants(config)
+        found = peft.variants(config)
         if config.init_lora_weights not in _LORA_STARTS:
             found["init_lora_weights"] = config.init_lora_weights
     names = [f".{weight_name(name, model.get_submodule(name))}" for name in packed]
@@ -146,14 +128,14 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         with warnings.catch_warnings():
             # Keys that are missing would be an adapter of random numbers.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(model, str(path))
+            return peft.PeftModel.from_pretrained(model, str(path))
     except (ValueError, RuntimeError, UserWarning) as error:
         raise OptionError(
             f"adapter: {path} does not fit the model: {error}. Give one that was trained on it."
         ) from error
 
 
-class LoraQuantizedLinear(LoraLinear):
+class LoraQuantizedLinear(peft.LoraLinear):
     """y = base(x) + B A dropout(x) * scaling, where base is a converted layer."""
 
     def features(self, layer: QuantizedLinear) -> tuple[int, int]:

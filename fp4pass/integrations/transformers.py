@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .._compat import require
 from .._compat.transformers import (
+    held_plan,
     loading_operation,
     register_quantization,
-    require_whole,
+    released_mesh,
     tied,
     unread_parameters,
 )
@@ -126,15 +127,27 @@ class _Quantizer(HfQuantizer):
     transformers documents the methods that it calls, those with an underscore too.
     """
 
+    _split: dict[str, str] | None = None
+
+    def hold_plan(self, model: Any) -> None:
+        """Take the plan of tensor parallelism from a model, which is split once it is whole."""
+        self._split = held_plan(model)
+
     @abstractmethod
     def complete(self, model: Any) -> None:
         """Complete a model whose tensors are loaded."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Complete the model."""
+        """Complete the model, and split it if that was asked for."""
         # The config of the layout takes its place, if there is one.
         del model.config.quantization_config
+        split, self._split = self._split, None
         self.complete(model)
+        if split is not None:
+            # Importing it takes a second.
+            from ..parallel import parallelize
+
+            parallelize(model, released_mesh(model, split))
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -182,7 +195,7 @@ class Fp4PassQuantizer(_Quantizer):
         files = [Path(each) for each in kwargs.get("checkpoint_files") or ()]
         if tensors := [each for each in files if each.suffix == ".safetensors"]:
             require_float(tensors[0].parent, tensors)
-        require_whole(model)
+        self.hold_plan(model)
 
         def is_final(layer: LayerPlan) -> bool:
             # transformers casts what it reads to the dtype of the model, whatever the layer's.
@@ -298,7 +311,7 @@ class FolderQuantizer(_Quantizer):
                 "The checkpoint: expected a folder of packed weights in .safetensors files, got "
                 f"{files[0].name if files else 'a state dict'}. Give the folder to from_pretrained."
             )
-        require_whole(model)
+        self.hold_plan(model)
         # The skeleton is made within a context that has no memory.
         with torch.device("cpu"):
             reader = open_checkpoint(files[0].parent)

@@ -25,7 +25,7 @@ from ..core.progress import current, shown
 from ..distributed import ranks
 from ..errors import ABOVE_0, CalibrationError, OptionError, StateError, expected, some
 from ..errors import require_number as require
-from ..evaluation import fast_dtype, require_evaluating
+from ..evaluation import SUMS, bootstrap_intervals, fast_dtype, require_evaluating
 from ..methods import MethodChoice, Sse
 from ..quantization import LayerPlan, Recipe
 from ..record import LinearConfig, LinearOptions, Rule, Rules, Scheme, scheme_fields
@@ -82,6 +82,8 @@ class Candidate:
     bytes: int  # of all weights
     predicted: float  # the sum of the KL of the groups
     kl: float  # KL(original || model) on held-out text, nats per token
+    low: float | None  # end of the interval of `kl`; None for a single window
+    high: float | None
     schemes: tuple[str, ...] = field(repr=False)  # of each group
 
 
@@ -95,7 +97,7 @@ class Allocation:
         groups: each with `layers`, `weights`, its `scheme`, its `bits`, and its `costs` by scheme,
             each with `bytes` and `kl`, as measured with this group alone.
         chosen: the model that was converted and measured: its `label`, `bits` of a weight, `bytes`,
-            `predicted` KL, `kl`, and the `schemes` of the groups.
+            `predicted` KL, `kl`, `low` and `high` of its interval, `schemes` of the groups.
         uniform: the best uniform model of at most the same bytes, None if there is none; a uniform
             one has one scheme, or a larger one for the first layers.
         measured: all models that were measured, `chosen` and `uniform` among them.
@@ -155,11 +157,11 @@ class Allocation:
             text += f". No mixture was better at this size: {self.chosen.label}"
         elif self.uniform is not None:
             text += f", {self.kl / self.uniform.kl:.2f} of uniform's {self.uniform.kl:.5f}"
-        models = [("model", "bits", "KL predicted", "KL held out")]
-        models += [
-            (each.label, f"{each.bits:.3f}", f"{each.predicted:.5f}", f"{each.kl:.5f}")
-            for each in self.measured
-        ]
+        models = [("model", "bits", "KL predicted", "KL held out", "interval")]
+        for each in self.measured:
+            ends = "-" if each.low is None else f"{each.low:.5f} to {each.high:.5f}"
+            numbers = (f"{each.bits:.3f}", f"{each.predicted:.5f}", f"{each.kl:.5f}")
+            models.append((each.label, *numbers, ends))
         groups = [("layers", "scheme", "bits", "KL alone")]
         for group in self.groups:
             first, *others = group.layers
@@ -246,7 +248,7 @@ def allocate(
         more = _MORE if any(_needs_text(each.config) for each in search.planned) else 0
         parts = _parts(root, (windows, held_out, more), data, tokenizer, seq_len)
         search.finished, search.data = folder, parts["calibration"]
-        with qn.in_float32(root):
+        with _finely(root):
             original = kls.predictions(root, parts["measured"])
             groups = search.groups = _groups(search, parts["measured"])
         room = math.floor((bits or 0.0) * search.weights / 8 + 1e-6)
@@ -405,9 +407,12 @@ class _Search:
             cost = total(self.costs, schemes)
             model = self.convert(schemes)
             with fast_dtype(model):
-                kl = kls.mean_kl(kls.compare(model, self.original))
-            bits = 8 * cost.bytes / self.weights
-            known = Candidate(label, bits, cost.bytes, cost.kl, kl, schemes)
+                sums = kls.compare(model, self.original)
+            table = np.full((len(sums), len(SUMS)), np.nan)
+            table[:, [SUMS.index("kl"), SUMS.index("tokens")]] = sums
+            low, high = bootstrap_intervals(table).get("kl", (None, None))
+            facts = (8 * cost.bytes / self.weights, cost.bytes, cost.kl)
+            known = Candidate(label, *facts, kls.mean_kl(sums), low, high, schemes)
         self.found[schemes] = dataclasses.replace(known, label=label)
         return self.found[schemes]
 
@@ -520,10 +525,23 @@ def _inputs(
     return found
 
 
+@contextmanager
+def _finely(*models: nn.Module) -> Iterator[None]:
+    """Have models compute in float32, if there is memory for it.
+
+    Where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8 bits do.
+    """
+    needed: dict[torch.device, int] = {}
+    for each in {tensor for model in models for tensor in model.parameters() if tensor.is_cuda}:
+        size = 2 * each.nbytes if each.element_size() == 2 else 0
+        needed[each.device] = needed.get(each.device, 0) + size
+    fits = all(size < torch.cuda.mem_get_info(where)[0] / 2 for where, size in needed.items())
+    with qn.in_float32(*models) if fits else fast_dtype(*models):
+        yield
+
+
 def _measure(search: _Search, original: kls.Predictions) -> list[dict[str, Cost]]:
     """Return the costs of each group in its schemes."""
-    # In float32: where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8
-    # bits do.
     groups, root = search.groups, search.root
     found = [{s: Cost(n, 0.0) for s, n in group.bytes.items()} for group in groups]
     current().expect(sum(len(group.bytes.keys() - {FLOAT}) for group in groups), "groups")
@@ -538,7 +556,7 @@ def _measure(search: _Search, original: kls.Predictions) -> list[dict[str, Cost]
             left = [i for i in left if i not in part]
             schemes = [scheme if i in part else FLOAT for i in range(len(groups))]
             converted = search.convert(schemes)
-            with qn.in_float32(root, converted):
+            with _finely(root, converted):
                 for i in part:
                     with _swapped(root, groups[i].callers, converted):
                         kl = kls.mean_kl(kls.compare(root, original))

@@ -122,7 +122,7 @@ def distill(
         share: how far latent weights begin on the way from the values of their codes to the float
             weight, from 0 to 1.
         others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
-            Embeddings, experts and layers in floating point stay.
+            Embeddings and layers in floating point stay.
         seed: of the order of the batches, and of text that the original writes.
         progress: as for `convert`.
 

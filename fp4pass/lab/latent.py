@@ -24,8 +24,8 @@ from ..core.formats import Format
 from ..core.packing import pack_codes, unpack_codes
 from ..distributed import sharded_parameter
 from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected, require_number
-from ..nn.experts import QUANTIZED
-from ..nn.linear import PACKED, QuantizedLinear, StoredWeight, quantize_input
+from ..nn.experts import QUANTIZED, parts_of, quantize_pairs, weight_name
+from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear, StoredWeight, quantize_input
 from ..record import ModelState, Report, get_state, set_state, unwrap
 
 # Latents begin this part of a cell from its ends, so that no arithmetic rounds them elsewhere.
@@ -73,11 +73,18 @@ def codes_of(latent: Tensor, element: Element) -> Tensor:
 
 
 def steps_of(stored: StoredWeight, fmt: Format) -> Tensor:
-    """Return the steps of blocks as `dequantize` computes them: float32 [N, K / block]."""
+    """Return the steps of blocks as `dequantize` computes them: float32 [..., N, K / block].
+
+    A stack [E, N, K] may have a global scale for each expert, or for parts of its rows.
+    """
     step = scale_table(fmt.scale, stored.scale.device)[stored.scale.int()]
-    if stored.global_scale is None:
+    factor = stored.global_scale
+    if factor is None:
         return step
-    return step.mul_(stored.global_scale) if fmt.multiplies else step.div_(stored.global_scale)
+    if step.ndim == 3:
+        rows = step.shape[1] // parts_of(stored)
+        factor = factor.view(len(step), -1).repeat_interleave(rows, 1).unsqueeze(-1)
+    return step.mul_(factor) if fmt.multiplies else step.div_(factor)
 
 
 def in_steps(numbers: Tensor, steps: Tensor) -> Tensor:
@@ -89,7 +96,7 @@ def in_steps(numbers: Tensor, steps: Tensor) -> Tensor:
 def latent_weight(
     packed: Tensor, steps: Tensor, target: Tensor, fmt: Format, share: float
 ) -> Tensor:
-    """Return latents float32 [N, K] that round to the codes of a packed weight [N, P].
+    """Return latents float32 [..., N, K] that round to the codes of a packed weight [..., N, P].
 
     Each lies `share` of the way from the value of its code to what is nearest to the float weight
     in the cell of that code. `target` is that weight as it is stored, rotated if the layer is.
@@ -122,15 +129,15 @@ class _Straight(torch.autograd.Function):
         return grad if steps is None else in_steps(grad.float(), steps), None, None
 
 
-class LatentLinear(nn.Module):
-    """A packed linear layer that learns its codes: weight and input are rounded as it rounds them.
+class Latent(nn.Module):
+    """A packed layer that learns its codes: weight and input are rounded as it rounds them.
 
     Attributes:
         packed: the layer.
-        latent: float32 [N, K].
+        latent: float32 [N, K], or [E, N, K] of a stack.
     """
 
-    def __init__(self, packed: QuantizedLinear, latent: nn.Parameter) -> None:
+    def __init__(self, packed: PackedBlocks, latent: nn.Parameter) -> None:
         super().__init__()
         self.packed, self.latent = packed, latent
 
@@ -143,19 +150,61 @@ class LatentLinear(nn.Module):
         found: Tensor = _Straight.apply(self.latent, dense, steps)
         return found
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Return a checked input, rotated as the weight is."""
+        rotation = self.packed.config.input_rotation
+        return ops.rotate(x, rotation) if rotation else x
+
+
+class LatentLinear(Latent):
+    """A linear layer that learns its codes."""
+
+    packed: QuantizedLinear
+
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias [..., N] for x [..., K], both rounded, in x's dtype."""
         packed, x = self.packed, self.packed.checked_input(input)
-        rows = ops.rotate(x, r) if (r := packed.config.input_rotation) else x
+        rows, dtype = self.rows(x), _product_dtype(x)
         if not packed.config.weight_only:
             with torch.no_grad():
                 quantized = quantize_input(x, packed.packed_weight, packed.config)
                 other = ops.dequantize(*quantized, packed.config.format.key, x.dtype)
             rows = _Straight.apply(rows, other, None)
-        # Weights times their global scale may not fit float16.
-        dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
         bias = None if packed.bias is None else packed.bias.to(dtype)
         return F.linear(rows.to(dtype), self.weight(dtype), bias).to(x.dtype)
+
+
+class LatentExperts(Latent):
+    """A stack of experts that learns its codes."""
+
+    def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""
+        x = self.packed.checked_input(x)
+        rows, dtype = self.rows(x), _product_dtype(x)
+        if not self.packed.config.weight_only:
+            other = self._rounded(x, ids)
+            rows = rows.unsqueeze(1).expand_as(other) if other.ndim > rows.ndim else rows
+            rows = _Straight.apply(rows, other, None)
+        bias = None if bias is None else bias.to(dtype)
+        return ops.experts_dense(rows.to(dtype), ids, self.weight(dtype), bias).to(x.dtype)
+
+    @torch.no_grad()
+    def _rounded(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return rounded inputs: [T, k, K] where each expert has a global scale."""
+        key = self.packed.config.format.key
+        codes, scale, number = quantize_pairs(x, ids, self.packed.packed_weight, self.packed.config)
+        if number is None or len(number) == 1:
+            return ops.dequantize(codes, scale, number, key, x.dtype)
+        found = x.new_zeros((*ids.shape, x.shape[-1]))
+        for i, own in enumerate(number.split(1)):
+            pairs = ids == i
+            found[pairs] = ops.dequantize(codes[pairs], scale[pairs], own, key, x.dtype)
+        return found
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of products: weights times their global scale may not fit float16."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 @dataclass(frozen=True)
@@ -177,11 +226,11 @@ class StudentState(ModelState):
 def trainable(
     model: nn.Module, original: nn.Module, *, others: bool = True, share: float = 0.5
 ) -> nn.Module:
-    """Give the quantized linear layers of a converted model latent weights to learn, in place.
+    """Give the quantized layers of a converted model latent weights to learn, and return it.
 
-    Latents are float32 parameters in units of the block's step that round to the codes of the
-    model, so that the student computes what the model does. Embeddings, stacks of experts, and
-    layers in floating point stay as they are. `freeze` makes it a converted model again.
+    In place. Latents are float32 parameters in units of the block's step that round to the codes of
+    the model, so that the student computes what the model does. Embeddings, and layers in floating
+    point, stay as they are. `freeze` makes it a converted model again.
 
     Args:
         model: converted or loaded.
@@ -209,16 +258,15 @@ def trainable(
     latents: dict[Tensor, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
     for name, layer in root.named_modules():
-        if not isinstance(layer, QuantizedLinear):
+        if not isinstance(layer, QUANTIZED):
             continue
         stored, fmt = layer.packed_weight, layer.config.format
         target = _target(source, name, layer)
         if layer.weight_packed not in latents:
             latent = latent_weight(stored.packed, steps_of(stored, fmt), target, fmt, share)
             latents[layer.weight_packed] = nn.Parameter(latent)
-        made[layer] = LatentLinear(layer, latents[layer.weight_packed]).train(layer.training)
-    if not made:
-        raise StateError("The model to train has no quantized linear layer, which could learn.")
+        kind = LatentLinear if isinstance(layer, QuantizedLinear) else LatentExperts
+        made[layer] = kind(layer, latents[layer.weight_packed]).train(layer.training)
     wanted = [name for name, each in root.named_parameters() if each.requires_grad]
     untrained = [n for n in wanted if not (others and root.get_parameter(n).ndim < 2)]
     for name in untrained:
@@ -262,7 +310,7 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
         layer.packed._buffers[PACKED] = codes[key]
     _replace(root, {layer: layer.packed for layer in layers.values()})
     # These errors were of the codes before.
-    none: Any = {"weight_error": None, "output_error": None}
+    none: Any = {"weight_error": None, "output_error": None, "proved": None, "gap": None}
     rows = [
         dataclasses.replace(row, **none) if row.name in layers else row for row in state.report.rows
     ]
@@ -274,9 +322,9 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     return student
 
 
-def latents_of(student: nn.Module) -> dict[str, LatentLinear]:
+def latents_of(student: nn.Module) -> dict[str, Latent]:
     """Return the layers with latents, by name."""
-    return {name: each for name, each in student.named_modules() if isinstance(each, LatentLinear)}
+    return {name: each for name, each in student.named_modules() if isinstance(each, Latent)}
 
 
 def _replace(root: nn.Module, by: Mapping[nn.Module, nn.Module]) -> None:
@@ -310,9 +358,9 @@ def _require_trainable(root: nn.Module) -> ModelState:
     return state
 
 
-def _target(original: nn.Module, name: str, layer: QuantizedLinear) -> Tensor:
-    """Return the float weight of a layer as it is stored: float32 [N, K]."""
-    fmt, place = layer.config.format, f"{name}.weight" if name else "weight"
+def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
+    """Return the float weight of a layer as it is stored: float32 [..., N, K]."""
+    fmt, place = layer.config.format, weight_name(name, layer)
     if fmt.has_float_scale:
         raise OptionError(
             f"{name}: layers in {fmt.key} do not learn: the scales that learning takes as they are "
@@ -328,8 +376,8 @@ def _target(original: nn.Module, name: str, layer: QuantizedLinear) -> Tensor:
             f"{type(original).__name__} without it, or without values. Give the model that was "
             "converted."
         )
-    rows = (layer.out_features, layer.in_features)
-    wanted = layer.as_parameter(torch.empty(rows, device="meta")).shape
+    rows = layer.packed_weight.packed.shape[:-1]
+    wanted = layer.as_parameter(torch.empty((*rows, layer.in_features), device="meta")).shape
     if weight.shape != wanted:
         what = f"{name}: the weight of the original"
         raise ShapeError(expected(what, str(tuple(wanted)), str(tuple(weight.shape))))
@@ -337,5 +385,5 @@ def _target(original: nn.Module, name: str, layer: QuantizedLinear) -> Tensor:
         raise NonFiniteError(
             f"{name}: the weight of the original holds NaN or infinity. Repair it before the call."
         )
-    weight = layer.from_parameter(weight.to(layer.weight_packed.device))
-    return layer.config.stored(weight).float()
+    matrices = layer.unstacked(layer.from_parameter(weight.to(layer.weight_packed.device)))
+    return layer.stacked([layer.config.stored(each).float() for each in matrices])

@@ -4,6 +4,7 @@
 
 from .base import (
     METHODS,
+    Certificate,
     Method,
     method,
     method_from_dict,
@@ -12,18 +13,20 @@ from .base import (
 )
 from .base import MethodChoice as MethodChoice
 from .gptq import Gptq
-from .search import Hessian, Naive, Sse, search_scales
+from .search import Hessian, Naive, Sse, certify, search_scales
 from .statistics import STATISTICS, ExpertInputs, Stats, squared_errors
 
 __all__ = [
     "METHODS",
     "STATISTICS",
+    "Certificate",
     "Gptq",
     "Hessian",
     "Method",
     "Naive",
     "Sse",
     "Stats",
+    "certify",
     "method",
     "search_scales",
     "squared_errors",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ..core.formats import Format
@@ -15,7 +16,50 @@ from ..errors import OptionError, expected, unknown_name
 from ..ops.checks import require_weight
 from .statistics import Stats
 
-MethodFunction = Callable[..., QuantState]
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Bounds on the optimum of each block.
+
+    Attributes:
+        loss: float64 [N, K / block], r^T H r.
+        bound: float64 [N, K / block]; no scale of the format with any codes is below it, to a part
+            in 1e9. Eigenvalues of H below 1e-7 of its largest count as that.
+
+    Example:
+        >>> loss = torch.tensor([[2.0, 2.0]])
+        >>> certificate = fp4pass.methods.Certificate(loss, torch.tensor([[2.0, 1.0]]))
+        >>> certificate.proved, certificate.gap
+        (0.5, 0.25)
+    """
+
+    loss: Tensor
+    bound: Tensor
+
+    @property
+    def proved(self) -> float:
+        """The share of the blocks that are proved optimal."""
+        return float((self.bound == self.loss).double().mean())
+
+    @staticmethod
+    def joined(parts: Sequence[Certificate | None]) -> Certificate | None:
+        """Return the bounds of several matrices as those of one, None if there are none."""
+        known = [each for each in parts if each is not None]
+        if not known:
+            return None
+        loss = torch.cat([each.loss for each in known])
+        return Certificate(loss, torch.cat([each.bound for each in known]))
+
+    @property
+    def gap(self) -> float:
+        """The part of the loss that lies above the bounds, the most that could be won."""
+        total = float(self.loss.sum())
+        return 1.0 - float(self.bound.sum()) / total if total else 0.0
+
+
+# A quantized weight, and the proof of its method where it has one.
+Result = tuple[QuantState, Certificate | None]
+MethodFunction = Callable[..., QuantState | Result]
 StackFunction = Callable[[Tensor, Format, Sequence[float], Any], list[QuantState]]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
@@ -28,8 +72,8 @@ class Method:
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats without which it cannot run.
-        function: weight [N, K], stats, format, global scale and options to the quantized weight.
-            The weight fits the format and is finite: the caller has looked.
+        function: weight [N, K], stats, format, global scale and options to the quantized weight,
+            or that and a Certificate. The weight fits the format and is finite: the caller looked.
         target: returns the matrix to approximate in place of a weight [N, K], for options that have
             needs of their own.
         stack: if not None, finds what `function` does for each matrix of a stack [E, N, K], which
@@ -72,7 +116,12 @@ class Method:
             NonFiniteError: it holds NaN or infinity.
         """
         require_weight(weight, fmt)
-        return self.function(weight, stats, fmt, global_scale, options, **part)
+        return result_of(self.function(weight, stats, fmt, global_scale, options, **part))[0]
+
+
+def result_of(found: QuantState | Result) -> Result:
+    """Return what the function of a method found, which may be the weight alone."""
+    return (found, None) if isinstance(found, QuantState) else found
 
 
 METHODS: dict[str, Method] = {}

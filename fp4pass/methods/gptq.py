@@ -11,11 +11,11 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ABOVE_0, ShapeError, expected, require_number, unknown_name
-from ..kernels.search.float_scales import in_blocks
+from ..kernels.search.float_scales import gptq_float_scales
 from ..kernels.search.joint_reference import ROWS, damp, upper_factor
 from ..kernels.statistics.naive import ieee_products
+from ..ops.checks import require_hessian
 from .base import method
-from .search import search_weight
 from .statistics import Stats
 
 TARGETS = ("plain", "cross")
@@ -28,7 +28,8 @@ _ROWS = 1 << 12
 class Gptq:
     """Options of the method "gptq"; docs/quality.md says how much each improves.
 
-    Float32 scales are chosen as by "hessian", and codes rounded to nearest.
+    Float32 scales are chosen before, as by "hessian", and codes one after the other, without
+    sweeps.
 
     Attributes:
         damping: added to the diagonal of the Hessian, relative to its mean.
@@ -104,12 +105,14 @@ def gptq(
     if stats.hessian is None:
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
     start, stop, _ = rows.indices(len(weight))
-    if fmt.has_float_scale:
-        blocks = in_blocks(stats.hessian)
-        return search_weight(weight, fmt, global_scale, "hessian", blocks, scale).rows(start, stop)
-    stored = (weight.detach(), stats.hessian, global_scale, fmt.key)
-    given = (float(options.damping), float(options.shrinkage), options.sweeps, start, stop)
+    shape, dense = (stop - start, weight.shape[1]), weight.detach()
+    by, given = (float(options.damping), float(options.shrinkage)), (start, stop)
     with ieee_products():
-        packed, bits = ops.gptq(*stored, *given)
-    shape = (stop - start, weight.shape[1])
-    return QuantState(packed, bits, global_scale, fmt, shape, weight.dtype)
+        if fmt.has_float_scale:
+            require_hessian(dense, stats.hessian)
+            known = None if scale is None else weight.new_full((1, 1), scale, dtype=torch.float32)
+            found = gptq_float_scales(dense, stats.hessian, fmt, *by, *given, known)
+        else:
+            sweeps = options.sweeps
+            found = ops.gptq(dense, stats.hessian, global_scale, fmt.key, *by, sweeps, *given)
+    return QuantState(*found, global_scale, fmt, shape, weight.dtype)

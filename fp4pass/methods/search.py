@@ -15,11 +15,11 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, expected, unknown_name
+from ..errors import OptionError, ShapeError, expected, require_number, unknown_name
 from ..kernels.search.float_scales import codes_at
 from ..kernels.statistics.naive import ieee_products
 from ..ops.checks import require_block_scales, require_weight
-from .base import method
+from .base import Certificate, Result, method
 from .statistics import Stats
 
 CODES = ("rtn", "joint")
@@ -51,7 +51,7 @@ def search_scales(
     require_weight(weight, fmt)
     if not 0.0 < global_scale < math.inf:
         raise OptionError(expected("global_scale", "a positive number", global_scale))
-    return search_weight(weight, fmt, global_scale, objective, hessian)
+    return _search(weight, fmt, global_scale, objective, hessian)
 
 
 def may_be_exact(matrix: Tensor, fmt: Format) -> bool:
@@ -88,7 +88,7 @@ def _is_exact(matrix: Tensor, fmt: Format, global_scale: float) -> bool:
     return torch.equal(dense, matrix.detach().float())
 
 
-def search_weight(
+def _search(
     weight: Tensor,
     fmt: Format,
     global_scale: float,
@@ -96,7 +96,6 @@ def search_weight(
     hessian: Tensor | None = None,
     scale: float | None = None,
 ) -> QuantState:
-    """Quantize a weight that was looked at; scale: the one of all, where it is known."""
     weight, shape, dtype = weight.detach(), tuple(weight.shape), weight.dtype
     if scale is not None:
         of_tensor = weight.new_full((1, 1), scale, dtype=torch.float32)
@@ -134,7 +133,7 @@ def naive(
     scale: float | None = None,
 ) -> QuantState:
     """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
-    return search_weight(weight, fmt, global_scale, "naive", scale=scale)
+    return _search(weight, fmt, global_scale, "naive", scale=scale)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def sse(
 
     For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
     """
-    return search_weight(weight, fmt, global_scale, "sse", scale=scale)
+    return _search(weight, fmt, global_scale, "sse", scale=scale)
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,9 @@ class Hessian:
     Attributes:
         codes: "rtn" rounds to nearest, so that the scales are proved optimal; "joint" chooses codes
             with the scale, which makes no block worse and many better.
+        exact: search until scale and codes are proved optimal, or the budget is spent; the
+            report has the proved share and the gap. It takes minutes for a million weights.
+        node_budget: nodes to look at for each block.
 
     Raises:
         OptionError: a value is out of range.
@@ -179,15 +181,48 @@ class Hessian:
     """
 
     codes: str = "rtn"
+    exact: bool = False
+    node_budget: int = 4096
 
     def __post_init__(self) -> None:
         if self.codes not in CODES:
             raise unknown_name("Hessian: codes", self.codes, CODES)
+        if not isinstance(self.exact, bool):  # as a recipe may have it
+            raise OptionError(expected("Hessian: exact", "True or False", repr(self.exact)))
+        require_number("Hessian: node_budget", "1, 2, ...", self.node_budget, least=1)
 
     @property
     def needs_block_scales(self) -> bool:
         """Whether it is for formats with 8-bit block scales alone."""
-        return self.codes == "joint"
+        return self.codes == "joint" or self.exact
+
+
+def certify(
+    weight: Tensor, state: QuantState, block_hessian: Tensor, node_budget: int = 4096
+) -> tuple[QuantState, Certificate]:
+    """Search better scales and codes for each block, and bound how far they are from the best.
+
+    Args:
+        weight: [N, K].
+        state: the weight as any method quantized it.
+        block_hessian: [ceil(K / 32), 32, 32] float32.
+        node_budget: nodes to look at for each block.
+
+    Example:
+        >>> weight = torch.randn(1, 16)
+        >>> state = fp4pass.quantize(weight, "nvfp4")
+        >>> better, certificate = fp4pass.methods.certify(weight, state, torch.eye(32)[None])
+        >>> bool((certificate.bound <= certificate.loss).all())
+        True
+    """
+    if tuple(weight.shape) != state.shape:
+        raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
+    # Imported late: few programs prove anything.
+    from ..kernels.search.branch_and_bound import prove
+
+    arguments = (block_hessian, state.global_scale, state.format, node_budget)
+    qdata, scale, loss, bound = prove(weight.detach(), state.qdata, state.scale, *arguments)
+    return dataclasses.replace(state, qdata=qdata, scale=scale), Certificate(loss, bound)
 
 
 @method("hessian", Hessian, needs=("block_hessian",), objective="hessian")
@@ -198,20 +233,22 @@ def hessian(
     global_scale: float,
     options: Hessian,
     scale: float | None = None,
-) -> QuantState:
+) -> QuantState | Result:
     """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse".
 
     A row, or a tile of more columns than a block of the Hessian has, has the sum over its blocks.
     """
     block_hessian = stats.block_hessian
-    state = search_weight(weight, fmt, global_scale, "hessian", block_hessian, scale)
+    state = _search(weight, fmt, global_scale, "hessian", block_hessian, scale)
     assert block_hessian is not None, "the search refuses it"
-    if options.codes == "joint":
+    if options.codes == "joint" or options.exact:
         stored = (state.qdata, state.scale)
         with ieee_products():
             qdata, bits = ops.joint(weight.detach(), *stored, block_hessian, global_scale, fmt.key)
         state = dataclasses.replace(state, qdata=qdata, scale=bits)
-    return state
+    if not options.exact:
+        return state
+    return certify(weight, state, block_hessian, options.node_budget)
 
 
 def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:

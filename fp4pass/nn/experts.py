@@ -297,7 +297,7 @@ def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
     found = {}
     for name, holder, last in _places(owner):
         parameter, known = holder._parameters.get(last), holder._modules.get(last)
-        if parameter is not None and parameter.ndim == (2 if require_adapter(owner).flat else 3):
+        if parameter is not None and parameter.ndim == 3:
             found[name] = known if isinstance(known, ExpertStack) else ExpertStack(owner, name)
             found[name]._parameters["weight"] = parameter
     return found

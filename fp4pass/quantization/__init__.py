@@ -1,6 +1,6 @@
 """The flow from a model to packed weights: plan, statistics, scales, search, report."""
 
-from . import adapters
+from . import scan as adapters
 from .observers.batches import call_arguments, device_of, in_float32
 from .observers.observer import collect
 from .observers.visible_tokens import count_tokens

@@ -633,8 +633,16 @@ def require_statistics(
     if before.recording is None and not any(layer.stats.tokens for layer in part.layers):
         raise CalibrationError(
             "No batch was run: call fp4pass.calibrate(model, data), or run the model on some "
-            "batches, before convert. Batches that ran through a copy of the model do not count."
+            "batches with tokens, before convert. Batches of a copy of the model do not count."
         )
+    skipped = {row.name: row.skip_reason for row in before.report.skipped}
+    for layer in lacking:
+        if layer.name in skipped:
+            raise CalibrationError(
+                f"{layer.label}: prepare did not observe it ({skipped[layer.name]}). Prepare and "
+                "calibrate it as it is now, in a fresh copy of the model, or skip it with "
+                f"{as_rules(layer.name)}."
+            )
     # Names that differ by numbers, in layers that have not run yet, are likely not reached.
     kinds = set(map(without_numbers, names)) if is_late else set()
     others = {layer.name for layer in whole.layers if without_numbers(layer.name) not in kinds}

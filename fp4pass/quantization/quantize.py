@@ -25,9 +25,10 @@ from ..errors import NonFiniteError, StateError, as_rules
 from ..kernels.common.rounding import scale_of
 from ..kernels.compute_fp8.naive import is_exact
 from ..kernels.rotate.naive import rotate_weight
-from ..kernels.search.float_scales import candidate_scales, in_blocks, scale_errors
-from ..kernels.statistics.naive import weight_amax
+from ..kernels.search.float_scales import candidate_scales, scale_errors
+from ..kernels.statistics.naive import diagonal_blocks, weight_amax
 from ..methods import Stats, resolve_method, squared_errors
+from ..methods.base import Certificate, Result, result_of
 from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
@@ -174,10 +175,10 @@ def _packed(
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     """Pack the weight that some layers share, given the results of its parts."""
     first, config = members[0], members[0].config
-    states, kind = [state for state, _ in found], packed_class(first.module)
+    states, kind = [state for state, _, _ in found], packed_class(first.module)
     if len(states) > first.matrices:
         states = [joined_rows(states)]
-    errors = _relative_errors([each for _, squares in found for each in squares])
+    errors = _relative_errors([each for *_, squares in found for each in squares])
     stats = first.stats
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
@@ -186,6 +187,8 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     members = [dataclasses.replace(layer, config=config) for layer in members]
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
+    if proof := Certificate.joined([proof for _, proof, _ in found]):
+        facts |= {"proved": proof.proved, "gap": proof.gap}
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
@@ -292,7 +295,7 @@ def set_compute(model: nn.Module, compute: Compute) -> nn.Module:
 
 
 # The result of a matrix, or rows of it, and its squared errors, part by part.
-Found = tuple[QuantState, list[list[float]]]
+Found = tuple[QuantState, Certificate | None, list[list[float]]]
 
 
 @contextmanager
@@ -370,7 +373,7 @@ def errors_of_scales(layer: LayerPlan, scales: Tensor) -> list[float] | None:
         stats = stats.rotated(config.rotation) if config.rotation else stats
         hessian = stats.block_hessian
         if hessian is None and stats.hessian is not None:
-            hessian = in_blocks(stats.hessian)
+            hessian = diagonal_blocks(stats.hessian)
         known = scales.to(weight.device).view(-1, 1, 1)
         objective = method.objective
         assert objective is not None, "the caller has looked"
@@ -399,11 +402,12 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
             target = _target(weight[i], config, functools.partial(stats.matrix, i))
             matrix = config.stored(target)
             own = own.rotated(config.rotation) if config.rotation else own
-            state = together.get(i) or _search(matrix, own, layer, i, cache, rows)
+            known = together.get(i)
+            state, proof = (known, None) if known else _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]
             if 2 * weight_amax(matrix) > torch.finfo(matrix.dtype).max:
                 state = _saturated(state)
-            found.append((state, _squares(matrix, state, own, layer)))
+            found.append((state, proof, _squares(matrix, state, own, layer)))
     return found
 
 
@@ -444,7 +448,7 @@ def _search(
     matrix: int,
     cache: Any,
     rows: slice | None,
-) -> QuantState:
+) -> Result:
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt, global_scale = layer.config.format, layer.global_scales[matrix]
@@ -452,15 +456,15 @@ def _search(
     if layer.tensor_scale is not None:
         part["scale"] = layer.tensor_scale
 
-    def search() -> QuantState:
-        return method.function(weight, stats, fmt, global_scale, options, **part)
+    def search() -> Result:
+        return result_of(method.function(weight, stats, fmt, global_scale, options, **part))
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
     decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
-    found: QuantState = cache.get_or_search(layer.name, decides, search)
-    return found.to(weight.device)
+    state, proof = cache.get_or_search(layer.name, decides, search)
+    return state.to(weight.device), proof
 
 
 def _squares(
@@ -490,16 +494,20 @@ def gather_parts(
             codes: Any = tensors[f"{i}.qdata"]
             scale: Any = tensors[f"{i}.scale"]
             state = QuantState(codes, scale, global_scale, get_format(fmt), shape, dtype)
-            found[key].append((state, squares))
+            loss, bound = tensors[f"{i}.loss"], tensors[f"{i}.bound"]
+            proof = None if loss is None or bound is None else Certificate(loss, bound)
+            found[key].append((state, proof, squares))
     return found
 
 
 def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
     facts: list[Any] = []
     tensors: dict[str, Tensor | None] = {}
-    for i, (state, squares) in enumerate(parts):
+    for i, (state, proof, squares) in enumerate(parts):
         facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
         tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
+        tensors[f"{i}.loss"] = None if proof is None else proof.loss
+        tensors[f"{i}.bound"] = None if proof is None else proof.bound
     return facts, tensors
 
 

@@ -47,7 +47,6 @@ from ..record.state import (
     set_interrupted,
     unwrap,
 )
-from .adapters import parents, peft_of, refuse_merge
 from .functional import dequantize as dequantize_tensor
 from .observers.kv_cache import drop_cache, unobserve_cache
 from .observers.observer import (
@@ -59,7 +58,7 @@ from .observers.observer import (
     shared_observer,
 )
 from .observers.visible_tokens import unwatch_tokens, watch_tokens
-from .scan import LinearLayer
+from .scan import LinearLayer, parents, peft_of, refuse_merge
 
 # The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
 SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")

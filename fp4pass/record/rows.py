@@ -31,6 +31,8 @@ class Row:
     # uncorrelated unless the whole Hessian was collected.
     output_error: float | None = None
     tokens: int = 0  # that calibration saw
+    proved: float | None = None  # `Hessian(exact=True)`: share of the blocks proved optimal
+    gap: float | None = None  # the part of the loss that the other blocks could lose at most
     # Of a stack: experts that calibration never reached, the fewest, median and most tokens of one,
     # and the share of the routing weight of those with fewer than 32.
     unreached: tuple[int, ...] = ()

@@ -49,12 +49,14 @@ class Measure(NamedTuple):
 def written(value: float | None, style: str) -> str:
     """Return a number in a format of Python, or in one of our own.
 
-    These are "percent", "change" (of a ratio, in percent) and "size".
+    These are "percent", "signed" (percent), "change" (of a ratio, in percent) and "size".
     """
     if value is None:
         return DASH
     if style == "percent":
         return f"{100 * value:.2f} %"
+    if style == "signed":
+        return f"{100 * value:+.3f} %"
     if style == "change":
         return f"{100 * (value - 1):+.2f} %"
     return size(value) if style == "size" else format(value, style)
@@ -90,6 +92,8 @@ def measures(row: Mapping[str, Any]) -> list[Measure]:
         of("kl", "KL from the original", ".5f"),
         of("kl_999", "99.9 % KL", ".5f"),
         of("top1", "Same top token", "percent"),
+        of("delta_p", "Mean Δp of the right token", "signed"),
+        of("rms_delta_p", "RMS Δp of the right token", "percent"),
     ]
     return [each for each in found if each.values[0] is not None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from small_models import language_model
 
 from fp4pass import _compat
+from fp4pass._compat import transformers as compat
 from fp4pass._compat import transformers_cache, transformers_loading
 from fp4pass.errors import VersionError
 
@@ -70,7 +72,33 @@ def test_a_cache_is_refused_where_generate_makes_it_elsewhere(
     transformers_cache.generated_name.cache_clear()
 
 
-# ---- loading ------------------------------------------------------------------------------------
+# ---- weights ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> _compat.Part:
+    monkeypatch.setattr(compat._says_of_weights, "problem", None)
+    monkeypatch.setattr(compat._says_of_weights, "is_tested", False)
+    return compat._says_of_weights
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("change", ["gone", "wrong"])
+def test_a_class_that_says_other_things_of_its_weights_is_named(
+    change: str,
+    untested: _compat.Part,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = language_model()
+    if change == "gone":
+        monkeypatch.delattr(transformers.PreTrainedModel, "_get_dtype_plan")
+    else:
+        monkeypatch.setattr(transformers.PreTrainedModel, "_get_dtype_plan", lambda *args: {})
+    with caplog.at_level(logging.WARNING, "fp4pass"):
+        assert compat.tied_weights(model) and compat.whole_modules(model)
+    assert caplog.messages == [str(untested)]
+    assert "compare a saved model with its source" in str(untested)
 
 
 @pytest.mark.core

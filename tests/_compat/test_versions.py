@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from packaging.requirements import Requirement
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 import fp4pass
 from fp4pass import _compat
@@ -23,7 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def untested() -> Iterator[None]:
+def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts as before their self-tests, and as they were again after a test."""
+    for each in _compat.all_parts():
+        monkeypatch.setattr(each, "problem", None)
+        monkeypatch.setattr(each, "is_tested", False)
     _compat._warn_newer.cache_clear()
     yield
     _compat._warn_newer.cache_clear()
@@ -102,41 +105,86 @@ def test_the_metadata_has_the_oldest_versions_and_no_cap() -> None:
     assert all(each.startswith(">=") and "," not in each for each in every)
 
 
-# ---- private things -----------------------------------------------------------------------------
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def named(name: str) -> _compat.Part:
+    (found,) = [each for each in _compat.all_parts() if name in each.name]
+    return found
+
+
+# The name of a part, and where the private thing is that it needs.
+GONE = {
+    "short way past the dispatcher": "torch._C._len_torch_dispatch_stack",
+    "passes of fp4pass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "hooks that torch.compile": "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "C++ for packed weights": "torch._inductor.lowering.make_fallback",
+    "kernels in Gluon": "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
+}
 
 
 @pytest.mark.core
-def test_the_cost_of_what_is_missing_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", GONE)
+def test_a_private_thing_that_is_gone_is_said_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
-    _compat._say_cost.cache_clear()
+    found = named(name)
+    compat._chained_pass.cache_clear()
+    monkeypatch.delattr(GONE[name])
     with caplog.at_level(logging.WARNING, "fp4pass"):
-        compat.runs_uncompiled(pretend)
-        compat.runs_uncompiled(pretend)
-    (line,) = caplog.messages
-    assert "compiled again for each kind of mask" in line and "set_code_exec_strategy" in line
-    _compat._say_cost.cache_clear()
+        assert not found.works() and not found.works()
+    compat._chained_pass.cache_clear()
+    assert caplog.messages == [str(found)]
+    missing = GONE[name].rpartition(".")[2]
+    version = _compat.installed_version(found.library)
+    assert missing in str(found) and f"off with {found.library} {version}" in str(found)
+    assert str(found).endswith(found.cost)
+
+
+@pytest.mark.parametrize("each", _compat.all_parts(), ids=lambda each: each.name[:30])
+def test_every_part_works_here(each: _compat.Part) -> None:
+    assert each.works(), str(each)
+
+
+def lies(value: object) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+# What a part asks, with a wrong answer.
+WRONG: dict[str, tuple[str, Any]] = {
+    "short way past the dispatcher": ("torch._C._functorch.peek_interpreter_stack", lies(None)),
+    "copies of an exported graph": ("torch.fx.GraphModule.__deepcopy__", lambda self, memo: self),
+    "observers in a model": ("fp4pass._compat.torch._change_dictionaries", lies(None)),
+    "passes of fp4pass": ("torch._inductor.fx_passes.post_grad.post_grad_passes", lies(None)),
+}
 
 
 @pytest.mark.core
-def test_what_sees_operators_is_seen() -> None:
-    x, seen = torch.zeros(1), []
+@pytest.mark.parametrize("name", WRONG)
+def test_a_private_thing_that_answers_wrongly_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch._inductor.compile_fx
 
-    def look(each: Tensor) -> Tensor:
-        seen.append(compat.intercepts_operators() and not compat.only_calls_kernel(each))
-        return each.sum()
+    found, (where, lie) = named(name), WRONG[name]
+    monkeypatch.setattr(where, lie)
+    if name == "passes of fp4pass":
+        monkeypatch.setattr(torch._inductor.compile_fx, "post_grad_passes", lie)
+    with caplog.at_level(logging.WARNING, "fp4pass"):
+        assert not found.works()
+    (line,) = caplog.messages
+    assert "AssertionError: a self-test expected" in line
 
-    torch.func.vmap(look)(x)
-    torch.func.grad(look)(x)
-    with TorchDispatchMode():
-        seen.append(compat.intercepts_operators() and not compat.only_calls_kernel(x))
-    assert seen == [True] * 3 and compat.only_calls_kernel(x)
-    with forward_ad.dual_level():
-        assert not compat.only_calls_kernel(x)
-    negated = torch.zeros(1, dtype=torch.complex64).conj().imag
-    others = (negated, torch._efficientzerotensor(1), x.clone().requires_grad_())
-    assert not any(map(compat.only_calls_kernel, others))
+
+@pytest.mark.core
+def test_products_are_right_without_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fp4pass.convert(nn.Linear(64, 32), "nvfp4", "naive")
+    x = torch.randn(4, 64)
+    expected = model(x)
+    monkeypatch.setattr(compat._sees_interception, "is_tested", False)
+    monkeypatch.delattr("torch._C._functorch.peek_interpreter_stack")
+    assert torch.equal(model(x), expected)
+    assert not compat.only_calls_kernel(x) and compat.intercepts_operators()
 
 
 @pytest.mark.core
@@ -148,3 +196,22 @@ def test_kernels_that_nothing_compiles_have_a_reason(
     monkeypatch.delattr(torch._inductor.cpp_builder, "CppTorchOptions")
     with pytest.raises(BuildError, match=r"could not be compiled .*CppTorchOptions"):
         compat.build_library(tmp_path / "a.cpp", tmp_path / "a.so")
+
+
+@pytest.mark.core
+def test_compiled_models_run_without_passes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pass that would see another graph than it expects sees none."""
+    import torch._inductor.compile_fx
+    from post_grad import compiled, fresh
+
+    model = fp4pass.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4a16", "sse")
+    x = torch.randn(5, 64)
+    monkeypatch.setattr(torch._inductor.compile_fx, "post_grad_passes", lies(None))
+    with fresh(), torch.no_grad(), caplog.at_level(logging.WARNING, "fp4pass"):
+        fp4pass.graph.inductor.install_passes()
+        assert torch.equal(compiled(model)(x), model(x))
+        assert not fp4pass.compile_report().graphs
+    (line,) = [each for each in caplog.messages if "off with" in each]
+    assert line.startswith("the passes of fp4pass in torch.compile: off with torch")

@@ -129,12 +129,26 @@ def test_one_changed_bit_is_searched_again(tmp_path: Path, searches: list[tuple[
     assert_same_bits(whole, found)
 
 
+def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
+    exact = fp4pass.Hessian(exact=True)
+    reports = []
+    for resume in (None, tmp_path / "r", tmp_path / "r"):
+        model = fp4pass.prepare(nn.Sequential(nn.Linear(32, 4)).eval(), exact)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.linspace(-1, 1, 128).sin().view(4, 32))
+        model(torch.randn(50, 32, generator=torch.Generator().manual_seed(0)))
+        fp4pass.convert(model, "nvfp4", resume=resume)
+        reports.append(fp4pass.report(model).to_dict())
+    assert reports[0]["rows"][0]["proved"] is not None
+    assert reports[0] == reports[1] == reports[2]
+
+
 @pytest.mark.core
 def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All finish one search before the first is renamed, the worst moment there is."""
     fmt, cache, fsync = get_format("nvfp4"), FinishedSearches(tmp_path), os.fsync
     weight, together = torch.randn(4, 32), threading.Barrier(3, timeout=30)
-    result = search_scales(weight, fmt, 1.0, "naive")
+    result = search_scales(weight, fmt, 1.0, "naive"), None
 
     def wait(descriptor: int) -> None:
         together.wait()
@@ -143,7 +157,7 @@ def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "fsync", wait)
     with ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(cache.get_or_search, "", ["key"], lambda: result) for _ in range(3)]
-        assert all(torch.equal(run.result().qdata, result.qdata) for run in runs)
+        assert all(torch.equal(run.result()[0].qdata, result[0].qdata) for run in runs)
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -62,7 +62,8 @@ def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
     attention, rest, _ = SCHEMES[kind]
     reader = open_checkpoint(folder)
     assert reader.layers.keys() == dense.keys()
-    found = check_folder(folder, progress=False).findings
+    findings = check_folder(folder, progress=False).findings
+    found = [each for each in findings if each.kind != "tokenizer-missing"]
     # Gate and up have a global scale each in mixed ones.
     assert not found or "mixed" in kind
     model = fp4pass.load(folder, progress=False)

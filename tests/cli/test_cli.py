@@ -120,20 +120,26 @@ def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found["falls_back"]) == 1 and found["gpus"][0]["fp4"]
 
 
-def test_doctor_lists_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_what_was_tested_and_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = _compat.installed_version
     versions = {"torch": "99.1.0", "peft": "0.20.3", "lm-eval": "0.4.9"}
     monkeypatch.setattr(
         "fp4pass.cli.doctor._version", lambda name: versions.get(name) or installed(name)
     )
+    hooks = next(part for part in _compat.PARTS if part.name.startswith("hooks"))
+    monkeypatch.setattr(hooks, "is_tested", False)
+    monkeypatch.setattr(hooks, "problem", None)
+    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
     found = run_json("doctor")
     assert found["tested"]["torch"] == ["2.11", _compat.LIBRARIES["torch"].newest]
+    assert str(hooks) in found["falls_back"]
     text = run("doctor").stdout
     assert re.search(
         r"^torch: 99\.1\.0 \(tested: 2\.11 to .*\), newer than the tested ones$", text, re.M
     )
     assert re.search(r"^peft: 0\.20\.3 \(tested: 0\.20 to 0\.\d+\)$", text, re.M)
     assert re.search(r"^lm-eval: 0\.4\.9 .*, older than the tested ones$", text, re.M)
+    assert f"  {hooks}" in text
 
 
 @pytest.mark.slow
@@ -188,7 +194,8 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
-    loaded, left, saved = result.stderr.splitlines()
+    loaded, left, card, saved = result.stderr.splitlines()
+    assert card == f"fp4pass: README.md: the model card replaces that of {TINY}"
     assert left.endswith(
         "not copied: calib.txt, eval.txt, training.json (--copy-files takes globs)"
     )

@@ -22,9 +22,14 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
 from fp4pass.kernels.norm.naive import square_sums_ref
-from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
-from fp4pass.parallel.peers import reach_peers
-from fp4pass.parallel.styles import with_shared_scale
+from fp4pass.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    RowwiseParallel,
+    fully_shard,
+    reach_peers,
+    with_shared_scale,
+)
 
 IDS = texts(1)[0].to(DEVICE)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -380,7 +385,7 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from fp4pass.integrations import Fp4PassConfig
+    from fp4pass.integrations import Fp4PassConfig, PackedConfig
 
     os.environ["LOCAL_RANK"] = str(RANK)
     if RANK == 0:
@@ -392,10 +397,20 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
         path = folder / "float"
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
 
-    found: dict[str, Any] = {}
-    for name in ("tp_size", "fsdp_size"):
-        config = DistributedConfig(**{name: 2})
-        found[name] = failure(lambda config=config: load(distributed_config=config))
+    found = {"whole": computed(load().to(DEVICE))}
+    model = load(distributed_config=DistributedConfig(tp_size=2))
+    found |= {"split": computed(model), "shapes": shapes(model)}
+    fp4pass.save(model, folder / "packed")
+    found["saved"] = computed(fp4pass.load(folder / "packed").to(DEVICE))
+    # The folder declares bfloat16, which engines compute in.
+    options = {"distributed_config": DistributedConfig(tp_size=2), "dtype": torch.float32}
+    kept = AutoModelForCausalLM.from_pretrained(
+        folder / "packed", quantization_config=PackedConfig(), **options
+    )
+    found |= {"kept packed": computed(kept), "kept shapes": shapes(kept)}
+    own = DistributedConfig(tp_plan={"model.layers.*.mlp.up_proj": "colwise"})
+    found["own plan"] = failure(lambda: load(distributed_config=own))
+    found["fsdp"] = failure(lambda: load(distributed_config=DistributedConfig(fsdp_size=2)))
     rules = [("*.self_attn.*", None)]
     model = converted("Qwen3Moe", EXPERTS, {"rules": rules})
     found["their plan"] = failure(lambda: theirs(model))

@@ -252,10 +252,15 @@ def test_a_split_model_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_splits_no_packed_layers(tmp_path: Path) -> None:
+def test_transformers_splits_what_it_loads(tmp_path: Path) -> None:
     for found in run(SPLITS, "transformers_loads", tmp_path):
-        for name in ("tp_size", "fsdp_size"):
-            assert found[name].startswith("OptionError: distributed_config: expected no splitting")
+        for each in ("split", "saved", "kept packed"):
+            assert_near(found[each]["logits"], found["whole"]["logits"])
+        packed = found["shapes"]["model.layers.0.mlp.down_proj.weight_packed"]
+        assert packed == ((64, 48), (64, 24))
+        assert found["kept shapes"] == found["shapes"]
+        for name in ("own plan", "fsdp"):
+            assert found[name].startswith("OptionError: distributed_config: expected tp_size and")
         assert found["their plan"].startswith("StateError: Qwen3MoeExperts: transformers would sum")
 
 

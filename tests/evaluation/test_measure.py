@@ -22,14 +22,15 @@ from fp4pass.evaluation.intervals import SUMS
 
 @torch.no_grad()
 def straightforward(model, reference, ids):
-    """Of each token nll, KL and agreement, in float64: [3, tokens]."""
+    """Of each token nll, KL, agreement and difference of probabilities, in float64: [4, tokens]."""
     terms = []
     for row in ids:
         q = model(row[None]).logits[0, :-1].double().log_softmax(-1)
         p = reference(row[None]).logits[0, :-1].double().log_softmax(-1)
         nll = F.nll_loss(q, row[1:], reduction="none")
         kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-        terms.append(torch.stack((nll, kl, (p.argmax(-1) == q.argmax(-1)).double())))
+        delta = (q.exp() - p.exp()).gather(1, row[1:, None])[:, 0]
+        terms.append(torch.stack((nll, kl, (p.argmax(-1) == q.argmax(-1)).double(), delta)))
     return torch.cat(terms, 1)
 
 
@@ -40,7 +41,7 @@ def test_against_float64(tiny, chunk, monkeypatch):
     model, converted, tokenizer, ids = tiny
     found = fp4pass.evaluate(converted, tokenizer, ids, model, batch_size=3, progress=False)
     terms = straightforward(converted, model, ids)
-    nll, kl, top1 = terms.mean(1).tolist()
+    nll, kl, top1, delta = terms.mean(1).tolist()
     assert math.log(found.perplexity) == pytest.approx(nll, rel=1e-5)
     # A KL is a small difference of float32 logits, and batches of another size round otherwise.
     assert found.kl == pytest.approx(kl, rel=1e-3)
@@ -48,8 +49,11 @@ def test_against_float64(tiny, chunk, monkeypatch):
     assert found.kl > 0.01
     assert found.kl_999 == pytest.approx(np.quantile(terms[1].numpy(), 0.999), rel=1e-3)
     assert found.kl_999 > 5 * found.kl
-    low, high = found.intervals["kl"]
-    assert low < kl < high
+    assert found.delta_p == pytest.approx(delta, rel=1e-3)
+    rms = terms[3].square().mean().sqrt().item()
+    assert found.rms_delta_p == pytest.approx(rms, rel=1e-3) and rms > abs(delta)
+    low, high = found.intervals["rms_delta_p"]
+    assert low < rms < high
     # In a byte-level vocabulary each character of a token stands for one byte.
     names = [tokenizer.convert_ids_to_tokens(row[1:]) for row in ids.tolist()]
     size = sum(len(name) for row in names for name in row if name != "<|doc|>")
@@ -69,6 +73,8 @@ def test_a_model_against_itself(tiny):
         "kl": 0.0,
         "top1": 1.0,
         "kl_999": 0.0,
+        "delta_p": 0.0,
+        "rms_delta_p": 0.0,
         "unit": "window",
         "units": 6,
         "confidence": 0.95,
@@ -105,7 +111,7 @@ def test_what_a_model_rules_out_is_infinitely_far(toy, ruled_out):
     ids = torch.full((4, 16), VOCABULARY - 1)
     found = fp4pass.evaluate(other, None, ids, toy, progress=False)
     assert found.kl == found.kl_999 == math.inf
-    assert set(found.intervals) == {"perplexity", "top1"}
+    assert set(found.intervals) == {"perplexity", "top1", "delta_p", "rms_delta_p"}
     difference = found.difference(fp4pass.evaluate(toy, None, ids, toy, progress=False))
     assert (difference.kl.value, difference.kl.significant) == (math.inf, None)
 
@@ -169,6 +175,7 @@ def test_sliding_windows_against_float64(tiny, held_out, options):
     assert found.sums[:, SUMS.index("bytes")].sum() == pytest.approx(
         scored_bytes(tokenizer, cut).sum().item()
     )
-    assert set(found.intervals) == {"perplexity", "bits_per_byte", "kl", "top1"}
+    measures = {"perplexity", "bits_per_byte", "kl", "top1", "delta_p", "rms_delta_p"}
+    assert set(found.intervals) == measures
     for name, (low, high) in found.intervals.items():
         assert low < getattr(found, name) < high

@@ -347,6 +347,7 @@ def test_another_peft_is_refused_where_it_meets_packed_layers(
     monkeypatch.setattr(_compat, "installed_version", lambda name: versions.get(name) or find(name))
     for module in ("fp4pass.integrations.peft", "fp4pass._compat.peft"):
         monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr(_compat, "peft", raising=False)
     with pytest.raises(VersionError, match=r"peft: expected.*got 0\.19\.1.*'fp4pass\[peft\]'"):
         get_peft_model(converted(), LoraConfig(target_modules=ATTENTION))
     get_peft_model(CASES["llama"].build(), LoraConfig(target_modules=ATTENTION))

@@ -29,6 +29,7 @@ from fp4pass.kernels.search.joint_reference import (
     regular,
     solve,
 )
+from fp4pass.kernels.search.naive import gptq_naive
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 
@@ -102,6 +103,30 @@ def test_losses_of_blocks_add_up(key: str, order: str) -> None:
         assert float(spent.sum()) == pytest.approx(float(cost.sum()), rel=1e-2)
     expected = float(((ordered @ residual) * residual).sum())
     assert total == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.core
+@formats
+@pytest.mark.parametrize("shrinkage", [0.0, 0.25])
+def test_the_codes_are_those_of_the_definition(
+    fmt: Format, shrinkage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both round to nearest, in the order of the weight, but where scales are as good."""
+
+    def nearest(*block: Any) -> Any:
+        return choose_blocks(*block[:-1], False)
+
+    monkeypatch.setattr("fp4pass.kernels.search.joint_reference.choose_blocks", nearest)
+    w, hessian = weight("normal"), correlated()
+    g = fmt.global_scale_for(w.abs().max().item())
+    damped = damp(hessian, OPTIONS["damping"], shrinkage, fmt.block)
+    problem = make_problem(damped, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=False)
+    x, unit = normalize(w.float(), g, fmt, 1)
+    q = solve(x.t(), unit.t(), problem, fmt, 0, REFERENCE)[0].t()
+    found = q.double() * (g / unit.double())
+    expected = gptq_naive(w, hessian, g, fmt, OPTIONS["damping"], shrinkage)
+    assert (found == expected).double().mean() > 0.95
+    assert loss(w, found, damped) == pytest.approx(loss(w, expected, damped), rel=1e-3)
 
 
 @pytest.mark.core

@@ -12,10 +12,9 @@ from blocks import ALL, HESSIANS, ROWS, WEIGHTS, check_optimal, spectrum
 from kernel_cases import DEVICE, GPU, KEYS, codes_at, covering, formats, gpu, quiet, seeded
 from torch import Tensor
 
-from fp4pass.core.elements import element_table, scale_table
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
-from fp4pass.kernels.common.rounding import round_to_codes_
+from fp4pass.kernels.search.naive import search_naive
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_stack_triton, search_triton
 
@@ -42,24 +41,12 @@ def test_scales_are_optimal(key: str, name: str, curvature: str) -> None:
         check_optimal(weight, all_residuals(name, key), fmt, found, hessian)
 
 
-def search_naive(weight: Tensor, global_scale: float, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return the codes and scale bytes of least squared error over all scales of the format."""
-    x = weight.unflatten(1, (-1, 1, fmt.block))  # [N, J, 1, n]
-    scale = scale_table(fmt.scale, x.device)[1 : fmt.scale.last + 1, None] * global_scale  # [S, 1]
-    codes = round_to_codes_(x / scale, fmt.element)  # [N, J, S, n]
-    values = element_table(fmt.element, x.device).double()[codes.int()] * scale.double()
-    error = (x.double() - values).square().sum(-1)
-    best = (error == error.amin(-1, keepdim=True)).byte().argmax(-1)
-    at = best[..., None, None].expand(-1, -1, 1, fmt.block)
-    return codes.gather(2, at).flatten(1), best + 1
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
 def test_every_format_is_searched_by_the_definition(fmt: Format) -> None:
     weight = torch.randn(4, 2 * math.lcm(96, fmt.block), generator=seeded(0))
     g = fmt.global_scale_for(weight.abs().max().item())
-    codes, scale = search_naive(weight, g, fmt)
+    codes, scale, _ = search_naive(weight, None, g, fmt)
     packed, found = search_ref(weight, None, g, fmt, "sse")
     assert torch.equal(found.long(), scale)
     assert torch.equal(unpack_codes(packed, fmt.element.bits), codes)

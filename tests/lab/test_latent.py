@@ -25,6 +25,7 @@ from fp4pass.errors import NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.common.rounding import round_to_codes_, round_to_values_
 from fp4pass.lab import freeze, kl_loss, trainable
 from fp4pass.lab.latent import (
+    LatentExperts,
     codes_of,
     in_steps,
     last_latent,
@@ -86,6 +87,21 @@ def test_latents_begin_with_the_codes_that_are_there(fmt: Format, share: float) 
     latent = latent_weight(stored.packed, steps, weight, fmt, share)
     left = (in_steps(latent.clone(), steps) - weight).norm()
     assert left <= (dense - weight).norm() * (1 - 0.6 * share)
+
+
+def test_steps_of_a_stack_are_those_of_its_matrices() -> None:
+    """A global scale for each expert, or for two parts of its rows."""
+    fmt = get_format("nvfp4")
+    parts = [quantized(fmt, numbers(i) * 4.0**i, "naive")[0] for i in range(4)]
+    apart = torch.cat([steps_of(part, fmt) for part in parts])
+    for rows, experts in ((1, 4), (2, 2)):
+        packed, scale = (
+            torch.stack([getattr(part, name) for part in parts]).unflatten(0, (experts, rows))
+            .flatten(1, 2) for name in ("packed", "scale")
+        )  # fmt: skip
+        number = torch.cat([part.global_scale for part in parts]).view(experts, rows)
+        stack = StoredWeight(packed, scale, number.flatten() if rows == 1 else number, None)
+        assert torch.equal(steps_of(stack, fmt).flatten(0, 1), apart)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -179,17 +195,41 @@ def test_layers_that_share_a_weight_train_one() -> None:
     assert model[0].weight_packed is model[1].weight_packed
 
 
-@pytest.mark.quick(1)
-def test_stacks_of_experts_stay() -> None:
-    source = mixtures.build("qwen3_moe")
-    model = fp4pass.convert(copy.deepcopy(source), "nvfp4a16", "naive")
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_experts_learn(name: str, weight_only: bool) -> None:
+    source = mixtures.build(name)
+    model = fp4pass.prepare(copy.deepcopy(source), "naive")
+    model = fp4pass.calibrate(model, [mixtures.ids()], progress=False)
+    model = fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
     start, wanted = copy.deepcopy(model), mixtures.logits(model)
-    learning = latents_of(trainable(model, source))
-    assert learning and not any("experts" in name for name in learning)
+    stacks = [
+        each
+        for each in latents_of(trainable(model, source)).values()
+        if isinstance(each, LatentExperts)
+    ]
+    assert stacks
     torch.testing.assert_close(mixtures.logits(model), wanted, rtol=1e-3, atol=1e-3)
     model(mixtures.ids()).logits.square().sum().backward()
-    assert all(each.latent.grad.any() for each in learning.values())
+    for stack in stacks:
+        assert stack.latent.grad is not None and stack.latent.grad.any((1, 2)).all()
     assert_same_bits(freeze(model), start)
+
+
+def test_experts_with_global_scales_of_inputs() -> None:
+    """One for each expert, as some libraries calibrate them."""
+    source = mixtures.build("qwen3_moe")
+    model = fp4pass.prepare(copy.deepcopy(source), "naive")
+    model = fp4pass.calibrate(model, [mixtures.ids()], progress=False)
+    model = fp4pass.convert(model, "nvfp4", "naive")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stack: Any = model.get_submodule(name)
+    stack.input_global_scale = stack.input_global_scale * 2.0 ** torch.arange(5)
+    rows, ids = torch.randn(12, 64), torch.randint(0, 5, (12, 2))
+    wanted = stack(rows, ids)
+    trainable(model, source)
+    torch.testing.assert_close(model.get_submodule(name)(rows, ids), wanted)
 
 
 def test_a_student_is_neither_float_nor_converted(tmp_path: Path) -> None:

@@ -136,11 +136,73 @@ def ignore_nothing(data: dict[str, Any]) -> object:
     return True
 
 
+def without_config(folder: Path) -> bool:
+    if (folder / "fp4pass.json").is_file():
+        return False
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    change_json(folder / "config.json", lambda data: data.pop("quantization_config", None))
+    return True
+
+
+def other_layout(folder: Path) -> bool:
+    if (folder / "fp4pass.json").is_file():
+        return False
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+
+    def edit(data: dict[str, Any]) -> None:
+        found = data.get("quantization_config") or {}
+        is_stack = found.get("quant_method") == "mxfp4"
+        other = {"quant_method": "modelopt", "quant_algo": "NVFP4"} if is_stack else None
+        data["quantization_config"] = other or {"quant_method": "mxfp4"}
+
+    change_json(folder / "config.json", edit)
+    return True
+
+
+def disagree(folder: Path) -> bool:
+    side = folder / "hf_quant_config.json"
+    if not side.is_file() or "quantization_config" not in (folder / "config.json").read_text():
+        return False
+    change_json(side, lambda data: data["quantization"].update(quant_algo="W4A16_NVFP4"))
+    return "W4A16" not in (folder / "config.json").read_text()
+
+
+def tie(folder: Path) -> bool:
+    """A packed output embedding in a model that ties it."""
+    found = load_file(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else {}
+    of_ours = (folder / "fp4pass.json").is_file()
+    if of_ours or f"{UP}.weight_packed" not in found:
+        return False
+    for name in [n for n in found if n.startswith(f"{UP}.")]:
+        tensor = found[name]
+        if tensor.ndim == 2:
+            bits = tensor.view(torch.uint8).repeat(-(-2048 // len(tensor)), 1)[:2048].contiguous()
+            tensor = bits.view(tensor.dtype)
+        found[f"lm_head.{name.rpartition('.')[2]}"] = tensor.clone()
+    save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def edit(data: dict[str, Any]) -> None:
+        data["tie_word_embeddings"] = True
+        data["quantization_config"]["ignore"] = []
+        for group in data["quantization_config"].get("config_groups", {}).values():
+            group["targets"] = [*group["targets"], "lm_head"]
+
+    change_json(folder / "config.json", edit)
+    return True
+
+
 def second_of_a_name(folder: Path) -> None:
     first, second = (folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     held, other = load_file(second), load_file(first)
     name = sorted(other)[0]
     save_file({**held, name: other[name]}, second)
+
+
+def no_template(folder: Path) -> bool:
+    change_json(folder / "config.json", lambda data: data.update(_name_or_path="x/y-8B-Instruct"))
+    change_json(folder / "tokenizer_config.json", lambda data: data.pop("chat_template", None))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return True
 
 
 def floats(tensor: Tensor) -> Tensor:
@@ -225,6 +287,12 @@ def other_blocks(data: dict[str, Any]) -> object:
     return bool(groups)
 
 
+def more_layers(data: dict[str, Any]) -> None:
+    data["num_hidden_layers"] += 1
+    if data.get("layer_types"):
+        data["layer_types"] = [*data["layer_types"], data["layer_types"][-1]]
+
+
 DAMAGES: dict[str, Damage] = {
     "NaN scale": Damage("scale-nan", put(f"{ONE}{SCALE}", (3, 1), 255)),
     "the highest bit of a scale": Damage("scale-size", high_bit),
@@ -278,7 +346,19 @@ DAMAGES: dict[str, Damage] = {
     "two tensors of one name": Damage("duplicate", in_parts(second_of_a_name)),
     "a packed layer that is ignored": Damage("ignore-packed", declared(ignore_packed)),
     "a dense layer that is not ignored": Damage("ignore-misses", declared(ignore_nothing)),
-    "another group size": Damage("shape", declared(other_blocks)),
+    "no quantization_config": Damage("config-absent", without_config),
+    "the quantization_config of another layout": Damage("config-layout", other_layout),
+    "another group size": Damage("block-size", declared(other_blocks)),
+    "two configs that disagree": Damage("config-disagrees", disagree),
+    "the config of a deeper model": Damage("config-model", config(more_layers)),
+    "declared multi-token prediction": Damage(
+        "mtp-absent", config(lambda data: data.update(num_nextn_predict_layers=1))
+    ),
+    "no tokenizer": Damage(
+        "tokenizer-missing", lambda folder: (folder / "tokenizer.json").unlink() is None
+    ),
+    "no chat template": Damage("chat-template-missing", no_template),
+    "a tied head that is packed": Damage("tied-head", tie),
     "packed and dense": Damage("twice", held(dense_twin)),
     "a norm of zeros": Damage("dead", tensors(r"model\.norm\.weight", torch.zeros_like)),
     "a dense NaN": Damage("dense-bad", tensors(r"model\.norm\.weight", lambda t: t * float("nan"))),

@@ -102,46 +102,10 @@ class Llama4(Plain):
         ]
 
 
-class Dbrx(Plain):
-    """Gate and up apart, below each other in a child."""
-
-    def stages(self, owner: Any) -> list[list[str]]:
-        return [["mlp.w1", "mlp.v1"], ["mlp.w2"]]
-
-    def matrices(self, owner: Any, key: str) -> Tensor:
-        weight = owner.get_parameter(key).view(owner.num_experts, owner.ffn_hidden_size, -1)
-        return weight.mT if key == "mlp.w2" else weight
-
-    def called(self, owner: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, ids, weights = args
-        return hidden.reshape(-1, hidden.shape[-1]), ids, weights
-
-    def shown(self, owner: Any, hidden: Tensor) -> Tensor:
-        return hidden.reshape(-1, hidden.shape[-1])
-
-    def activated(self, owner: Any, *products: Tensor) -> Tensor:
-        gate, up = products
-        return owner.mlp.activation_fn(gate) * up
-
-
-class JetMoe(Plain):
-    """One stack, called with the inputs of one expert after the other and how many each has."""
-
-    def stages(self, owner: Any) -> list[list[str]]:
-        return [["weight"]]
-
-    def called(self, owner: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, sizes = args
-        ids = torch.tensor([e for e, size in enumerate(sizes) for _ in range(size)])
-        return hidden, ids[:, None], torch.ones(len(hidden), 1)
-
-
 CLASSES: Mapping[str, Usual] = {
     "LongcatFlashExperts": Longcat(),
     "Step3p7Experts": Step(),
     "Llama4TextExperts": Llama4(),
-    "DbrxExperts": Dbrx(),
-    "JetMoeParallelExperts": JetMoe(),
 }
 
 

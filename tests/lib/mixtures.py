@@ -20,8 +20,6 @@ _LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
 _ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2)
 _LATENT = dict(num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32)
 _LATENT |= dict(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
-_DBRX_ATTENTION = dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0)
-_DBRX_EXPERTS = dict(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2)
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 
 
@@ -85,20 +83,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4",
         dict(_LOCAL, intermediate_size=96, intermediate_size_mlp=64, num_experts_per_tok=1),
     ),
-    # Gate and up are apart, and experts lie below each other, those of the last one transposed.
-    "dbrx": (
-        "Dbrx",
-        dict(
-            d_model=64,
-            n_heads=4,
-            n_layers=2,
-            max_seq_len=128,
-            attn_config=_DBRX_ATTENTION,
-            ffn_config=_DBRX_EXPERTS,
-        ),
-    ),
-    # One stack in a module, of attention too, called with the inputs sorted by experts.
-    "jetmoe": ("JetMoe", dict(_LOCAL, intermediate_size=32, kv_channels=16)),
     # With a gate of its own that clamps, in a model that sees, too.
     "step3p7": (
         "Step3p7",
@@ -114,7 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Those whose class has no decorator.
-UNDECORATED = ("longcat_flash", "step3p7", "llama4_text", "dbrx", "jetmoe")
+UNDECORATED = ("longcat_flash", "step3p7", "llama4_text")
 
 # What text does not reach.
 UNREAD: dict[str, list[Any]] = {
@@ -127,8 +111,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     kind, sizes = MODELS[name]
     text = "TextConfig" if name in ("gemma4", "llama4_text") else "Config"
-    common = {"vocab_size": 96, "pad_token_id": 0} if name == "dbrx" else _SIZES
-    options = {**common, **sizes, **changes}
+    options = {**_SIZES, **sizes, **changes}
     task = "CausalLM"
     if name == "step3p7":
         options, task = (

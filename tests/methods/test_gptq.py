@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import VARIANTS
+from blocks import HESSIANS, VARIANTS
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
-from fp4pass.methods import METHODS, Gptq, Hessian, Stats
+from fp4pass.methods import METHODS, Gptq, Hessian, Stats, certify
 from fp4pass.quantization.observers.observer import OBSERVERS, Observer, collect
 
 K = 96
@@ -110,6 +110,8 @@ def test_the_precision_of_products_is_put_back() -> None:
         (Gptq, {"damping": 0}, "damping: expected a number above 0, got 0"),
         (Gptq, {"damping": math.inf}, "got inf"),
         (Gptq, {"sweeps": -1}, r"sweeps: expected 0, 1, 2, \.\.\., got -1"),
+        (Hessian, {"exact": 1}, "exact: expected True or False, got 1"),
+        (Hessian, {"node_budget": 0}, r"node_budget: expected 1, 2, \.\.\., got 0"),
         (Hessian, {"codes": "jiont"}, "Did you mean 'joint'"),
     ],
 )
@@ -122,7 +124,7 @@ def test_options_that_do_not_exist(make: Any, options: dict[str, Any], message: 
     ("hessian", "error", "message"),
     [
         (None, ShapeError, r"The Hessian: expected shape \(32, 32\), got None"),
-        (torch.eye(16), ShapeError, r"expected shape \(32, 32\) .* got \(16, 16\)"),
+        (torch.eye(16), ShapeError, r"expected shape \(32, 32\).* got \(16, 16\)"),
         (torch.full((32, 32), math.nan), NonFiniteError, "NaN or infinity"),
         (torch.eye(32) - 0.1, CalibrationError, "negative eigenvalues"),
     ],
@@ -133,3 +135,42 @@ def test_hessians_that_do_not_fit(
     weight, fmt = torch.randn(4, 32), get_format("nvfp4")
     with pytest.raises(error, match=message):
         METHODS["gptq"].function(weight, Stats(None, 1, 1.0, hessian), fmt, 1.0, Gptq())
+
+
+def test_the_certificate_is_in_the_report() -> None:
+    options = Hessian(exact=True, node_budget=1 << 10)
+    model = converted(options)
+    rows = fp4pass.report(model).converted
+    for row in rows:
+        assert row.proved is not None and 0 < row.proved <= 1
+        assert row.gap is not None and 0 <= row.gap < 1
+    read = fp4pass.Report.from_dict(fp4pass.report(model).to_dict())
+    assert read == fp4pass.report(model)
+    joint = fp4pass.report(converted(Hessian(codes="joint"))).converted
+    assert all(row.proved is None and row.gap is None for row in joint)
+    for row, base in zip(rows, joint, strict=True):
+        assert row.output_error is not None and base.output_error is not None
+        assert row.output_error <= base.output_error * (1 + 1e-6)
+
+
+def test_certify() -> None:
+    """What any method made can be certified; the loss it says is that of the weight it gives."""
+    weight = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    hessian, fmt = HESSIANS["mild"]()[:1], get_format("nvfp4")
+    g = fmt.global_scale_for(weight.abs().max().item())
+    stats = Stats(hessian, 100, 1.0)
+    naive = METHODS["naive"].function(weight, stats, fmt, g, METHODS["naive"].options())
+    less, few = certify(weight, naive, hessian, 10)
+    best, most = certify(weight, naive, hessian, 1 << 15)
+    assert few.proved <= most.proved == 1 and most.gap == 0 < few.gap
+    assert (few.loss >= most.loss).all() and (few.bound <= most.loss * (1 + 1e-9)).all()
+    again, same = certify(weight, best, hessian, 1 << 15)
+    assert torch.equal(again.qdata, best.qdata) and torch.equal(again.scale, best.scale)
+    torch.testing.assert_close(same.loss, most.loss, rtol=1e-12, atol=0)
+    assert less.shape == naive.shape and less.global_scale == g
+    exact = METHODS["hessian"].function(
+        weight, stats, fmt, g, Hessian(exact=True, node_budget=1 << 15)
+    )
+    _, certificate = exact
+    assert certificate.proved == 1
+    torch.testing.assert_close(certificate.loss, most.loss, rtol=2e-9, atol=0)

@@ -124,7 +124,7 @@ def test_measures_of_a_text() -> None:
     row |= {"confidence": 0.95, "perplexity": 3.0, "top1": 0.5}
     row |= {"reference_perplexity": 2.0, "difference": {"perplexity_ratio": change}}
     row |= {"intervals": {"perplexity": [2.5, 3.5]}, "bits_per_byte": 0.75}
-    row |= {"kl_999": 1.5}
+    row |= {"kl_999": 1.5, "delta_p": -0.0125, "rms_delta_p": 0.0625}
     row["difference"]["bits_per_byte"] = {"value": 0.125, "low": 0.0625, "high": 0.25}
     text = render(gather(converted(), evaluations=[row]))
     assert "5 tokens scored in 1 window; 95 % intervals over 20 documents" in text
@@ -143,6 +143,8 @@ def test_measures_of_a_text() -> None:
         ["KL from the original", "0.25000", DASH, DASH],
         ["99.9 % KL", "1.50000", DASH, DASH],
         ["Same top token", "50.00 %", DASH, DASH],
+        ["Mean Δp of the right token", "-1.250 %", DASH, DASH],
+        ["RMS Δp of the right token", "6.25 %", DASH, DASH],
     ]
     alone = {"text": "t", "windows": 1, "tokens": 5, "unit": "window", "units": 1, "kl": None}
     alone |= {"confidence": 0.95, "perplexity": 3.0, "intervals": {}}

@@ -54,7 +54,7 @@ def install_passes() -> None:
 
     `convert` and `load` do this. Call it for a converted model that arrives in another way, such as
     by pickle. The passes change only graphs with operators of fp4pass. Installing again changes
-    nothing.
+    nothing. A torch whose Inductor runs passes in another way gets none, and a logged warning.
     """
     compat.chain_post_grad_pass(run_passes, cache_key)
 
@@ -62,7 +62,7 @@ def install_passes() -> None:
 def run_passes(graph: fx.Graph) -> None:
     """Run all passes on a graph with operators of fp4pass, and record their changes."""
     before = count_calls(graph)
-    if not before:
+    if not before or not compat.passes_are_run.works():
         return
     # Late, for most processes compile nothing.
     from ..._compat.inductor import call_by_name

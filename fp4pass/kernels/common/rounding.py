@@ -150,11 +150,6 @@ def are_of_rows(scale: Tensor, shape: tuple[int, ...]) -> bool:
     return scale.shape[:-1] == shape[:-1]
 
 
-def tile_sums(x: Tensor, fmt: Format) -> Tensor:
-    """Return the sums [..., J] of the columns of rows [..., K] that share a scale."""
-    return _sharing(x, fmt).sum(-1)
-
-
 def row_amax(x: Tensor, fmt: Format) -> Tensor:
     """Return the largest magnitudes [..., J] of the columns of rows [..., K] that share a scale."""
     return _sharing(x, fmt).abs().amax(-1)

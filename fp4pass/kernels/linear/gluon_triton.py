@@ -7,23 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import optional
+from ..._compat.triton import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common import tiles as kit
 from .tiling import Tiles, shared_memory_of
 
-# Gluon is experimental: what it has differs between versions of Triton.
-gl: Any = None
-one_row_kernel: Any = None
-wide_kernel: Any = None
-TensorDescriptor: Any = None
-with optional("triton", "Products of one row, and of many rows on Hopper, take longer"):
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[no-redef]
+
+def _kernels() -> tuple[Any, ...]:
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .one_row_triton import one_row_kernel
     from .wide_triton import wide_kernel
+
+    return language, TensorDescriptor, one_row_kernel, wide_kernel
+
+
+# Gluon is experimental: what it has differs between versions of Triton.
+_FOUND: tuple[Any, ...] = gluon.attempt(_kernels) or (None,) * 4
+gl, TensorDescriptor, one_row_kernel, wide_kernel = _FOUND
 
 
 def step_of_warps(x: Tensor, dtype: torch.dtype | None, m: int, k: int, fmt: Format) -> int:

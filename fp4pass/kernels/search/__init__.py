@@ -1,6 +1,6 @@
 """Scales and codes of a weight [N, K] that minimize an error: three operators.
 
-Of each block, with r = w - q:
+naive.py has the definitions. Of each block, with r = w - q:
 `search` finds the scale of least |r|^2 ("sse") or r^T H r ("hessian") over all scales of the
 format, or the naive one, and rounds codes to nearest (reference.py, triton.py).
 `joint` improves scale and codes together by r^T H r; no block gets worse (joint_reference.py,
@@ -15,5 +15,6 @@ Bits are the same on every run. Kernel and reference agree to the bit for "naive
 "hessian" except where two scales' errors differ by less than 1e-6 of them or 1e-12 |H| |w|^2; for
 joint and gptq except where a target is nearly a tie, with a total loss within 0.1 %.
 
-Proofs are in docs/search.md and docs/codes.md.
+branch_and_bound.py proves scale and codes of blocks optimal, in plain torch on any device. Proofs
+are in docs/search.md and docs/codes.md.
 """

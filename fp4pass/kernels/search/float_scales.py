@@ -18,12 +18,11 @@ from ..common.rounding import (
     bands,
     round_to_codes_,
     round_to_values_,
-    row_amax,
     scale_of,
     spread,
-    tile_sums,
 )
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
+from .joint_reference import ROWS, damp, upper_factor
 
 # Scales in an octave, 2.2 % apart.
 CANDIDATES = 32
@@ -35,12 +34,14 @@ _TILE_CPU, _TILE_GPU = 1 << 17, 1 << 23
 def search_float_scales(
     weight: Tensor, hessian: Tensor | None, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [N, K] with a scale for each tile: codes uint8 [N, K], float32 [I, J].
-
-    "naive" takes amax / element.max, "sse" and "hessian" the best of `candidate_scales`, of equal
-    ones the smaller; columns that no token excited are searched by squared error.
-    """
-    scale = scale_of(_amax(weight, _parts(weight, fmt), fmt), fmt)
+    """Quantize a weight [N, K] with a scale for each tile: codes uint8 [N, K], float32 [I, J]."""
+    # "naive" takes amax / element.max, "sse" and "hessian" the best of `candidate_scales`, of equal
+    # ones the smaller; columns that no token excited are searched by squared error.
+    amax = torch.zeros(fmt.scale_shape(*weight.shape), device=weight.device)
+    for part in _parts(weight, fmt):
+        own, found = band_of(amax, part, fmt), _tiles(weight[part].float(), fmt).abs().amax((1, 3))
+        torch.maximum(own, found, out=own)
+    scale = scale_of(amax, fmt)
     if objective != "naive" and weight.numel():
         known = candidate_scales(scale)  # [C, I, J], ascending
         errors = scale_errors(weight, hessian, known, fmt, objective)
@@ -54,19 +55,19 @@ def search_float_scales(
 def scale_errors(
     weight: Tensor, hessian: Tensor | None, known: Tensor, fmt: Format, objective: str
 ) -> Tensor:
-    """Return the errors float64 [C, I, J] of a weight [N, K] with each of some scales [C, I, J].
-
-    objective: "sse" or "hessian".
-    """
+    """Return the errors float64 [C, I, J] of a weight [N, K] with each of some scales [C, I, J]."""
+    # objective: "sse" or "hessian".
     metric = _metric(hessian, fmt) if objective == "hessian" else None
+    share = 1 if metric is None else HESSIAN_BLOCK
     errors = torch.zeros(known.shape, dtype=torch.float64, device=weight.device)
     for part in _parts(weight, fmt):
         x = weight[part].to(torch.float32)
         for candidates, error in zip(known, errors, strict=True):
-            own = band_of(candidates, part, fmt)
-            residual = _residual(x, spread(own, x.shape, fmt), fmt)
-            of_rows = _row_errors(residual, metric, fmt)
-            band_of(error, part, fmt).add_(_sum_rows(of_rows, fmt))
+            steps = spread(band_of(candidates, part, fmt), x.shape, fmt)
+            values = round_to_values_(x / steps, fmt.element).double()
+            residual = torch.addcmul(x.double(), values, steps.double(), value=-1)
+            energies = _tiles(_energies(residual, metric), fmt, share).sum(3).sum(1)
+            band_of(error, part, fmt).add_(energies)
     return errors
 
 
@@ -75,9 +76,8 @@ def codes_at(weight: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for part in _parts(weight, fmt):
         x = weight[part].to(torch.float32)
-        codes[part] = round_to_codes_(
-            x / spread(band_of(scale, part, fmt), x.shape, fmt), fmt.element
-        )
+        steps = spread(band_of(scale, part, fmt), x.shape, fmt)
+        codes[part] = round_to_codes_(x / steps, fmt.element)
     return codes
 
 
@@ -93,35 +93,11 @@ def candidate_scales(naive: Tensor) -> Tensor:
     return (naive.double() * factors).float().clamp_(min=2.0**-126)
 
 
-def in_blocks(hessian: Tensor) -> Tensor:
-    """Return the diagonal blocks [ceil(K / 32), 32, 32] of a Hessian [K, K], zeros beyond it."""
-    missing = -len(hessian) % HESSIAN_BLOCK
-    return diagonal_blocks(F.pad(hessian, (0, missing, 0, missing)), HESSIAN_BLOCK)
-
-
-def _amax(weight: Tensor, parts: list[slice], fmt: Format) -> Tensor:
-    """Return the largest magnitude of each tile, float32 [I, J]."""
-    found = [_rows(row_amax(weight[part].to(torch.float32), fmt), fmt).amax(1) for part in parts]
-    if not found:
-        return weight.new_zeros(fmt.scale_shape(*weight.shape), dtype=torch.float32)
-    joined = torch.cat(found)
-    return joined.amax(0, keepdim=True) if fmt.rows == WHOLE else joined
-
-
-def _rows(x: Tensor, fmt: Format) -> Tensor:
-    """Return what rows [R, J] have, not negative, by tiles: [I, rows, J], zero where they end."""
-    unit = len(x) if fmt.rows == WHOLE else fmt.rows
-    return F.pad(x, (0, 0, 0, -len(x) % unit)).unflatten(0, (-1, unit))
-
-
-def _sum_rows(x: Tensor, fmt: Format) -> Tensor:
-    return _rows(x, fmt).sum(1)
-
-
-def _residual(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Return x minus its rounded value, float64."""
-    values = round_to_values_(x / scale, fmt.element)
-    return torch.addcmul(x.double(), values.double(), scale.double(), value=-1)
+def _tiles(x: Tensor, fmt: Format, share: int = 1) -> Tensor:
+    """Return [R, K / share] by tiles, [I, rows, J, columns / share], zeros beyond it."""
+    rows, columns = fmt.rows or len(x), -(-fmt.block // share) or x.shape[1]
+    x = F.pad(x, (0, -x.shape[1] % columns, 0, -len(x) % rows))
+    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 def _metric(hessian: Tensor | None, fmt: Format) -> Tensor:
@@ -137,14 +113,61 @@ def _metric(hessian: Tensor | None, fmt: Format) -> Tensor:
     return torch.where(dead.view(-1, 1, 1), identity, full)
 
 
-def _row_errors(residual: Tensor, metric: Tensor | None, fmt: Format) -> Tensor:
-    """Return the errors float64 [R, J] of rows [R, K]: sums of squares, or of r^T H r by blocks."""
+def _energies(residual: Tensor, metric: Tensor | None) -> Tensor:
+    """Return the squares of rows [R, K], or their r^T H r by blocks [R, B]."""
     if metric is None:
-        return tile_sums(residual.square_(), fmt)
+        return residual.square_()
     padded = F.pad(residual, (0, len(metric) * HESSIAN_BLOCK - residual.shape[-1]))
     blocks = padded.unflatten(1, (len(metric), HESSIAN_BLOCK)).transpose(0, 1)  # [B, R, 32]
-    energy = (blocks @ metric).mul_(blocks).sum(2).t()  # [R, B]
-    if fmt.block == WHOLE:
-        return energy.sum(1, keepdim=True)
-    share = fmt.block // HESSIAN_BLOCK
-    return F.pad(energy, (0, -energy.shape[1] % share)).unflatten(1, (-1, share)).sum(2)
+    return (blocks @ metric).mul_(blocks).sum(2).t()
+
+
+def gptq_float_scales(
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    damping: float,
+    shrinkage: float,
+    start: int,
+    stop: int,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round rows of a weight [N, K] column by column, those with the largest inputs first."""
+    # scale: [I, J] of tiles, where it is known; else that of "hessian", [K, K] here.
+    columns = weight.shape[1]
+    if scale is None:
+        scale = search_float_scales(weight, diagonal_blocks(hessian), fmt, "hessian")[1]
+    missing = -columns % HESSIAN_BLOCK
+    hessian = F.pad(hessian, (0, missing, 0, missing))
+    damped = damp(hessian, damping, shrinkage, HESSIAN_BLOCK)[:columns, :columns]
+    order = damped.diagonal().argsort(descending=True, stable=True)
+    factor = upper_factor(damped[order][:, order])
+    feedback = (factor / factor.diagonal()).float()  # M of joint_reference.py
+    codes = torch.empty((stop - start, columns), dtype=torch.uint8, device=weight.device)
+    for part in bands(weight.shape, fmt, ROWS * columns):
+        here = range(max(part.start, start), min(part.stop, stop))
+        if here:
+            shape = (part.stop - part.start, columns)
+            steps = spread(band_of(scale, part, fmt), shape, fmt).expand(shape)
+            steps = steps[here.start - part.start : here.stop - part.start, order]
+            x = weight[here.start : here.stop, order].to(torch.float32)
+            found = _round_columns(x, steps, feedback, fmt)
+            codes[here.start - start : here.stop - start, order] = found
+    return codes, band_of(scale, slice(start, stop), fmt)
+
+
+def _round_columns(x: Tensor, steps: Tensor, feedback: Tensor, fmt: Format) -> Tensor:
+    """Return the codes [R, K] of columns that are rounded in order, with the errors of others."""
+    x, steps = x.t().contiguous(), steps.t().contiguous()  # [K, R]
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    residual = torch.zeros_like(x)
+    for first in range(0, len(x), HESSIAN_BLOCK):
+        here = slice(first, min(first + HESSIAN_BLOCK, len(x)))
+        target = torch.addmm(x[here], feedback[:first, here].t(), residual[:first])
+        for i in range(here.start, here.stop):
+            added = feedback[first:i, i] @ residual[first:i]
+            quotient = (target[i - first] + added) / steps[i]
+            values = round_to_values_(quotient, fmt.element)
+            residual[i] = x[i] - values * steps[i]
+            codes[i] = round_to_codes_(values, fmt.element)
+    return codes.t()

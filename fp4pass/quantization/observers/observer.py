@@ -301,11 +301,12 @@ def collect(holders: Iterable[nn.Module], name: str) -> Stats:
     if not seen:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
-    is_finite = all(total.isfinite().all() for total in stats.collected_tensors().values())
-    if not is_finite or not all(math.isfinite(each.input_amax) for each in seen):
+    is_finite = all(math.isfinite(each.input_amax) for each in seen)
+    if not is_finite or not all(x.isfinite().all() for x in stats.collected_tensors().values()):
+        large = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold,"
         raise CalibrationError(
-            f"{name or 'the model'}: its inputs held NaN, infinity or squares that float32 cannot "
-            "hold during calibration. Find the batch or the layer they come from, then prepare and "
+            f"{name or 'the model'}: its inputs {large if is_finite else 'held NaN or infinity'} "
+            "during calibration. Find the batch or the layer they come from, then prepare and "
             "calibrate again."
         )
     return stats
