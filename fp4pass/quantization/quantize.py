@@ -393,7 +393,7 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
             for i, state in enumerate(states):
                 own = stats.matrix(i, config.expert_prior)
                 exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
-                found.append((state, _squares(exact, state, own, layer)))
+                found.append((state, None, _squares(exact, state, own, layer)))
             return found
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
