@@ -246,7 +246,7 @@ def _own_addresses(root: nn.Module) -> set[int]:
     """Return the addresses of the tensors of a model whose memory belongs to no other."""
     named = (root.named_parameters, root.named_buffers)
     tensors = [tensor for each in named for _, tensor in each(remove_duplicate=False)]
-    spans: list[tuple[float, float]] = []
+    spans: list[tuple[int, int]] = []
     for each in tensors:
         # Other subclasses need not have an address. Gaps between strides are memory, too.
         if type(each) in (Tensor, nn.Parameter) and each.numel() and not each.is_meta:
@@ -255,8 +255,8 @@ def _own_addresses(root: nn.Module) -> set[int]:
             start = each.data_ptr()
             spans.append((start, start + (last + 1) * each.element_size()))
     own, reached = set(), 0.0
-    for (start, end), (following, _) in itertools.pairwise([*sorted(spans), (math.inf, math.inf)]):
-        if reached <= start and end <= following:
-            own.add(int(start))
+    for (first, end), (following, _) in itertools.pairwise([*sorted(spans), (math.inf, math.inf)]):
+        if reached <= first and end <= following:
+            own.add(int(first))
         reached = max(reached, end)
     return own

@@ -26,7 +26,7 @@ _TOKENIZERS = ("*token*.json", "*.tiktoken", "*.model", "vocab.*")
 
 # Fields that transformers ignores and that change no text, and values that ask for nothing.
 _HARMLESS = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "stream_options"}
-_NEUTRAL = (None, False, 0, "", "none", {}, [], ["text"], {"type": "text"})
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "none", {}, [], ["text"], {"type": "text"})
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -159,7 +159,7 @@ def _started(
         (completion, "CompletionHandler", Texts),
     ]
     before = [getattr(module, key) for module, key, _ in changed]
-    utils.get_response_template = response_template
+    utils.get_response_template = response_template  # type: ignore[assignment]
     for module, key, made in changed:
         setattr(module, key, made)
     try:
