@@ -178,8 +178,7 @@ def ranks() -> Ranks:
 
 def _last_line(error: Exception) -> str:
     """Return the end of what torch says, which is the cause."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[-1][:200]
+    return str(error).strip().rpartition("\n")[2][:200]
 
 
 def require_initialized() -> None:

@@ -19,7 +19,7 @@ from fp4pass.errors import OptionError, ShapeError
 from fp4pass.kernels.search.float_scales import CANDIDATES
 from fp4pass.lab import trainable
 from fp4pass.methods import Hessian
-from fp4pass.parallel.styles import ColumnLinear, RowLinear, require_whole_blocks
+from fp4pass.parallel import ColumnLinear, RowLinear, require_whole_blocks
 from fp4pass.record.config import LinearConfig
 
 FLOATS = [fmt for fmt in FORMATS.values() if fmt.has_float_scale]

@@ -60,14 +60,16 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     for residual in (None, x):
         ops.norm_quantize(x, residual, row, None, "rms", 1e-6, x_divisor, fmt.key)
         ops.norm_quantize(x, residual, row, row, "layer", 1e-6, x_divisor, fmt.key)
+        ops.norm_round(x, residual, row, 1e-6)
     both = torch.randn(tokens, 2 * columns, device="cuda").to(dtype)
     for activation in ("silu", "gelu", "gelu_tanh", "gelu_new"):
         ops.activate_quantize(x, None, activation, x_divisor, fmt.key)
         ops.activate_quantize(*both.chunk(2, -1), activation, x_divisor, fmt.key)
+        ops.activate_round(*both.chunk(2, -1), activation)
     ops.quantize(x, x_divisor, fmt.key, "sse")
     ops.norm_quantize(x, None, row, None, "rms", 1e-6, x_divisor, fmt.key, "sse")
     ops.activate_quantize(x, x, "silu", x_divisor, fmt.key, "sse")
-    return 21 + check_products(fmt, dtype, rows, count, tokens)
+    return 27 + check_products(fmt, dtype, rows, count, tokens)
 
 
 def check_products(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:

@@ -59,8 +59,7 @@ from eval.bench.harness import (
 from eval.bench.stream import QWEN3_32B, drop_cached, write_model
 from eval.record import Results, Row, facts
 from fp4pass import ops
-from fp4pass.parallel import fully_shard
-from fp4pass.parallel.peers import reach_peers
+from fp4pass.parallel import fully_shard, reach_peers
 
 RANK, SIZE = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
 FLOWS = {"hessian": False, "gptq": True}

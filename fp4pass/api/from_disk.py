@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.card import require_repository
 from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
 from ..checkpoint.saving import bytes_of, save
@@ -47,6 +48,8 @@ def quantize_checkpoint(
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    card: bool | Mapping[str, Any] = False,
+    push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Unpack[LinearOptions],
@@ -75,6 +78,8 @@ def quantize_checkpoint(
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
+        card: as for `save`.
+        push_to_hub: as for `save`.
         trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
@@ -105,6 +110,8 @@ def quantize_checkpoint(
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
+    if push_to_hub is not None:
+        require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder, copy_files)
@@ -117,8 +124,8 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"copy_files": copy_files, "max_shard_size": max_shard_size}
-        save(model, target, source=files, **written)
+        written |= {"card": card, "push_to_hub": push_to_hub, "copy_files": copy_files}
+        save(model, target, source=files, max_shard_size=max_shard_size, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)
     return report(model)

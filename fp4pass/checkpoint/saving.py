@@ -41,6 +41,7 @@ from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
 from .beside import Beside, copy_beside, read_carried
+from .card import check_card, require_repository, upload, write_card
 from .finished import ConvertedState
 from .layouts import (
     BUFFERS,
@@ -121,6 +122,10 @@ def save(
     copy_files: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    card: bool | Mapping[str, Any] = False,
+    push_to_hub: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
     progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
@@ -145,11 +150,17 @@ def save(
         copy_files: globs of further files of `source` to copy, such as "assets/*.png".
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, with all that has been put beside.
+        card: write README.md, a model card with the report, in place of that of `source`.
+            `{"WikiText-2": evaluation}` adds what `fp4pass.evaluate` returned for a text.
+        push_to_hub: the name of a repository of Hugging Face, "user/name", to upload to.
+        private: whether a new repository is; by default what its owner has set.
+        token: of Hugging Face; by default that of `hf auth login`.
         progress: as for `convert`.
 
     Raises:
         StateError: the model is not converted.
-        CheckpointError: the layout cannot hold the model, or the folder is in the way.
+        CheckpointError: the layout cannot hold the model, the folder is in the way, or the hub
+            cannot be reached.
         OptionError: a layout, a size, or what a glob of `copy_files` matches does not exist.
 
     Example:
@@ -163,6 +174,9 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside(root, tokenizer, source, copy_files)
+    evaluations = check_card(card)
+    if push_to_hub is not None:
+        require_repository(push_to_hub, token)
     group = ranks()
     group.arrive()
     with asked_for():
@@ -177,7 +191,12 @@ def save(
             warnings.warn(warning, stacklevel=2)
         with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
             _write(plan, root, state, folder, limit, beside)
+            if evaluations is not None:
+                about = (plan.layout.name, plan.readers, evaluations, beside.source)
+                write_card(folder, root, state, *about, push_to_hub or "")
         _log.info("%s: %s", target, plan.readers)
+        if push_to_hub is not None:
+            upload(target, push_to_hub, private, token)
 
 
 def _plan(
@@ -187,7 +206,9 @@ def _plan(
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
     written, split, left = split_layers(root, layers) if asked.engines else (layers, {}, {})
-    layout = asked.for_layers(written)
+    holds_all = not any(map(asked.problem, written.values()))
+    layout = asked if holds_all or not asked.fallback else LAYOUTS[asked.fallback]
+    layout.require(written)
     if not layout.engines:
         written, split = layers, {}
     cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
@@ -377,8 +398,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_view else tensor
 
 
-# Writing packed weights in a layout, with their checksums.
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -495,8 +514,6 @@ class CheckpointWriter:
         write_manifest(self.folder, own)
 
 
-# From one layout to another; codes and block scales keep their bits.
-
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"
 
@@ -580,7 +597,19 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         config["dtype"] = layout.dtype
     writer = CheckpointWriter(folder, layout, reader.layers, limit)
     ignored = _ignored(reader)
-    declared = _declared_in(reader, layout, ignored)
+    layers, before = dict(reader.layers), reader.config.get("quantization_config") or {}
+    kept: dict[str, Any] = {}
+    if isinstance(layout, CompressedTensors):
+        disks = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
+        layers |= {
+            disks[disk].removesuffix(".weight"): layer
+            for disk, layer in reader.layers.items()
+            if disk in disks
+        }
+        # Which classes need the entry only a model says.
+        kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
+    cache = layout.cache.config(cache_format_in(reader), layout.name)
+    declared = {**layout.config(layers, ignored), **kept, **cache}
     if config and layout.engines:
         for parent, what in [*fused_problems(reader.layers, reader.dense_layers())][:1]:
             warnings.warn(
@@ -597,23 +626,6 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
-
-
-def _declared_in(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
-    """Return the quantization_config in another layout, with what transformers needs in it."""
-    cache = layout.cache.config(cache_format_in(reader), layout.name)
-    if not isinstance(layout, CompressedTensors):
-        return layout.config(reader.layers, ignored) | cache
-    weights = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
-    own = {
-        weights[disk].removesuffix(".weight"): layer
-        for disk, layer in reader.layers.items()
-        if disk in weights
-    }
-    # Which classes need the entry only a model says.
-    before = reader.config.get("quantization_config") or {}
-    kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
-    return {**layout.config({**reader.layers, **own}, ignored), **kept, **cache}
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:

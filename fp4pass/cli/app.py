@@ -139,6 +139,8 @@ _HELP: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "max_shard_size": ("SIZE", "Largest size of a file of weights."),
         "overwrite": ("", "Replace what is there."),
+        "card": ("", "Replace the model's README.md with a model card."),
+        "push_to_hub": ("USER/NAME", "Upload the folder to a repository of Hugging Face."),
     },
     "Options": {
         "host": ("HOST", "Address to listen on; 0.0.0.0 is all."),
@@ -159,7 +161,7 @@ _ARGUMENTS = {
 
 
 # The negative form of an option.
-_OFF = {"weight_only": "--quantize-inputs"}
+_OFF = {"weight_only": "--quantize-inputs", "card": "--no-card"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,9 +16,6 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError, OptionError, as_option, expected
 
-# Levels of objects and lists in each other; no file of a model has ten.
-_DEEPEST = 200
-
 
 def path_of(path: object, what: str, wanted: str = "a path, as a string or a pathlib.Path") -> Path:
     """Return a path. Raises OptionError for what is none, calling it `what`."""
@@ -30,16 +27,9 @@ def path_of(path: object, what: str, wanted: str = "a path, as a string or a pat
 def parse_json(text: str | bytes) -> Any:
     """Return the values of a JSON text. Raises ValueError, also where it is nested too deeply."""
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    level: list[Any] = [[data]]
-    for _ in range(_DEEPEST):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-    if level:
-        raise ValueError("it is nested too deeply")
-    return data
 
 
 def parse_file(path: Path) -> Any:
@@ -182,6 +172,5 @@ def interrupted(folder: Path, last: str) -> str:
     beside = _left_beside(Path(os.path.realpath(folder)))
     # A folder that has the file which is written last is whole.
     whole = [str(path) for path in beside if (path / last).is_file()]
-    if not whole:
-        return ""
-    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
+    left = f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
+    return left if whole else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, ShapeError, expected, unknown_name
 from .files import parse_json, path_of
-from .fingerprint import fingerprint
+from .fingerprint import dtype_name, fingerprint
 from .formats import FORMATS, WHOLE, Format, get_format
 from .machine import moved
 from .packing import PACKINGS
@@ -93,19 +93,15 @@ class TensorRecord(ABC):
     def __repr__(self) -> str:
         factor = getattr(self, "global_scale", 1.0)
         noted = "" if factor == 1.0 else f", global_scale={factor}"
-        dtype = str(self.dtype).removeprefix("torch.")
+        size = " x ".join(map(str, self.shape)) or "scalar"
         return (
-            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, {self._tile}"
-            f"{noted}, {self.nbytes} bytes on {self.qdata.device})"
+            f"{type(self).__name__}({size} {dtype_name(self.dtype)} in {self.scheme.key}, "
+            f"{self._tile}{noted}, {self.nbytes} bytes on {self.qdata.device})"
         )
 
     @property
     def _tile(self) -> str:
         return f"blocks of {self.scheme.block}"
-
-    @property
-    def _size(self) -> str:
-        return " x ".join(map(str, self.shape)) or "scalar"
 
     def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
@@ -114,10 +110,10 @@ class TensorRecord(ABC):
         if not self.dtype.is_floating_point:
             raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
         if tensor.shape != shape or tensor.dtype != dtype:
-            raise ShapeError(
-                f"{name}.{field}: expected {shape} {dtype} for a {self._size} tensor in "
-                f"{self.scheme.key}, got {tuple(tensor.shape)} {tensor.dtype}."
-            )
+            size = " x ".join(map(str, self.shape)) or "scalar"
+            wanted = f"{shape} {dtype} for a {size} tensor in {self.scheme.key}"
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ShapeError(expected(f"{name}.{field}", wanted, got))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -302,7 +298,7 @@ def save_state(
     facts = {
         "scheme": state.scheme.key,
         "shape": list(state.shape),
-        "dtype": str(state.dtype).removeprefix("torch."),
+        "dtype": dtype_name(state.dtype),
         "global_scale": getattr(state, "global_scale", 1.0),
         "packing": state.packing,
     }

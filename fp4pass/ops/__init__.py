@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.formats import Format
 from ..core.packing import PackedWeight, empty_blocks, empty_rows, empty_weight
 from ..kernels.attention import naive as attentions
+from ..kernels.compute_fp8.naive import activate_round_ref, norm_round_ref
 from ..kernels.dequantize.naive import dequantize_ref
 from ..kernels.experts import naive as mixtures
 from ..kernels.linear import naive as products
@@ -31,11 +31,6 @@ from . import checks
 from .checks import FLOATS as FLOATS
 from .registration import Backward, operator, save_product
 from .registration import call as call
-
-
-def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], fmt.columns(packed.shape[-1])), dtype=dtype)
-
 
 search = operator(
     search_ref,
@@ -78,7 +73,9 @@ dequantize = operator(
     dequantize_ref,
     triton="kernels.dequantize.triton:dequantize_triton",
     cpu="kernels.cpu.operators:dequantize_cpu",
-    shapes=_dense,
+    shapes=lambda packed, fmt, dtype: packed.new_empty(
+        (*packed.shape[:-1], fmt.columns(packed.shape[-1])), dtype=dtype
+    ),
 )
 
 
@@ -110,6 +107,11 @@ def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     # The matrix is its own transpose.
     return rotate(grad, ctx.rotation), None
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    factors = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), factors
 
 
 dynamic_global_scale = operator(
@@ -146,6 +148,16 @@ activate_quantize = operator(
     backward=ROUNDING,
 )
 # Those without gradients or checks are put into graphs by passes, which have both made.
+activate_round = operator(
+    activate_round_ref,
+    triton="kernels.compute_fp8.operands_triton:activate_round_triton",
+    shapes=_rounded,
+)
+norm_round = operator(
+    norm_round_ref,
+    triton="kernels.compute_fp8.operands_triton:norm_round_triton",
+    shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
+)
 rotate = operator(
     rotate_ref,
     triton="kernels.rotate.triton:rotate_triton",
@@ -312,26 +324,14 @@ def _expert_gradients(ids: int) -> Backward:
     return Backward(gradients, setup)
 
 
-def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [E, T * k], 1 where a pair is an expert's."""
-    experts = torch.arange(packed.shape[0], device=ids.device)
-    return (experts.unsqueeze(1) == ids.reshape(-1)).to(dtype)
-
-
 def _of_bias(ctx: Any, grad: Tensor, ids: Tensor, stack: Tensor) -> Tensor:
     """Return the gradient [E, N] in the biases."""
     # A product sums in the same order on every run, which index_add on a GPU does not.
-    pairs = grad.reshape(-1, grad.shape[-1])
-    found: Tensor = (_one_hot(ids, stack, grad.dtype) @ pairs).to(ctx.bias_dtype)
+    experts = torch.arange(stack.shape[0], device=ids.device)
+    # [E, T * k], 1 where a pair is an expert's.
+    chosen = (experts.unsqueeze(1) == ids.reshape(-1)).to(grad.dtype)
+    found: Tensor = (chosen @ grad.reshape(-1, grad.shape[-1])).to(ctx.bias_dtype)
     return found
-
-
-def _rows(grad: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
-    return grad.new_empty((*ids.shape, fmt.columns(weight.packed.shape[-1])))
-
-
-def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    save_product(ctx, inputs, inputs[:3], 3)
 
 
 def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -379,13 +379,21 @@ experts_mixture = operator(
     checks=(checks.require_float, checks.require_pairs, checks.require_stack),
 )
 # The gradient in x of the other two, which has none of its own.
-experts_linear_transposed = operator(mixtures.experts_linear_transposed_ref, shapes=_rows)
+experts_linear_transposed = operator(
+    mixtures.experts_linear_transposed_ref,
+    shapes=lambda grad, ids, weight, fmt: grad.new_empty(
+        (*ids.shape, fmt.columns(weight.packed.shape[-1]))
+    ),
+)
 # Stacks in floating point, where a mixture is calibrated or keeps one.
 experts_dense = operator(
     mixtures.experts_dense_ref,
     shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
     checks=(checks.require_float, checks.require_pairs),
-    backward=Backward(_dense_gradients, _dense_setup),
+    backward=Backward(
+        _dense_gradients,
+        lambda ctx, inputs, output: save_product(ctx, inputs, inputs[:3], 3),
+    ),
 )
 experts_outer = operator(
     mixtures.experts_outer_ref,

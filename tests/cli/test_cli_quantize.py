@@ -311,6 +311,7 @@ def test_all_of_a_source_is_in_the_output_or_named(
     assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):
         assert (target / name).read_bytes() == (folder / name).read_bytes()
+    assert "packed" in (target / "README.md").read_text()
     stored = open_checkpoint(target)
     tensors = dict(stored.tensors([*SPARE, "score.weight"]))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in SPARE.items())
@@ -334,6 +335,24 @@ def test_globs_of_more_files_are_an_option_of_what_writes_folders(tmp_path: Path
     result = run("quantize", folder, *wrong, code=2)
     assert f"--copy-files: expected a glob of files in {folder}, got '*.png'" in result.stderr
     assert not (tmp_path / "t").exists()
+
+
+def test_a_card_takes_the_place_of_that_of_the_model_unless_it_is_left_out(tmp_path: Path) -> None:
+    run("quantize", TINY, "-o", tmp_path / "q", *PLAIN)
+    card = (tmp_path / "q/README.md").read_text()
+    assert " packed 28 of 29 weights." in card
+    run("quantize", TINY, "-o", tmp_path / "r", *PLAIN, "--no-card")
+    assert (tmp_path / "r/README.md").read_bytes() == (TINY / "README.md").read_bytes()
+
+
+def test_a_model_is_not_begun_that_nobody_may_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    options = ("-o", tmp_path / "q", *PLAIN, "--push-to-hub", "me/tiny")
+    result = run("quantize", TINY, *options, code=2)
+    assert "no token of Hugging Face was found. Run `hf auth login`" in result.stderr
+    assert not any(tmp_path.iterdir())
 
 
 # ---- budget --------------------------------------------------------------------------------------

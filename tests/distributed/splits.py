@@ -22,9 +22,14 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.distributed import ranks, whole_tensors
 from fp4pass.kernels.norm.naive import square_sums_ref
-from fp4pass.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, fully_shard
-from fp4pass.parallel.peers import reach_peers
-from fp4pass.parallel.styles import with_shared_scale
+from fp4pass.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    RowwiseParallel,
+    fully_shard,
+    reach_peers,
+    with_shared_scale,
+)
 
 IDS = texts(1)[0].to(DEVICE)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

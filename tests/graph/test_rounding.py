@@ -76,10 +76,47 @@ def test_rounded_inputs_give_the_bits_of_eager(name: str) -> None:
     assert changed == count and left == {"linear_group": count}
 
 
+def test_a_gate_is_rounded_with_its_factor() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        gated = F.silu(x) * (x + 1)
+        return [product(gated), product(gated, KEY)]
+
+    x = inputs()
+    found, changed, left = run(function, x)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0, equal_nan=True)
+    assert changed == 2 and left == {"activate_round": 1, "linear_group": 2}
+
+
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.float()
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return weight * normal.to(x.dtype)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_norm_is_rounded_with_the_sum_before(adds: bool) -> None:
+    row = torch.randn(K, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        total = x + y if adds else x
+        normal = rms_norm(total, row)
+        total = total + product(normal, SQUARE)
+        return [product(normal), total, product(rms_norm(total, row), KEY)]
+
+    x, y = inputs(), inputs().flip(0)
+    found, changed, left = run(function, x, y)
+    torch.testing.assert_close(found, function(x, y), rtol=0, atol=0, equal_nan=True)
+    assert changed == 3 and left == {"norm_round": 2, "linear_group": 3}
+
+
+def test_a_norm_of_wide_rows_is_rounded_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4pass.graph.inductor.products.WIDEST", K - 1)
+    row = torch.ones(K, dtype=torch.bfloat16)
+    found, changed, left = run(lambda x: product(rms_norm(x, row)), inputs())
+    torch.testing.assert_close(
+        found, product(rms_norm(inputs(), row)), rtol=0, atol=0, equal_nan=True
+    )
+    assert changed == 1 and left == {"linear_group": 1}
 
 
 def test_one_input_is_rounded_once() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, GPU, KEYS, covering, flat, seeded
+from kernel_cases import DEVICE, DTYPES, GPU, KEYS, cases, covering, flat, seeded
 from torch import Tensor
 
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.compute_fp8 import naive as fp8
-from fp4pass.kernels.compute_fp8.triton import multiplies_dense, multiply_with
+from fp4pass.kernels.compute_fp8.triton import multiplies_dense, multiply_with, tiles_of
 from fp4pass.kernels.compute_fp8.triton import wide_config as fp8_config
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import triton as linear
@@ -21,6 +22,7 @@ from fp4pass.kernels.linear.decode_triton import InputRows, arranged
 from fp4pass.kernels.linear.gluon_triton import counters, in_words, multiply_wide, runs_wide
 from fp4pass.kernels.linear.naive import Around
 from fp4pass.kernels.linear.tiling import Tiles, wide_config, wide_tiles
+from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.methods import search_scales
 
 linear_ref, linear_quantized_ref = (
@@ -28,6 +30,7 @@ linear_ref, linear_quantized_ref = (
 )
 linear_triton, linear_quantized_triton = flat("linear"), flat("linear_quantized")
 linear_group_triton = flat("linear_group")
+activate_round_triton, norm_round_triton = flat("activate_round"), flat("norm_round")
 
 
 def linear_rounded_triton(x: Tensor, factors: Tensor, *stored: Any) -> Tensor:
@@ -140,6 +143,53 @@ def test_products(key: str) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    cases([("silu", torch.bfloat16)], itertools.product(ACTIVATIONS, DTYPES)),
+)
+def test_rounded_gates(activation: str, dtype: torch.dtype) -> None:
+    """Of halves of a product, of its columns in turn, and of two products."""
+    both = torch.randn(2, 3, 2 * 1160, generator=seeded(4)).mul(3).to(DEVICE, dtype)
+    both[0, 0] = 0
+    first, second = both.chunk(2, -1)
+    turns = (both[..., ::2], both[..., 1::2])
+    for gate, up in ((first, second), turns, (first, second.contiguous())):
+        values, factor = activate_round_triton(gate, up, activation)
+        expected = fp8.activate_round_ref(gate, up, activation)
+        assert values.shape == gate.shape and factor.shape == (2, 3, 1)
+        off = (values.float() * factor - expected[0].float() * expected[1]).abs()
+        # A last bit of another exponential moves a number in some hundred, by one code.
+        assert (off <= 32 * factor).all() and (off != 0).float().mean() < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("columns", [1, 40])
+def test_products_of_what_is_not_finite_are_nan(columns: int) -> None:
+    x = torch.ones(4, columns, dtype=torch.bfloat16, device=DEVICE)
+    x[1, -1], x[2, 0] = float("nan"), float("inf")
+    gated = activate_round_triton(x, x, "silu")
+    _, *normal = norm_round_triton(x, None, torch.ones_like(x[0]), 1e-6)
+    for values, factor in (gated, normal):
+        assert (values.float() * factor).sum(1).isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_norms(dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(2, 3, 1160, generator=seeded(i)).to(DEVICE, dtype) for i in (4, 5))
+    x[0, 0] = residual[0, 0] = 0
+    weight = torch.randn(1160, generator=seeded(6)).to(DEVICE, dtype)
+    for added in (None, residual):
+        total, values, factor = norm_round_triton(x, added, weight, 1e-6)
+        expected = fp8.norm_round_ref(x, added, weight, 1e-6)
+        assert torch.equal(total, expected[0])
+        # Squares are added in another order: a last bit moves a number in some hundred by a code.
+        eps = max(torch.finfo(dtype).eps, 2.0**-21)
+        torch.testing.assert_close(factor, expected[2], rtol=eps, atol=0)
+        off = (values.float() * factor - expected[1].float() * expected[2]).abs()
+        assert (off <= 32 * factor).all()
+        assert (values.float() != expected[1].float()).float().mean() < 0.01
+
+
 # A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.
 SHAPES = [(70, 40, 288), (9, 24, 64)]
 if GPU:
@@ -191,7 +241,8 @@ def test_rounded_rows_multiply_an_expanded_weight(monkeypatch: pytest.MonkeyPatc
 
     place = "fp4pass.kernels.{}.triton.{}"
     monkeypatch.setattr(place.format("compute_fp8", "scaled_mm"), product)
-    monkeypatch.setattr(place.format("compute_fp8", "has_dense_product"), lambda *_: True)
+    monkeypatch.setattr(place.format("compute_fp8", "multiplies_dense"), lambda *_: True)
+    monkeypatch.setattr(place.format("linear", "has_dense_product"), lambda *_: True)
     monkeypatch.setattr(place.format("linear", "uses_fp8"), lambda *_: True)
     fmt = get_format("nvfp4")
     weight, bias = packed(fmt, 5, 96), torch.randn(5, generator=seeded(2))
@@ -201,6 +252,15 @@ def test_rounded_rows_multiply_an_expanded_weight(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(found, linear_triton(x, *weight, bias, fmt))
     expected = fp8.multiply_ref((values, factor), PackedWeight(*weight, bias), fmt)
     torch.testing.assert_close(found.view(6, 5).float(), expected, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.core
+def test_tiles_fit_every_gpu() -> None:
+    for m, n in itertools.product((1, 64, 100, 256, 512, 8192), (16, 4096, 14336)):
+        for shared_memory in (99, 163, 227):
+            tiles = tiles_of(m, n, shared_memory * 1024)
+            needed = tiles.stages * 8 * tiles.words * tiles.m + 10 * tiles.words * tiles.n
+            assert needed <= shared_memory * 1024
 
 
 needs_hopper = pytest.mark.skipif(

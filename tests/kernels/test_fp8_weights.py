@@ -14,7 +14,6 @@ from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.linear.fp8_weights_triton import (
     has_tensor_cores,
     linear_fp8_weights,
-    linear_quantized_fp8_weights,
     sizes_of,
 )
 from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
@@ -119,9 +118,9 @@ def test_products(fmt: Format, dtype: torch.dtype) -> None:
         wide = stored._replace(bias=None if bias is None else bias.double())
         rows = PackedInput(*quantize_ref(x, None, fmt), None)
         for found, exact, kept in (
-            (linear_fp8_weights(x, stored, fmt), linear_ref(x.double(), wide, fmt), 2.0**-20),
+            (linear_fp8_weights(x, None, stored, fmt), linear_ref(x.double(), wide, fmt), 2.0**-20),
             (
-                linear_quantized_fp8_weights(x, rows, stored, fmt),
+                linear_fp8_weights(x, rows, stored, fmt),
                 linear_quantized_ref(x.double(), rows, wide, fmt),
                 KEPT,
             ),
@@ -143,7 +142,7 @@ def test_blocks_of_many_rows(k: int) -> None:
     for m in (128, 130, 512):
         x = numbers(m, k, torch.bfloat16) * torch.linspace(0.01, 9, m, device=DEVICE)[:, None]
         rows = PackedInput(*quantize_ref(x.bfloat16(), None, fmt), None)
-        found = linear_quantized_fp8_weights(x.bfloat16(), rows, stored, fmt)
+        found = linear_fp8_weights(x.bfloat16(), rows, stored, fmt)
         exact = linear_quantized_ref(x.double(), rows, stored, fmt)
         mass = x.double().abs() @ dense.abs().t()
         assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + mass * KEPT).all()

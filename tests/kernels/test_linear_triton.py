@@ -257,7 +257,7 @@ def test_many_rows_use_a_dense_weight(
     dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fmt = get_format("nvfp4")
-    monkeypatch.setattr(tiling, "_FUSED", dict.fromkeys(DTYPES, (2, 2)))
+    monkeypatch.setattr(module, "fuses", lambda *_: False)
     packed, scale = weight(fmt, 19, 64)
     divisor, bias = torch.tensor([4.0], device=DEVICE), numbers(19, dtype=dtype)
     x = numbers(2, 3, 64, dtype=dtype)
@@ -274,7 +274,13 @@ def test_many_rows_use_a_dense_weight(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_many_quantized_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts."""
+    """Through a dense weight, in parts, by a product that CPUs do not have."""
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(module, "_FUSED_QUANTIZED", 4)
     monkeypatch.setattr(module, "MAX_ROWS", 3)
     fmt, (divisor, x_divisor) = get_format("nvfp4"), torch.tensor([[3.7], [0.37]], device=DEVICE)
     packed, scale = weight(fmt, 19, 64)

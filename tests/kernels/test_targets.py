@@ -33,15 +33,14 @@ from fp4pass.core.formats import MXFP4, NVFP4, Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.attention.triton import attention_span_triton
 from fp4pass.kernels.compute_fp8.operands_triton import (
+    activate_round_triton,
     expanded,
+    norm_round_triton,
 )
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.triton import experts_quantize_triton
-from fp4pass.kernels.linear.fp8_weights_triton import (
-    linear_fp8_weights,
-    linear_quantized_fp8_weights,
-)
-from fp4pass.kernels.norm.naive import SQUARES
+from fp4pass.kernels.linear.fp8_weights_triton import linear_fp8_weights
+from fp4pass.kernels.norm.naive import SQUARES, WIDEST
 from fp4pass.kernels.norm.triton import add_rms_norm_triton
 from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.quantize.triton import (
@@ -91,9 +90,11 @@ def test_kernels_compile_for(arch: int, request: pytest.FixtureRequest) -> None:
     # sm_80 has no float8. From sm_89 on some products take it, and the scales of one row.
     float8 = {v["kernel"] for v in variants if v["float8"]}
     of_fp8 = {
-        "_sort_rows_kernel",
+        "_operands",
         "_round_rows_kernel",
+        "_norm_round_kernel",
         "_expand_rows_kernel",
+        "fp8_rows_kernel",
     }
     asking = (
         of_fp8
@@ -189,9 +190,13 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     weight = _empty(columns, dtype=dtype)
     norm_quantize_triton(x, None, weight, None, "rms", 1e-6, divisor, fmt)
     norm_quantize_triton(x, x, weight, None, "rms", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, None, None, None, "layer", 1e-6, divisor, fmt)
+    norm_quantize_triton(x, x, weight, weight, "layer", 1e-6, divisor, fmt)
     for activation in ACTIVATIONS if fmt == NVFP4 else ("silu",):
         activate_quantize_triton(x, None, activation, divisor, fmt)
-    activate_quantize_triton(x, x, "silu", divisor, fmt)
+    # Two halves of one tensor, which have gaps between their rows.
+    both = _empty(rows, 2 * columns, dtype=dtype)
+    activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
     dynamic_global_scale_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
@@ -265,6 +270,13 @@ def _launch_fp8() -> None:
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
             expanded(x, PackedWeight(*weight), fmt)
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
+    for k in (2560, WIDEST):
+        x, row = _empty(64, k, dtype=torch.bfloat16), _empty(k, dtype=torch.bfloat16)
+        norm_round_triton(x, x, row, 1e-6)
+        norm_round_triton(x, None, row, 1e-6)
+    x = _empty(64, 4096, dtype=torch.bfloat16)
+    for activation in ACTIVATIONS:
+        activate_round_triton(x, x, activation)
 
 
 def _launch_e4m3() -> None:
@@ -277,10 +289,11 @@ def _launch_e4m3() -> None:
         static = _empty(1) if fmt.has_float_scale else None
         for m in (1, 8, 64, 2048):
             x, row = _empty(m, k, dtype=dtype), _empty(k, dtype=dtype)
-            linear_fp8_weights(x, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
+            linear_fp8_weights(x, None, weight._replace(bias=_empty(n, dtype=dtype)), fmt)
             codes = PackedInput(*quantize_triton(x, static, fmt), None)
-            linear_quantized_fp8_weights(x, codes, weight, fmt)
+            linear_fp8_weights(x, codes, weight, fmt)
         norm_quantize_triton(x, x, row, None, "rms", 1e-6, None, fmt)
+        norm_quantize_triton(x, None, row, row, "layer", 1e-6, None, fmt)
         activate_quantize_triton(x, x, "silu", None, fmt)
 
 

@@ -36,9 +36,9 @@ CORE = ("linear", "linear_quantized", "experts_linear", "attention", "rotary_att
 # Which arguments have the rows of the first one, for operators whose rows are any number.
 ROWS: dict[str, tuple[int, ...]] = {
     "quantize": (0,), "dequantize": (0, 1), "rotate": (0,), "rotate_quantize": (0,),
-    "norm_quantize": (0, 1), "activate_quantize": (0, 1), "rms_norm": (0,),
-    "add_rms_norm": (0, 1), "linear": (0,), "linear_quantized": (0, 1, 2), "linear_group": (0,),
-    "linear_quantized_group": (0, 1, 2),
+    "norm_quantize": (0, 1), "activate_quantize": (0, 1), "activate_round": (0, 1),
+    "norm_round": (0, 1), "rms_norm": (0,), "add_rms_norm": (0, 1), "linear": (0,),
+    "linear_quantized": (0, 1, 2), "linear_group": (0,), "linear_quantized_group": (0, 1, 2),
     "experts_linear": (0, 1), "experts_linear_quantized": (0, 1, 2, 4), "experts_quantize": (0, 1),
     "experts_mixture": (0, 1, 2), "linear_codebook": (0,), "linear_int8": (0,),
     "dynamic_global_scale": (0,), "observe": (0,),
@@ -102,6 +102,8 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "quantize": (x, *rest),
         "norm_quantize": (x, residual, row, row, "layer", 1e-6, *rest),
         "activate_quantize": (x, residual, "silu", *rest),
+        "activate_round": (plain, other, "silu"),
+        "norm_round": (plain, other, row, 1e-6),
         "rotate": (x, 64),
         "rotate_quantize": (x, 64, *rest),
         "linear": (x, *stored, bias, "nvfp4"),

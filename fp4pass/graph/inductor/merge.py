@@ -17,7 +17,7 @@ from torch import fx
 from ... import ops
 from ..._compat.torch import MutatingCall, meta_of
 from .fusions import on_gpu
-from .pattern import insert
+from .pattern import insert, replace_all
 
 aten = torch.ops.aten
 
@@ -83,17 +83,9 @@ def group_linears(graph: fx.Graph) -> int:
         members = [node for node in nodes if _hoist(node, nodes[0])]
         if len(members) < 2:
             continue
-        with graph.inserting_before(members[0]):
-            weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
-            columns = (list(each) for each in zip(*weights, strict=True))
-            call = graph.call_function(GROUPS[target][0], (*inputs, *columns, *options))
-            call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
-            for i, node in enumerate(members):
-                item = graph.call_function(operator.getitem, (call, i))
-                item.meta = meta_of(node)
-                node.replace_all_uses_with(item)
-        for node in members:
-            graph.erase_node(node)
+        weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
+        columns = (list(each) for each in zip(*weights, strict=True))
+        replace_all(members, GROUPS[target][0], (*inputs, *columns, *options))
         count += len(members) - 1
     return count
 

@@ -8,6 +8,7 @@ bfloat16 and float16, nothing for float32.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,20 @@ def replace(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
     found.meta = meta_of(node)
     node.replace_all_uses_with(found)
     node.graph.erase_node(node)
+
+
+def replace_all(nodes: Sequence[fx.Node], target: Any, arguments: tuple[Any, ...]) -> None:
+    """Put the results of one call in the place of nodes, before the first of them."""
+    graph, values = nodes[0].graph, [node.meta.get("val") for node in nodes]
+    with graph.inserting_before(nodes[0]):
+        made = graph.call_function(target, arguments)
+        made.meta = meta_of(nodes[0], val=values)
+        for i, node in enumerate(nodes):
+            item = graph.call_function(operator.getitem, (made, i))
+            item.meta = meta_of(node)
+            node.replace_all_uses_with(item)
+    for node in nodes:
+        graph.erase_node(node)
 
 
 def insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:

@@ -3,7 +3,7 @@
 A product of one row adds its result to the residual, and returns sums of squares of that beside it.
 The next products read both in place of the norm. Where processes have parts of a product, what sums
 these does the same. The input of FP8 products of many rows is rounded once for all products that
-read it, by ATen calls, which Inductor puts into the kernel before.
+read it: with the norm or gate that computes it, or by ATen calls in the kernel before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch
 from torch import fx
 
 from ... import ops
-from ..._compat.torch import meta_of, statically_equal
+from ..._compat.torch import statically_equal
 from ...core.formats import Format, get_format
 from ...kernels.compute_fp8.naive import E4M3_MAX, SMALLEST, uses_fp8
 from ...kernels.linear.naive import ALONE, Around
+from ...kernels.norm.naive import WIDEST
 from ...kernels.reduce.naive import LARGEST
 from ...ops.registration import unserved
 from .fusions import (
@@ -31,6 +33,7 @@ from .fusions import (
     X,
     addends_of,
     has_few_rows,
+    is_activation,
     is_like,
     norm_of,
     on_gpu,
@@ -51,6 +54,7 @@ from .pattern import (
     mul,
     node_pass,
     replace,
+    replace_all,
     same_shape,
 )
 
@@ -89,14 +93,7 @@ def put_group(node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around
     """Put the first result of `linear_group`, of x and the weights of products, for a node."""
     weights = map(list, zip(*(each.args[_WEIGHT] for each in products), strict=True))
     fmt, compute = (*products[0].args[_OPTIONS], "input")[:2]
-    graph = node.graph
-    with graph.inserting_before(node):
-        call = graph.call_function(ops.linear_group, (x, *weights, fmt, compute, *around))
-        call.meta = meta_of(node, val=[node.meta["val"]])
-        item = graph.call_function(operator.getitem, (call, 0))
-    item.meta = meta_of(node)
-    node.replace_all_uses_with(item)
-    graph.erase_node(node)
+    replace_all([node], ops.linear_group, (x, *weights, fmt, compute, *around))
 
 
 @node_pass
@@ -409,12 +406,43 @@ def round_rows(graph: fx.Graph, eligible: Callable[[fx.Node, int], bool] = is_de
         # Another node than before, where that was replaced meanwhile.
         x: Any = readers[0].args[0]
         with graph.inserting_before(readers[0]):
-            rounded = _round(graph, readers[0], x)
+            alone = x.users.keys() <= set(readers)
+            rounded = (_with_gate(graph, x) or _with_norm(graph, x)) if alone else None
+            rounded = rounded or _round(graph, readers[0], x)
         for node in readers:
             put_group(node, rounded[0], [node], AROUND(factors=rounded[1]))
     if products:
         graph.eliminate_dead_code()
     return sum(map(len, products.values()))
+
+
+def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Compute x, if it is an activation times a factor, and round it in one call, as `_round`."""
+    for name, gate in GATES.items():
+        for bound in match(gate, x):
+            if is_activation(x, bound):
+                both = insert(graph, x, ops.activate_round, bound["x"], bound["up"], name)
+                values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
+                return values, factors
+    return None
+
+
+def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Compute x, if it is an RMSNorm, and the sum before, and round it in one call, as `_round`."""
+    bound = norm_of(x)
+    if bound is None or x.meta["val"].shape[-1] > WIDEST:
+        return None
+    before, weight, eps = bound["x"], bound["weight"], bound["eps"]
+    terms = addends_of(before, {weight})
+    # A sum has the place of the one before, which others read too.
+    place = graph.inserting_after(max(before, weight)) if terms else nullcontext()
+    with place:
+        both = insert(graph, x, ops.norm_round, *(terms or (before, None)), weight, eps)
+    with graph.inserting_after(both):
+        total, values, factors = (insert(graph, x, operator.getitem, both, i) for i in range(3))
+    if terms:
+        before.replace_all_uses_with(total)
+    return values, factors
 
 
 def _round(graph: fx.Graph, like: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -9,6 +9,8 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.naive import dequantize_ref
+from ..norm.naive import add_rms_norm_ref, rms_norm_ref
+from ..quantize.naive import ACTIVATIONS
 
 # The numbers that products of many rows are computed in: the dtype of the input, or E4M3.
 COMPUTES = ("input", "fp8")
@@ -38,6 +40,26 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     # By a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice.
     factor = (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SMALLEST)
     return (rows / factor[:, None]).to(torch.float8_e4m3fn), factor
+
+
+def activate_round_ref(x: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return the activation of x [..., K] times `up`, in E4M3, and the factors [..., 1] of rows."""
+    return _rounded(ACTIVATIONS[activation](x) * up)
+
+
+def norm_round_ref(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + residual, [0] without one, and its RMSNorm in E4M3 with factors [..., 1]."""
+    if residual is None:
+        return x.new_empty(0), *_rounded(rms_norm_ref(x, weight, eps))
+    total, normal = add_rms_norm_ref(x, residual, weight, eps)
+    return total, *_rounded(normal)
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, factor = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
+    return values.contiguous().view(x.shape), factor.view(*x.shape[:-1], 1)
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:
@@ -75,13 +97,7 @@ def is_exact(packed: Tensor, scale: Tensor, fmt: Format) -> bool:
 
 def multiply_ref(x: tuple[Tensor, Tensor], weight: PackedWeight, fmt: Format) -> Tensor:
     """Return the float32 product [M, N] of E4M3 rows with their factors and a packed weight."""
-    return multiply_rows_ref(x, expand_ref(weight, fmt), weight.bias)
-
-
-def multiply_rows_ref(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias: Tensor | None
-) -> Tensor:
-    """Return the float32 product [M, N] of two operands: E4M3 rows with their factors."""
-    sums = x[0].float() @ weight[0].float().t()
-    out = sums.mul_(x[1][:, None]).mul_(weight[1])
-    return out if bias is None else out.add_(bias.float())
+    values, factor = expand_ref(weight, fmt)
+    sums = x[0].float() @ values.float().t()
+    out = sums.mul_(x[1][:, None]).mul_(factor)
+    return out if weight.bias is None else out.add_(weight.bias.float())

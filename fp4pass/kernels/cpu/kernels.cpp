@@ -169,6 +169,10 @@ void quantize(
 
 using namespace fp4pass;
 
+// Inlined into its caller, the product of two rows took 17 % longer (GCC 12).
+template void fp4pass::product(
+    const BFloat16*, int64_t, const Weight&, const BFloat16*, BFloat16*, int);
+
 #define FUNCTIONS(T, NAME)                                                                       \
   extern "C" void product_##NAME(                                                                \
       const T* x, int64_t m, const Weight* weight, const T* bias, T* y, int threads) {           \

@@ -60,7 +60,7 @@ def arranged(
     _arrange[(kit.cdiv(m * words, _BLOCK),)](
         x.words, x.scale, out, zeros, m * words, 0 if zeros is None else len(zeros),
         K=k, FMT=fmt, DTYPE=None if x.dtype is None else kit.DTYPES[x.dtype], TERMS=x.terms,
-        GROUP=group, BLOCK=_BLOCK, **kit.overlapping(out.device, releases), **kit.LAUNCH,
+        GROUP=group, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
     return out
 

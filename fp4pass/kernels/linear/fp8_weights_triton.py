@@ -51,24 +51,18 @@ class Sizes:
     stages: int
 
 
-def linear_fp8_weights(x: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
-    """Multiply activations and a weight with E4M3 codes (`linear_ref`)."""
-    if x.dtype not in kit.DTYPES or not x.numel() or not len(weight.packed):
-        return linear_ref(x, weight, fmt)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _multiply(rows, None, weight, x.dtype, fmt).view(*x.shape[:-1], -1)
-
-
-def linear_quantized_fp8_weights(
-    x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format
+def linear_fp8_weights(
+    x: Tensor, x_rows: PackedInput | None, weight: PackedWeight, fmt: Format
 ) -> Tensor:
-    """Multiply quantized activations and a weight with E4M3 codes (`linear_quantized_ref`)."""
-    codes, scales, _ = x_rows
-    if x.dtype not in kit.DTYPES or not codes.numel() or not len(weight.packed):
+    """Multiply activations, or what they were quantized to, and a weight with E4M3 codes."""
+    rows = x if x_rows is None else x_rows.packed
+    if x.dtype not in kit.DTYPES or not rows.numel() or not len(weight.packed):
+        if x_rows is None:
+            return linear_ref(x, weight, fmt)
         return linear_quantized_ref(x, x_rows, weight, fmt)
-    flat = codes.reshape(-1, codes.shape[-1]).contiguous()
-    y = _multiply(flat, scales.reshape(len(flat), -1).contiguous(), weight, x.dtype, fmt)
-    return y.view(*codes.shape[:-1], -1)
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    scales = None if x_rows is None else x_rows.scale.reshape(len(flat), -1).contiguous()
+    return _multiply(flat, scales, weight, x.dtype, fmt).view(*rows.shape[:-1], -1)
 
 
 def _multiply(
@@ -157,22 +151,6 @@ def _fitted(sizes: Sizes, operand: tl.dtype, shared_memory: int) -> Sizes:
 
 
 @triton.jit
-def quad(words, at, inside, DTYPE: tl.constexpr):
-    """Return four columns of a row as float32, for each of its words: of codes, or of floats."""
-    word = tl.load(words + at, mask=inside, other=0)
-    if DTYPE == tl.uint8:
-        values = (
-            kit.value_at(word, 0),
-            kit.value_at(word, 1),
-            kit.value_at(word, 2),
-            kit.value_at(word, 3),
-        )
-    else:
-        values = kit.unpack_word(word, DTYPE)
-    return values
-
-
-@triton.jit
 def e4m3_row_kernel(
     x, x_scales, words, scales, bias, out, N,
     K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -192,7 +170,12 @@ def e4m3_row_kernel(
         at = start + tl.arange(0, BW)
         inside = at < WORDS
         word = tl.load(words + row[:, None] * WORDS + at[None, :], mask=inside[None, :], other=0)
-        a, b, c, d = quad(x, at, inside, DTYPE)
+        given = tl.load(x + at, mask=inside, other=0)
+        if DTYPE == tl.uint8:
+            a, b = kit.value_at(given, 0), kit.value_at(given, 1)
+            c, d = kit.value_at(given, 2), kit.value_at(given, 3)
+        else:
+            a, b, c, d = kit.unpack_word(given, DTYPE)
         part = kit.value_at(word, 0) * a[None, :]
         part = tl.fma(kit.value_at(word, 1), tl.broadcast_to(b[None, :], (BN, BW)), part)
         part = tl.fma(kit.value_at(word, 2), tl.broadcast_to(c[None, :], (BN, BW)), part)

@@ -265,7 +265,7 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
     sums, x_global_scale, global_scale, bias, out, M, N,
-    FMT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    FMT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Add and finish the sums of PARTS, of BLOCK weights and one row."""
@@ -275,19 +275,19 @@ def add_parts_kernel(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
+    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
     y = tl.reshape(y, (BLOCK,))
     tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=n < N)
 
 
 def add_parts(
     sums: Tensor, x_global_scale: Tensor | None, weight: PackedWeight, out: Tensor, fmt: Format,
-    releases: bool,
+    shift: int, releases: bool = False,
 ) -> None:  # fmt: skip
-    """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
     parts, m, n = sums.shape
     add_parts_kernel[(kit.cdiv(n, _BLOCK), m)](
-        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt,
+        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
         PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
 
@@ -297,3 +297,19 @@ def gate_times_up(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """Return the activation of a gate times its factor, rounded where eager rounds but at last."""
     active = activate((narrow(gate, DTYPE),), ACTIVATION, DTYPE)[0]
     return narrow(active, DTYPE) * narrow(up, DTYPE)
+
+
+@triton.jit
+def gate_kernel(
+    gate, up, out, N, gate_stride, up_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+):  # fmt: skip
+    """Multiply the activation of a part of a row and its factors."""
+    kit.wait(OVERLAP, RELEASES)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gate + row * gate_stride + n, mask=n < N, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + n, mask=n < N, other=0.0).to(tl.float32)
+    y = gate_times_up(x, factor, ACTIVATION, DTYPE)
+    tl.store(out + row * N + n, kit.rounded(y, DTYPE), mask=n < N)

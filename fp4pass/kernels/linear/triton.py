@@ -19,13 +19,13 @@ from ...core.packing import PackedInput, PackedWeight
 from ..common import tiles as kit
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
-from ..compute_fp8.triton import multiply_dense, multiply_fp8
+from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
 from . import tiling
-from .decode_triton import InputRows, arranged
-from .fp8_weights_triton import linear_fp8_weights, linear_quantized_fp8_weights
+from .decode_triton import InputRows, arranged, offset
+from .fp8_weights_triton import linear_fp8_weights
 from .gluon_triton import (
     counters,
     in_words,
@@ -34,7 +34,7 @@ from .gluon_triton import (
     runs_wide,
     step_of_warps,
 )
-from .matmul_triton import add_parts, few_rows_kernel, rows_kernel
+from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
 from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
@@ -42,12 +42,19 @@ from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 supports = kit.supports_any
 
 
+# Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
+_FUSED_QUANTIZED = 768
+
+# Columns of a program that multiplies a gate and its factor: measured on an H200.
+_BLOCK = 1024
+
+
 def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "input") -> Tensor:
     """Multiply activations and a packed weight (`linear_ref`)."""
     # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
     # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     if fmt.element.bits == 8:
-        return linear_fp8_weights(x, weight, fmt)
+        return linear_fp8_weights(x, None, weight, fmt)
     if x.dtype == torch.float64:
         return linear_ref(x, weight, fmt, compute)
     n, k = weight.packed.shape[0], x.shape[-1]
@@ -80,7 +87,7 @@ def linear_quantized_triton(
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
     if fmt.element.bits == 8:
-        return linear_quantized_fp8_weights(x, x_rows, weight, fmt)
+        return linear_fp8_weights(x, x_rows, weight, fmt)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     x_packed, x_scale, x_global_scale = x_rows
@@ -92,10 +99,19 @@ def linear_quantized_triton(
     if dtype == torch.bfloat16 and not fuses(rows, n, dtype, fmt):
         rounded, dense = dequantize_all_triton((x_rows, weight[:3]), fmt, dtype)
         return F.linear(rounded, dense, None if weight.bias is None else weight.bias.to(dtype))
+    dense = None
+    if rows > _FUSED_QUANTIZED:
+        dense = dequantize_triton(weight.packed, weight.scale, None, fmt, torch.bfloat16).t()
     out = x_packed.new_empty((rows, n), dtype=dtype)
     flat = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale, out))
     for codes, scales, part in zip(*(each.split(MAX_ROWS) for each in flat), strict=True):
-        multiply(InputRows.of_codes(codes, scales, x_global_scale), weight, part, fmt)
+        if dense is None:
+            multiply(InputRows.of_codes(codes, scales, x_global_scale), weight, part, fmt)
+        else:
+            # Code times block scale is exact in bfloat16, whatever the global scales are.
+            numbers = dequantize_triton(codes, scales, None, fmt, torch.bfloat16)
+            sums = torch.mm(numbers, dense, out_dtype=torch.float32)[None]
+            add_parts(sums, x_global_scale, weight, part, fmt, 0)
     return out.view(*x_packed.shape[:-1], n)
 
 
@@ -105,10 +121,11 @@ def linear_group_triton(
 ) -> list[Tensor]:  # fmt: skip
     """Multiply activations and several packed weights, maybe at once (`linear_group_ref`)."""
     if around.factors is not None:
+        if not all(has_dense_product(len(each.packed), x.device) for each in weights):
+            return linear_group_ref(x, weights, fmt, around=around)
         factors = around.factors.reshape(-1).contiguous()
         rows = Rows(x.reshape(-1, x.shape[-1]).contiguous(), factors)
-        dense = ((expand(each, fmt), each.bias) for each in weights)
-        found = (multiply_dense(rows, *each, torch.bfloat16) for each in dense)
+        found = (multiply_dense(rows, expand(each, fmt), each.bias) for each in weights)
         return [each.view(*x.shape[:-1], -1) for each in found]
     if fmt.element.bits == 8 or x.dtype not in TERMS:
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
@@ -140,9 +157,18 @@ def linear_group_triton(
         x, norm = rms_norm_triton(x, *norm[1:]), None
     elif norm is not None:
         norm = norm._replace(weight=norm.weight.contiguous())
+    if tiles is None and not gated:
+        return [linear_triton(x, each, fmt, compute) for each in weights]
     if tiles is None:
-        around = Around(around.gate)
-        return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
+        products = linear_group_triton(x, weights, fmt, compute)
+        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+        y, n = gate.new_empty(gate.shape), gate.shape[-1]
+        if count := gate.numel() // max(n, 1):
+            gate_kernel[(count, kit.cdiv(n, _BLOCK))](
+                gate, up, y, n, gate.reshape(count, n).stride(0), up.reshape(count, n).stride(0),
+                ACTIVATION=around.gate, BLOCK=_BLOCK, **kit.launch(gate.device),
+            )  # fmt: skip
+        return [y]
     shapes = [(*x.shape[:-1], each.packed.shape[0]) for each in (parts[:1] if gated else parts)]
     out = [x.new_empty(shape) for shape in shapes]
     if gated:
@@ -217,12 +243,12 @@ def multiply(
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     rows_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
         x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **kit.LAUNCH,
+        num_warps=tiles.warps, num_stages=tiles.stages,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
-        **kit.overlapping(out.device, tiles.releases and not whole),
+        **kit.launch(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        add_parts(sums, x.global_scale, weight, out, fmt, tiles.releases)
+        add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
     return out
 
 
@@ -268,4 +294,5 @@ def multiply_few(
         num_warps=tiles.warps, num_stages=tiles.stages, **kit.launch(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
-        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, tiles.releases)
+        shift = offset(fmt)
+        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, shift, tiles.releases)

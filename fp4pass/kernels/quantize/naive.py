@@ -21,6 +21,7 @@ from ..common.rounding import (
     round_to_scale,
     scale_values,
 )
+from ..norm.naive import rms_norm_ref
 from ..search.reference import sse_scales
 
 # A function that quantizes: `quantize_ref`, or another with its bits.
@@ -122,16 +123,9 @@ def activate_quantize_ref(
     return quantize(active if up is None else active * up, global_scale, fmt, scale_method)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
-    """Return the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
-    wide = x.to(torch.float32)
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * inverse).to(x.dtype)
-
-
 # By the name that crosses the operator: functions of x, weight, bias and eps.
 NORMS: dict[str, Callable[..., Tensor]] = {
-    "rms": _rms_norm,
+    "rms": lambda x, weight, bias, eps: rms_norm_ref(x, weight, eps),
     "layer": lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
 }
 

@@ -46,7 +46,7 @@ def quantize_triton(
     if fmt.element.bits == 8:
         if not _serves(x, fmt, scale_method):
             return quantize_ref(x, global_scale, fmt, scale_method)
-        return _quantize_rows(x, None, None, "", 0.0, global_scale, fmt)[1:]
+        return _quantize_rows(x, None, None, None, "", 0.0, global_scale, fmt)[1:]
     packed, scale = empty_blocks(x, fmt)
     if blocks := scale.numel():
         words = kit.as_words(x)
@@ -163,28 +163,54 @@ def activate_quantize_triton(
         given = (x, up, activation, global_scale, fmt, scale_method)
         return activate_quantize_ref(*given, quantize=quantize_triton)
     if fmt.element.bits == 8:
-        return _quantize_rows(x, up, None, activation, 0.0, global_scale, fmt)[1:]
+        return _quantize_rows(x, up, None, None, activation, 0.0, global_scale, fmt)[1:]
+    # A gate and up that are slices of one tensor are read where they are.
     packed, scale = empty_blocks(x, fmt)
     if blocks := scale.numel():
-        words = (kit.as_words(x), None if up is None else kit.as_words(up))
+        words, gap = _words_and_gap(x)
+        up_words, up_gap = (None, 0) if up is None else _words_and_gap(up)
+        strided = gap != 0 or up_gap != 0
         _activate_quantize_kernel[(kit.cdiv(blocks, _LANES),)](
-            *(*words, global_scale, packed.view(torch.int64), scale, blocks),
-            ACTIVATION=activation, DTYPE=kit.DTYPES[x.dtype], FMT=fmt,
-            SEARCHES=scale_method == "sse", LANES=_LANES, num_warps=_WARPS, **kit.LAUNCH,
+            *(words, up_words, gap if strided else None, up_gap if strided else None),
+            *(global_scale, packed.view(torch.int64), scale, blocks),
+            BLOCKS=scale.shape[-1] if strided else None, ACTIVATION=activation,
+            DTYPE=kit.DTYPES[x.dtype], FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=_LANES, num_warps=_WARPS, **kit.LAUNCH,
         )  # fmt: skip
     return packed, scale
 
 
+def _words_and_gap(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., K] as int64 words, and how many lie between the ends of two rows."""
+    # Copied unless it is rows of whole words at equal distances.
+    rows = x.reshape(-1, x.shape[-1])
+    each = 8 // rows.element_size()
+    places = (rows.stride(0), rows.storage_offset())
+    if rows.stride(1) != 1 or rows.data_ptr() % 8 or any(place % each for place in places):
+        return kit.as_words(rows), 0
+    return rows.view(torch.int64), (rows.stride(0) - rows.shape[1]) // each
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _activate_quantize_kernel(
-    words, up, stored, packed, scale, blocks, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
-    FMT: tl.constexpr, SEARCHES: tl.constexpr, LANES: tl.constexpr,
+    words, up, gap, up_gap, stored, packed, scale, blocks, BLOCKS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    """Quantize activations of LANES blocks; with BLOCKS, those of a row, rows are gaps apart."""
     COUNT: tl.constexpr = lanes.word_count(FMT.block, DTYPE)
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = block < blocks
+    if BLOCKS is not None:
+        row = block // BLOCKS
+        words += row * gap
+        if up is not None:
+            up += row * up_gap
     x = kit.load_block(words, block, mask, COUNT)
-    factors = load_if_any(up, block, mask, COUNT)
+    if up is None:
+        factors = ()
+    else:
+        factors = kit.load_block(up, block, mask, COUNT)
     active = ()
     for i in tl.static_range(COUNT):
         values = activate(kit.unpack_word(x[i], DTYPE), ACTIVATION, DTYPE)
@@ -193,8 +219,9 @@ def _activate_quantize_kernel(
         else:
             word = lanes.scale_word(values, factors[i], DTYPE)
         active = active + (word,)
-    global_scale = lanes.load_global_scale(stored, FMT)
-    byte, codes = lanes.quantize_block(active, global_scale, DTYPE, FMT, SEARCHES)
+    byte, codes = lanes.quantize_block(
+        active, lanes.load_global_scale(stored, FMT), DTYPE, FMT, SEARCHES
+    )
     lanes.store_block(packed, scale, block, mask, byte, codes)
 
 
@@ -260,11 +287,11 @@ def norm_quantize_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Quantize the norm of x, or of x + residual, and return that sum (`norm_quantize_ref`)."""
     # Means are summed in another order than there: inputs differ by a rounding.
-    if kind != "rms" or not _serves(x, fmt, scale_method):
+    if not _serves(x, fmt, scale_method):
         given = (x, residual, weight, bias, kind, eps, global_scale, fmt, scale_method)
         return norm_quantize_ref(*given, quantize=quantize_triton)
     if fmt.element.bits == 8:
-        return _quantize_rows(x, residual, weight, kind, eps, global_scale, fmt)
+        return _quantize_rows(x, residual, weight, bias, kind, eps, global_scale, fmt)
     total = x.new_empty(0 if residual is None else x.shape)
     packed, scale = empty_blocks(x, fmt)
     blocks = x.shape[-1] // fmt.block
@@ -272,10 +299,11 @@ def norm_quantize_triton(
         rows = scale.numel() // blocks
         width, warps = _lanes_and_warps(blocks)
         _norm_quantize_kernel[(min(rows, _NORM_WARPS // warps),)](
-            *(None if each is None else kit.as_words(each) for each in (x, residual, weight)),
+            *(None if each is None else kit.as_words(each) for each in (x, residual, weight, bias)),
             *(global_scale, None if residual is None else kit.as_words(total)),
-            *(packed.view(torch.int64), scale, rows, eps), BLOCKS=blocks, DTYPE=kit.DTYPES[x.dtype],
-            FMT=fmt, SEARCHES=scale_method == "sse", LANES=width, num_warps=warps, **kit.LAUNCH,
+            *(packed.view(torch.int64), scale, rows, eps), BLOCKS=blocks, CENTER=kind == "layer",
+            DTYPE=kit.DTYPES[x.dtype], FMT=fmt, SEARCHES=scale_method == "sse",
+            LANES=width, num_warps=warps, **kit.LAUNCH,
         )  # fmt: skip
     return total, packed, scale
 
@@ -295,10 +323,11 @@ def _lanes_and_warps(blocks: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quantize_kernel(
-    words, residual, weight, stored, total, packed, scale, rows, eps, BLOCKS: tl.constexpr,
-    DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr, LANES: tl.constexpr,
+    words, residual, weight, bias, stored, total, packed, scale, rows, eps, BLOCKS: tl.constexpr,
+    CENTER: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
-    """residual, stored: None where there is none; total: None without residual."""
+    """residual, weight, bias, stored: None where there is none; total: None without residual."""
     COUNT: tl.constexpr = lanes.word_count(FMT.block, DTYPE)
     HELD: tl.constexpr = BLOCKS <= LANES
     COLUMNS: tl.constexpr = BLOCKS * FMT.block
@@ -307,7 +336,8 @@ def _norm_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if HELD:
         mask = lane < BLOCKS
-        weights = kit.load_block(weight, lane, mask, COUNT)
+        weights = load_if_any(weight, lane, mask, COUNT)
+        biases = load_if_any(bias, lane, mask, COUNT)
         ahead = kit.load_block(words, row * BLOCKS + lane, mask, COUNT)
         beside = load_if_any(residual, row * BLOCKS + lane, mask, COUNT)
     while row < rows:
@@ -322,20 +352,27 @@ def _norm_quantize_kernel(
             beside = load_if_any(residual, block, mask, COUNT)
             held = add_words(now, added, DTYPE)
             store_words(total, first + lane, mask, held)
-            squares = add_squares(squares, held, DTYPE)
+            mean = None
+            if CENTER:
+                mean = mean_of(add_values(squares, held, DTYPE), COLUMNS)
+            squares = add_squares(squares, held, mean, mask, DTYPE)
         else:
+            mean = None
+            if CENTER:
+                sums = tl.zeros((LANES,), tl.float32)
+                for start in range(0, BLOCKS, LANES):
+                    mask = start + lane < BLOCKS
+                    x = load_sum(words, residual, first + start + lane, mask, COUNT, DTYPE)
+                    sums = add_values(sums, x, DTYPE)
+                mean = mean_of(sums, COLUMNS)
             for start in range(0, BLOCKS, LANES):
                 mask = start + lane < BLOCKS
                 x = load_sum(words, residual, first + start + lane, mask, COUNT, DTYPE)
-                squares = add_squares(squares, x, DTYPE)
-        variance = tl.sum(squares, axis=0)
-        if COLUMNS & (COLUMNS - 1) == 0:
-            variance = variance * (1.0 / COLUMNS)
-        else:
-            variance = tl.math.div_rn(variance, COLUMNS)
+                squares = add_squares(squares, x, mean, mask, DTYPE)
+        variance = mean_of(squares, COLUMNS)
         inverse = tl.math.rsqrt(variance + eps)
         if HELD:
-            normal = normalize(held, weights, inverse, DTYPE)
+            normal = normalize(held, weights, biases, mean, inverse, DTYPE)
             byte, codes = lanes.quantize_block(normal, global_scale, DTYPE, FMT, SEARCHES)
             lanes.store_block(packed, scale, first + lane, mask, byte, codes)
         else:
@@ -343,11 +380,23 @@ def _norm_quantize_kernel(
                 mask = start + lane < BLOCKS
                 block = first + start + lane
                 x = load_sum(words, residual, block, mask, COUNT, DTYPE)
-                each = kit.load_block(weight, start + lane, mask, COUNT)
+                each = load_if_any(weight, start + lane, mask, COUNT)
+                offset = load_if_any(bias, start + lane, mask, COUNT)
                 store_words(total, block, mask, x)
-                normal = normalize(x, each, inverse, DTYPE)
+                normal = normalize(x, each, offset, mean, inverse, DTYPE)
                 byte, codes = lanes.quantize_block(normal, global_scale, DTYPE, FMT, SEARCHES)
                 lanes.store_block(packed, scale, block, mask, byte, codes)
+
+
+@triton.jit
+def mean_of(sums, COUNT: tl.constexpr):
+    """Return the sum of a tensor over COUNT, rounded as IEEE division rounds it."""
+    total = tl.sum(sums, axis=0)
+    if COUNT & (COUNT - 1) == 0:
+        mean = total * (1.0 / COUNT)
+    else:
+        mean = tl.math.div_rn(total, COUNT)
+    return mean
 
 
 @triton.jit
@@ -391,44 +440,72 @@ def store_words(words, block, mask, values):
 
 
 @triton.jit
-def add_squares(squares, words, DTYPE: tl.constexpr):
-    """Add the squares of a block's values to `squares`."""
+def add_values(sums, words, DTYPE: tl.constexpr):
+    """Add a block's values to `sums`."""
     values = kit.unpack_block(words, DTYPE)
     for i in tl.static_range(len(values)):
-        squares = tl.fma(values[i], values[i], squares)
+        sums += values[i]
+    return sums
+
+
+@triton.jit
+def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
+    """Add the squares of a block's values, or of their distances from a mean, to `squares`."""
+    # mask: which lanes have values; others hold zeros.
+    values = kit.unpack_block(words, DTYPE)
+    for i in tl.static_range(len(values)):
+        if mean is None:
+            squares = tl.fma(values[i], values[i], squares)
+        else:
+            distance = tl.where(mask, values[i] - mean, 0.0)
+            squares = tl.fma(distance, distance, squares)
     return squares
 
 
 @triton.jit
-def normalize(words, weights, inverse, DTYPE: tl.constexpr):
-    """Return a block times an inverse, rounded, and weights: words of DTYPE, a tuple."""
+def normalize(words, weights, biases, mean, inverse, DTYPE: tl.constexpr):
+    """Return the norm of a block: words of DTYPE, a tuple."""
+    # Without a mean x * inverse is rounded before its product with weight; else only the result is.
     normal = ()
     for i in tl.static_range(len(words)):
         x = kit.unpack_word(words[i], DTYPE)
-        values = ()
-        for j in tl.static_range(len(x)):
-            values = values + (x[j] * inverse,)
-        normal = normal + (lanes.scale_word(values, weights[i], DTYPE),)
+        if mean is not None:
+            values = ()
+            for j in tl.static_range(len(x)):
+                value = (x[j] - mean) * inverse
+                if len(weights) > 0:
+                    value *= kit.unpack_word(weights[i], DTYPE)[j]
+                if len(biases) > 0:
+                    value += kit.unpack_word(biases[i], DTYPE)[j]
+                values = values + (value,)
+            word = lanes.pack_word(values, DTYPE)
+        else:
+            values = ()
+            for j in tl.static_range(len(x)):
+                values = values + (x[j] * inverse,)
+            word = lanes.scale_word(values, weights[i], DTYPE)
+        normal = normal + (word,)
     return normal
 
 
 def _quantize_rows(
-    x: Tensor, beside: Tensor | None, weight: Tensor | None, kind: str, eps: float,
-    static: Tensor | None, fmt: Format,
+    x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: str,
+    eps: float, static: Tensor | None, fmt: Format,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum before a norm, [0] without one, E4M3 codes and scales."""
-    # kind: "rms", before which `beside` is added, an activation, which it multiplies, or "".
-    total = x.new_empty(x.shape if kind == "rms" and beside is not None else 0)
+    # kind: a norm, before which `beside` is added, an activation, which it multiplies, or "".
+    is_norm = kind in ("rms", "layer")
+    total = x.new_empty(x.shape if is_norm and beside is not None else 0)
     codes, scales = empty_blocks(x, fmt)
     columns = x.shape[-1]
     if codes.numel():
         # A row has J blocks of B columns; the last may be cut.
         blocks = triton.next_power_of_2(fmt.scale_columns(columns))
         width = triton.next_power_of_2(columns) if fmt.block == WHOLE else fmt.block
-        given = (x, beside, weight, static, total if total.numel() else None)
+        given = (x, beside, weight, bias, static, total if total.numel() else None)
         _e4m3_kernel[(codes.numel() // columns,)](
             *(None if each is None else each.contiguous() for each in given), codes, scales, eps,
-            K=columns, KIND=kind, EACH=static is not None and static.numel() > 1,
+            K=columns, KIND=kind, IS_NORM=is_norm, EACH=static is not None and static.numel() > 1,
             FMT=fmt, J=blocks, B=width, num_warps=min(16, max(1, blocks * width // 512)),
             **kit.launch(x.device),
         )  # fmt: skip
@@ -437,11 +514,12 @@ def _quantize_rows(
 
 @triton.jit
 def _e4m3_kernel(
-    x, beside, weight, static, total, codes, scales, eps,
-    K: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, FMT: tl.constexpr,
-    J: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
+    x, beside, weight, bias, static, total, codes, scales, eps,
+    K: tl.constexpr, KIND: tl.constexpr, IS_NORM: tl.constexpr, EACH: tl.constexpr,
+    FMT: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
+    OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """beside, weight, static, total: None where there is none. EACH: static is of rows."""
+    """beside, weight, bias, static, total: None where there is none. EACH: static is of rows."""
     kit.wait(OVERLAP, RELEASES)
     DTYPE: tl.constexpr = x.dtype.element_ty
     ELEMENT: tl.constexpr = FMT.element
@@ -452,15 +530,12 @@ def _e4m3_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = row * K + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "rms":
+    if IS_NORM:
         if beside is not None:
             value += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
             value = narrow(value, DTYPE)
             tl.store(total + at, value.to(DTYPE), mask=inside)
-        inverse = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / K + eps)
-        value = narrow(value * inverse, DTYPE)
-        value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        value = narrow(value, DTYPE)
+        value = _normal(value, weight, bias, column, inside, eps, K, KIND == "layer", DTYPE)
     elif KIND != "":
         value = narrow(activate((value,), KIND, DTYPE)[0], DTYPE)
         if beside is not None:
@@ -474,3 +549,23 @@ def _e4m3_kernel(
         stored = step
     tl.store(scales + row * SCALES + block, stored, mask=block < SCALES)
     tl.store(codes + at, kit.codes_of(value, step[:, None], ELEMENT), mask=inside)
+
+
+@triton.jit
+def _normal(
+    value, weight, bias, column, inside, eps,
+    K: tl.constexpr, CENTER: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the norm of a row of float32 values, as eager PyTorch rounds it to DTYPE."""
+    if CENTER:
+        mean = tl.sum(tl.sum(value, 1), 0) / K
+        value = tl.where(inside, value - mean, 0.0)
+    inverse = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / K + eps)
+    value = value * inverse
+    if not CENTER:
+        value = narrow(value, DTYPE)
+    if weight is not None:
+        value = value * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        value = value + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return narrow(value, DTYPE)

@@ -2,7 +2,7 @@
 
 The error of a block w with the metric H is r^T H r, r = w - q. `search_naive` tries every scale;
 reference.py finds the same scales with fewer. `gptq_naive` is optimal brain surgery in blocks;
-gptq_reference.py gives the same targets without an inverse for each block.
+joint_reference.py gives the same targets without an inverse for each block.
 """
 
 from __future__ import annotations
