@@ -58,7 +58,7 @@ class StateError(Fp4PassError, RuntimeError):
 
 
 class TraceError(Fp4PassError, RuntimeError):
-    """A model that torch.export or torch.jit cannot capture."""
+    """A model that torch.export, torch.jit or the export to ONNX cannot capture."""
 
 
 class CheckpointError(Fp4PassError, RuntimeError):

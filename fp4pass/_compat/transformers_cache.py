@@ -179,33 +179,33 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
 
     Raises OptionError for a model whose cache is not one of keys and values of all tokens.
     """
-    if not is_decoder(model):
-        raise OptionError(
-            f"kv_cache: expected a decoder of transformers that generates, got "
-            f"{type(model).__name__}. Convert it without kv_cache=."
-        )
+
+    def require(fits: bool, wanted: str, got: str) -> None:
+        if not fits:
+            raise OptionError(
+                f"kv_cache: expected {wanted}, got {got} in {type(model).__name__}. Convert it "
+                "without kv_cache=."
+            )
+
+    require(is_decoder(model), "a decoder of transformers that generates", "none")
     cache_utils = cache_module()
     layers = cache_utils.DynamicCache(config=model.config).layers
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    other = [each for each in layers if type(each) is not cache_utils.DynamicLayer]
-    if other or len(layers) != count:
-        kind = type(other[0]).__name__ if other else f"{len(layers)} caches for {count} layers"
-        raise OptionError(
-            f"kv_cache: expected layers that keep the keys and values of all tokens, got {kind} "
-            f"(sliding windows, linear attention or shared keys) in {type(model).__name__}. "
-            "Convert it without kv_cache=."
-        )
+    kinds = [type(each).__name__ for each in layers if type(each) is not cache_utils.DynamicLayer]
+    kinds += [] if len(layers) == count else [f"{len(layers)} caches for {count} layers"]
+    require(
+        not kinds,
+        "layers that keep the keys and values of all tokens",
+        f"{''.join(kinds[:1])} (sliding windows, linear attention or shared keys)",
+    )
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         # The innermost of what is called with the cache.
         if isinstance(index, int) and cache_argument(module.forward) is not None:
             found[index] = (name, module)
-    if sorted(found) != list(range(count)):
-        raise OptionError(
-            f"kv_cache: expected {count} attention modules with a layer_idx, one for each layer, "
-            f"got those of {sorted(found)} in {type(model).__name__}. Convert it without kv_cache=."
-        )
+    wanted = f"{count} attention modules with a layer_idx, one for each layer"
+    require(sorted(found) == list(range(count)), wanted, f"those of {sorted(found)}")
     return dict(found[i] for i in range(count))
 
 

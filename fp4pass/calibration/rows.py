@@ -146,14 +146,14 @@ def _columns(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _row_document(row: Mapping[str, Any], where: str) -> Document:
     columns = _columns(row)
-    pictures = next((row[name] for name in _IMAGES if row.get(name) is not None), ())
-    if not columns and not pictures:
+    images = next((row[name] for name in _IMAGES if row.get(name) is not None), ())
+    images = tuple(images) if isinstance(images, list | tuple) else (images,)
+    if not columns and not any(name in row for name in _IMAGES):
         shown = ", ".join(f"{key} ({type(value).__name__})" for key, value in row.items())
         raise CalibrationError(
             f"{where}: expected columns that hold text, got {shown or 'none'}. Looked for: "
             f"{_LOOKED_FOR}. Rename the columns, or give the texts themselves as a list."
         )
-    images = tuple(pictures) if isinstance(pictures, list | tuple) else (pictures,)
     given = {name: row[name] for name in columns if row[name] is not None}
 
     def require(fits: bool, name: str, wanted: str) -> None:
@@ -304,10 +304,10 @@ def _by_first(items: Any) -> Any:
         # Read on from here: an iterator cannot begin again.
         items = () if first is None else itertools.chain([first], rest)
     if isinstance(first, Mapping):
-        values = list(first.values())
-        is_batch = any(isinstance(each, Tensor) and each.ndim != 1 for each in values)
-        known = bool(_columns(first)) or any(name in first for name in _IMAGES)
-        is_rows = not is_batch and (known or any(isinstance(each, str) for each in values))
+        others = [value for name, value in first.items() if name not in _IMAGES]
+        is_batch = any(isinstance(each, Tensor) and each.ndim != 1 for each in others)
+        known = bool(_columns(first)) or len(others) < len(first)
+        is_rows = not is_batch and (known or any(isinstance(each, str) for each in others))
     else:
         is_ids = isinstance(first, list) and _as_ids(first) is not None
         is_rows = isinstance(first, str) or is_ids or _is_chat(first)

@@ -246,19 +246,17 @@ def _own_addresses(root: nn.Module) -> set[int]:
     """Return the addresses of the tensors of a model whose memory belongs to no other."""
     named = (root.named_parameters, root.named_buffers)
     tensors = [tensor for each in named for _, tensor in each(remove_duplicate=False)]
-    # Other subclasses need not have an address.
-    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
-    spans = sorted(_span(tensor) for tensor in plain if tensor.numel() and not tensor.is_meta)
+    spans: list[tuple[int, int]] = []
+    for each in tensors:
+        # Other subclasses need not have an address. Gaps between strides are memory, too.
+        if type(each) in (Tensor, nn.Parameter) and each.numel() and not each.is_meta:
+            sizes = zip(each.shape, each.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in sizes)
+            start = each.data_ptr()
+            spans.append((start, start + (last + 1) * each.element_size()))
     own, reached = set(), 0.0
-    for (start, end), (following, _) in itertools.pairwise([*spans, (math.inf, math.inf)]):
-        if reached <= start and end <= following:
-            own.add(int(start))
+    for (first, end), (following, _) in itertools.pairwise([*sorted(spans), (math.inf, math.inf)]):
+        if reached <= first and end <= following:
+            own.add(int(first))
         reached = max(reached, end)
     return own
-
-
-def _span(tensor: Tensor) -> tuple[float, float]:
-    """Return where the memory of a tensor begins and ends, gaps between its strides included."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in sizes)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -142,16 +142,16 @@ def cut_windows(
         width = stream.shape[1]
         starts = range(0, stream.numel() if width > 1 else 0, width or 1)
         spans = [(i, i + width, i + 1) for i in starts]
-    elif within_documents:
-        spans = [
-            (begin + start, begin + stop, begin + first)
-            for begin, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False)
-            for start, stop, first in _sliding(size, window, step)
-        ]
-    elif step == window:
+    elif step == window and not within_documents:
         spans = [(i, i + window, i + 1) for i in range(0, len(stream) - window + 1, window)]
     else:
-        spans = _sliding(len(stream), window, step) if len(stream) >= window else []
+        parts = sizes if within_documents else [len(stream)] * (len(stream) >= window)
+        begins = itertools.accumulate([0, *parts])
+        spans = [
+            (begin + start, begin + stop, begin + first)
+            for begin, size in zip(begins, parts, strict=False)
+            for start, stop, first in _sliding(size, window, step)
+        ]
     if not spans:
         held = stream.numel()
         smaller = f" or {as_option('window', held)}" if held >= 2 and not rows else ""

@@ -54,10 +54,7 @@ class FinishedWork:
                 raise OptionError(expected(self.option, "a folder", got)) from error
 
     def identity(self, name: str, decides: Iterable[Any]) -> str:
-        """Return a digest of everything that decides a result, and of the version of fp4pass.
-
-        Objects that cannot be identified have one that no other run finds.
-        """
+        """Return a digest of all that decides a result; a new one if that cannot be identified."""
         try:
             return identity_of(__version__, *decides)
         except Unknown as unknown:

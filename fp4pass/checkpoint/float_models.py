@@ -19,16 +19,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
-from .._compat.transformers_loading import Later, Pending, made_later, other_tensors
+from .._compat.transformers_loading import Later, Pending, made_later, names_in_model, other_tensors
+from ..core.quant_state import QuantState
 from ..errors import CheckpointError, Fp4PassError, UnreadError, as_option, some
-from ..nn.linear import PACKED
+from ..nn.experts import ExpertStack, stacks_of
+from ..nn.linear import INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.plan import KeptWeight, keep_weight
 from .beside import LISTED, files_to_copy, part_folders
-from .layouts import CACHE_SCALES, LAYOUTS, join
-from .reader import CheckpointReader, is_packed, open_checkpoint
+from .layouts import CACHE_SCALES, LAYOUTS, PackedLayer, Piece, join, join_layers
+from .model_layers import stacks_in, whole_record
+from .reader import CheckpointReader, is_packed, open_checkpoint, packed_problem
 from .source_files import opened, require_float, unread_names
 
 _log = logging.getLogger(__name__)
@@ -70,10 +74,7 @@ def reading(source: str, what: str) -> Iterator[None]:
 
 
 def load_config(source: str, trust: bool = False) -> Any:
-    """Return the config of the float model of a folder or a hub id; `trust` runs its own code.
-
-    A folder in FP8 is read as a float model.
-    """
+    """Return the config of a float model, an FP8 folder too; `trust` runs its own code."""
     _require_there(source)
     import transformers
 
@@ -151,6 +152,8 @@ def load_float(
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
+    if held is not None:
+        _keep_weights(model, held)
     by_module: dict[str, dict[str, Later]] = {}
     for name, made in later.items():
         owner, _, last = name.rpartition(".")
@@ -181,10 +184,7 @@ class FloatSource:
         return {join(name, "weight"): Fp8Weight(self.reader, name) for name in self.reader.layers}
 
     def dense(self, tensors: Mapping[str, Any], later: bool = False) -> dict[str, Any]:
-        """Return the tensors of the folder, or what reads them, as those of the float model.
-
-        later: those that are made of FP8 are made when they are needed.
-        """
+        """Return the tensors of the float model, or what reads them; `later`, what makes them."""
         found: dict[str, Any] = {
             disk: tensors[disk]
             for name in self.reader.plain()
@@ -212,6 +212,18 @@ class Fp8Weight:
         with opened(self.reader.files[name]) as file:
             return [file.get_tensor(self.reader.on_disk.get(name, name))]
 
+    def states(self) -> list[QuantState]:
+        """Return codes and scales, of one matrix. Raises CheckpointError for other numbers."""
+        parts = self.reader.parts(self.layer, (PACKED, SCALE))
+        return _states(self.record, parts[PACKED], parts[SCALE])
+
+    def input_scales(self) -> tuple[float, ...]:
+        """Return the one scale of inputs, () where each token has its own."""
+        if not self.record.static_inputs:
+            return ()
+        scale = self.reader.parts(self.layer, (INPUT_GLOBAL,))[INPUT_GLOBAL]
+        return () if scale is None else (scale.item(),)
+
     def get_shape(self) -> list[int]:
         """Return the shape of the dense weight."""
         return list(self.record.shape)
@@ -236,6 +248,67 @@ def open_float_source(source: str) -> FloatSource | None:
     if not is_read or not all(layer.fmt.element.native for layer in layers):
         return None
     return FloatSource(reader)
+
+
+def _states(layer: PackedLayer, codes: Tensor | None, scales: Tensor | None) -> list[QuantState]:
+    """Return the codes and scales of a matrix, or those of each expert."""
+    assert codes is not None and scales is not None, "open_checkpoint requires both"
+    bits, dtype = scales.view(layer.fmt.scale.dtype), getattr(torch, layer.weight_dtype)
+    pairs = zip(codes, bits, strict=True) if layer.is_stacked else [(codes, bits)]
+    return [QuantState(own, each, 1.0, layer.fmt, layer.shape[-2:], dtype) for own, each in pairs]
+
+
+def _keep_weights(model: Any, source: FloatSource) -> None:
+    """Have the layers and stacks of a model know the FP8 codes that their weights are made of."""
+    reader, weights, modules = source.reader, source.weights(), dict(model.named_modules())
+    for disk, name in names_in_model(model, weights).items():
+        module, weight = modules.get(name.removesuffix(".weight")), weights[disk]
+        if type(module) is nn.Linear:
+            key = weight.record.fmt.key
+            kept = KeptWeight(key, key, weight.states, weight.input_scales)
+            keep_weight(module, "weight", kept)
+    stacks = stacks_in(model, reader.layers)
+    for path, owner in modules.items():
+        for key, stack in stacks_of(owner).items() if stacks else ():
+            if pieces := stacks.get(join(path, key)):
+                kept = _kept_stack(reader, join(path, key), pieces, stack)
+                keep_weight(stack.holder, stack.last, kept)
+
+
+def _kept_stack(
+    reader: CheckpointReader, name: str, pieces: Sequence[Piece], stack: ExpertStack
+) -> KeptWeight:
+    """Return what a stack is made of; one of tensor scales has a scale for each row."""
+    records = {piece.name: reader.layers[piece.name] for piece in pieces}
+    first, problem = records[pieces[0].name], ""
+    whole = whole_record(first, stack)
+
+    def joined(*parts: str) -> tuple[PackedLayer, dict[str, Tensor]]:
+        state = {}
+        for piece in records:
+            names = {disk: part for part, disk in reader.names(piece).items() if part in parts}
+            for disk, tensor in reader.checked(names):
+                part, of = names[disk], (piece, names[disk], records[piece])
+                # One that calibration never reached has no scale of inputs.
+                if part != INPUT_GLOBAL or not packed_problem(part, tensor, records[piece]):
+                    state[join(piece, part)] = reader.decoded(disk, tensor, of)
+        return join_layers(name, pieces, records, whole, state)
+
+    try:
+        record, _ = joined()
+    except UnreadError as error:
+        record, problem = whole, str(error).partition(". ")[0].removeprefix(f"{name}: ")
+
+    def states() -> list[QuantState]:
+        record, parts = joined(PACKED, SCALE)
+        return _states(record, parts[join(name, PACKED)], parts[join(name, SCALE)])
+
+    def input_scales() -> tuple[float, ...]:
+        record, parts = joined(INPUT_GLOBAL)
+        scale = parts.get(join(name, INPUT_GLOBAL)) if record.static_inputs else None
+        return () if scale is None else tuple(scale.tolist())
+
+    return KeptWeight(first.fmt.key, record.fmt.key, states, input_scales, problem)
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

@@ -150,9 +150,6 @@ def load(
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
-# The one way in: what `load`, transformers and diffusers fill a model by.
-
-
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     """Return a tensor on the device of its place, which may have none yet."""
     return tensor if tensor is None or device.type == "meta" else tensor.to(device)
@@ -304,10 +301,7 @@ class PackedFolder:
         return {n: self.disk.on_disk.get(n, n) for n in found if n not in known}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return checked tensors of the folder, by their names in a state dict.
-
-        Left out are scales of inputs of experts that calibration never reached.
-        """
+        """Return checked tensors by their names in a state dict, without unusable input scales."""
         found = dict[str, Tensor]()
         for name, tensor in self.disk.checked(names):
             if name not in self._packed:
@@ -326,10 +320,7 @@ class PackedFolder:
         return self._named.layers[layer].dense(self._named.dense(layer, dtype))
 
     def join_stacks(self, tensors: dict[str, Tensor]) -> None:
-        """Put stacks, which become modules, in place of their pieces, in `tensors` too.
-
-        Raises CheckpointError for experts that a stack cannot hold.
-        """
+        """Put stacks, which become modules, in place of their pieces, in `tensors` too."""
         missing = list[str]()
         owners = [(path, stacks_of(owner)) for path, owner in self.model.named_modules()]
         stacks = {join(path, key): stack for path, own in owners for key, stack in own.items()}
@@ -376,8 +367,6 @@ class PackedFolder:
                 raise CheckpointError(f"{self.disk.folder}: {error}") from error
         else:
             self._cache = name
-
-    # For transformers, which loads all other tensors itself.
 
     def place(self) -> None:
         """Give layers empty buffers, which transformers moves and does not look for."""
@@ -477,9 +466,6 @@ class PackedFolder:
         finish(self.model, recipe, [*rows, *self._ignored], carried=files)
 
 
-# Device maps.
-
-
 def _device(name: Any) -> torch.device:
     """Return a device of this machine. Raises OptionError for anything else."""
     try:
@@ -519,9 +505,6 @@ def _dispatch(model: nn.Module, device_map: Any) -> None:
         model.to(devices.pop())
     else:
         dispatch_model(model, device_map, offload_buffers=True)
-
-
-# The float model that is loaded into: built from its config, and checked.
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
@@ -587,10 +570,7 @@ def fit_tensors(
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
-    """Bring what another library wrote to the tensors and dtypes of the model, in place.
-
-    Raises CheckpointError for a dense tensor that is not finite.
-    """
+    """Bring the tensors of another library to those of the model, in place, or raise."""
     # Ties become aliases; what the model ignores goes, and scales of a cache that it has not.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,22 +254,15 @@ class NamesOnDisk:
         return {disk: name for name, disk in found.items() if disk != name}
 
 
-# Stacks of experts whose layers lie on disk one by one.
+class SplitStack(NamedTuple):
+    """The layers of a stack in a folder, and its name where float folders have it whole."""
 
-
-@dataclass(frozen=True)
-class SplitStack:
-    """A stack [E, N, K] that lies in a folder in layers."""
-
-    pieces: list[Piece]  # the layers
-    whole: str = ""  # its name in folders of the float model that have it in one tensor
+    pieces: list[Piece]
+    whole: str = ""
 
 
 def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:
-    """Return the stacks of a model, packed or not, that lie in a folder in layers.
-
-    layers: what is packed in the model, whole: a process may hold a part of it.
-    """
+    """Return the stacks of a model that lie in a folder in layers; layers: what is packed."""
     stacks = dict(_all_stacks(model, layers)) if is_transformers(model) else {}
     # The names of the halves of each expert: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
@@ -356,10 +349,7 @@ def split_layers(
 
 
 def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:
-    """Return the stacks of a model that packed layers are the pieces of, by their names on disk.
-
-    Folders may lack the name of the base model before all others, or have it beyond the model's.
-    """
+    """Return the stacks of a model that packed layers are the pieces of."""
     prefix: str = getattr(model, "base_model_prefix", "")
     found: dict[str, list[Piece]] = {}
     for name, stack in split_stacks(model, {}).items():
@@ -384,9 +374,6 @@ def is_left_over(model: nn.Module, name: str) -> bool:
     buffers = (each for each, _ in model.named_buffers())
     is_module = any(owner == each for each, _ in model.named_modules(remove_duplicate=False))
     return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
-
-
-# The modules and tensors of a model by its config.
 
 
 def require_made_by_config(
@@ -450,8 +437,6 @@ def _differ(*tensors: object) -> bool:
         return False
     return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
 
-
-# A model whose layers are packed: its state, saving, compiling.
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"

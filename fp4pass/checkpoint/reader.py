@@ -77,8 +77,6 @@ class CheckpointReader:
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
 
-    # The facts that the folder has of itself.
-
     @property
     def recipe(self) -> Mapping[str, Any] | None:
         """The options of `convert` that made it, None if another library quantized it."""
@@ -136,8 +134,6 @@ class CheckpointReader:
                 found.pop(piece.name)
             found[name] = self.joined[name]
         return found
-
-    # The names of its tensors.
 
     def names(self, layer: str, record: PackedLayer | None = None) -> dict[str, str]:
         """Return the name on disk of each buffer that a packed layer, or its twin, has."""
@@ -201,8 +197,6 @@ class CheckpointReader:
             layers={name: layer for name, layer in self.layers.items() if name not in layers},
             files={name: path for name, path in self.files.items() if name not in gone},
         )
-
-    # The tensors.
 
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
@@ -424,9 +418,6 @@ def with_layers(names: Mapping[str, str]) -> dict[str, str]:
     weights = {disk: name for disk, name in names.items() if disk.endswith(".weight")}
     layers = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in weights.items()}
     return {**names, **layers}
-
-
-# Faults of a folder.
 
 
 def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:

@@ -54,11 +54,6 @@ class Facts:
         """The layers that are none of experts."""
         return {name: layer for name, layer in self.layers.items() if name not in self.stacks}
 
-    @property
-    def kind(self) -> str:
-        """The name of the class of the model."""
-        return model_class(self.root).__name__
-
     @cached_property
     def error(self) -> str:
         """The error of transformers when it initializes the model with packed layers, or ""."""
@@ -108,7 +103,8 @@ def stock_problem(facts: Facts) -> str:
         owner: Any = modules[name.rpartition(".")[0]]
         if owner.kind.__name__ not in replaced:
             return "it reads experts of this class from stacks only, and they would stay random"
-    cannot = f"it cannot initialize {facts.kind} with packed layers ({facts.error})"
+    kind = model_class(facts.root).__name__
+    cannot = f"it cannot initialize {kind} with packed layers ({facts.error})"
     if facts.error and (loading_error(facts.root, ()) or "transform_config" in facts.declared):
         return cannot
     if facts.error and facts.differ(facts.linears.values(), False):
@@ -268,10 +264,7 @@ def who_reads(
 def judge(
     layout: Layout, written: Mapping[str, PackedLayer], facts: Facts
 ) -> tuple[Readers, dict[str, Any], list[str]]:
-    """Return who will read a folder in which packed layers lie as `written`.
-
-    With it the quantization_config that they need, and what to warn of.
-    """
+    """Return who reads a folder of layers as `written`, its quantization_config, and warnings."""
     declared, stock, notes = dict(facts.declared), "", list[str]()
     is_stock, has_equal = isinstance(layout, CompressedTensors), layout.name == "finegrained-fp8"
     if declared and is_stock:
@@ -291,5 +284,7 @@ def judge(
         )
     elif is_stock and facts.has_cache:
         stock = _CACHE_IN_FLOAT
-    readers = who_reads(layout.name, written, facts.kind if declared else "", stock)
+    readers = who_reads(
+        layout.name, written, model_class(facts.root).__name__ if declared else "", stock
+    )
     return readers, declared, notes

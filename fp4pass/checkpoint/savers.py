@@ -65,26 +65,22 @@ def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iter
 
 
 def _refuse_foreign(layer: nn.Module, name: str) -> None:
-    """Raise StateError where `save_pretrained` of another library is about to write a layer.
+    """Raise StateError where `save_pretrained` of another library would write a layer undeclared.
 
-    It would not say how the layer is packed, and its file would not load. Layers of a model of
-    transformers or diffusers that says it may be asked for, also by a library that wraps the model.
+    Models of transformers and diffusers that declare it may be asked for, also by a wrapper.
     """
     owner = None if _ASKED.get() else saving_owner()
-    if owner is None:
-        return
-    parts = owner.modules() if isinstance(owner, nn.Module) else ()
-    for part in parts:
+    for part in owner.modules() if isinstance(owner, nn.Module) else ():
         is_known = is_pretrained(part) or is_diffusers(part)
         config = getattr(part, "config", None) if is_known else None
         if getattr(config, "quantization_config", None) is not None and layer in part.modules():
             return
-    kind = type(owner).__name__
-    raise StateError(
-        f"{name or 'The model'}: save_pretrained of {kind} would write its packed weight without a "
-        "word of how it is packed. Save what was converted with fp4pass.save(model, dir), or keep "
-        "its state_dict with torch.save."
-    )
+    if owner is not None:
+        raise StateError(
+            f"{name or 'The model'}: save_pretrained of {type(owner).__name__} would write its "
+            "packed weight without a word of how it is packed. Save what was converted with "
+            "fp4pass.save(model, dir), or keep its state_dict with torch.save."
+        )
 
 
 def part_error(name: str) -> StateError:

@@ -206,7 +206,9 @@ def _plan(
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
     written, split, left = split_layers(root, layers) if asked.engines else (layers, {}, {})
-    layout = asked.for_layers(written)
+    holds_all = not any(map(asked.problem, written.values()))
+    layout = asked if holds_all or not asked.fallback else LAYOUTS[asked.fallback]
+    layout.require(written)
     if not layout.engines:
         written, split = layers, {}
     cache = layout.cache.config(state.recipe.get(KV_CACHE), layout.name)
@@ -396,8 +398,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_view else tensor
 
 
-# Writing packed weights in a layout, with their checksums.
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -514,8 +514,6 @@ class CheckpointWriter:
         write_manifest(self.folder, own)
 
 
-# From one layout to another; codes and block scales keep their bits.
-
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"
 
@@ -599,7 +597,19 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         config["dtype"] = layout.dtype
     writer = CheckpointWriter(folder, layout, reader.layers, limit)
     ignored = _ignored(reader)
-    declared = _declared_in(reader, layout, ignored)
+    layers, before = dict(reader.layers), reader.config.get("quantization_config") or {}
+    kept: dict[str, Any] = {}
+    if isinstance(layout, CompressedTensors):
+        disks = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
+        layers |= {
+            disks[disk].removesuffix(".weight"): layer
+            for disk, layer in reader.layers.items()
+            if disk in disks
+        }
+        # Which classes need the entry only a model says.
+        kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
+    cache = layout.cache.config(cache_format_in(reader), layout.name)
+    declared = {**layout.config(layers, ignored), **kept, **cache}
     if config and layout.engines:
         for parent, what in [*fused_problems(reader.layers, reader.dense_layers())][:1]:
             warnings.warn(
@@ -616,23 +626,6 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
-
-
-def _declared_in(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
-    """Return the quantization_config in another layout, with what transformers needs in it."""
-    cache = layout.cache.config(cache_format_in(reader), layout.name)
-    if not isinstance(layout, CompressedTensors):
-        return layout.config(reader.layers, ignored) | cache
-    weights = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
-    own = {
-        weights[disk].removesuffix(".weight"): layer
-        for disk, layer in reader.layers.items()
-        if disk in weights
-    }
-    # Which classes need the entry only a model says.
-    before = reader.config.get("quantization_config") or {}
-    kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
-    return {**layout.config({**reader.layers, **own}, ignored), **kept, **cache}
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:

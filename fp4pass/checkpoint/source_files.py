@@ -231,8 +231,6 @@ def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
     return found
 
 
-# Weights that another library quantized in a way that fp4pass does not read.
-
 # Numbers of a byte or less, by the names of safetensors; no readable weight is kept in these.
 _SMALL_FLOATS = ("F8_", "F6_", "F4")
 

@@ -23,7 +23,7 @@ _HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _PREDICTING = re.compile(r"(^|\.)(mtp|nextn|multi_token)")
 
-# What a check yields: where, what was expected and is there, and the file.
+# The results of a check: the place, the text and the file of each.
 Faults = Iterator[tuple[str, str, str]]
 
 
@@ -79,7 +79,7 @@ def check_model(found: Folder, model: FloatModel) -> Faults:
     structure = {"tensor-missing", "companion-missing", "orphan", "shape", "dtype", "block-size"}
     named = structure & {each.kind for each in found.findings}
     renamed = own.get("renamed") or {}
-    # What has other names on disk, or lies in pieces.
+    # Tensors with other names on disk, and those that lie in pieces.
     absent = {renamed.get(name, name) for name in own.get("joined") or {}} | model.tied
     parents = {name.rpartition(".")[0] for name in own.get("aliases") or {}}
     parents |= {match[1] for each in held if (match := EXPERT.match(each))}

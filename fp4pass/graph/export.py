@@ -15,6 +15,7 @@ from .._compat.torch import call_with_copies
 from .._compat.transformers import HEADS, head_names
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
 from ..errors import OptionError, ShapeError, StateError, TraceError, expected
+from .plain import write_plain
 
 # Tokens in the cache of a decoder whose config allows more.
 _LENGTH = 2048
@@ -26,7 +27,9 @@ _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeErro
 _OF_DECODER = ("input_ids", "attention_mask")
 
 
-def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:
+def trace(
+    model: nn.Module, example: Any, *, cache_length: int | None = None, plain: bool = False
+) -> fx.GraphModule:
     """Return the graph of a whole model, made by torch.export with dynamic batch and length.
 
     `prepare`, `calibrate`, `smooth`, `convert` and `save` take it in place of the model, whose
@@ -43,12 +46,14 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
             no tensor is fixed.
         cache_length: The tokens that the cache holds, prompt included; 0 for no cache.
             By default what the model's config allows, up to 2048.
+        plain: Write packed layers of a converted model as ATen operators alone, which decode the
+            weights at each call. For ONNX, TensorRT and ExecuTorch, which lack fp4pass's operators.
 
     Returns:
         A graph module of ATen operators, in evaluation mode if the model is.
 
     Raises:
-        TraceError: torch.export cannot trace the model.
+        TraceError: torch.export cannot trace the model, or `plain` an operator of a layer.
         ShapeError: The example has a batch of one.
         OptionError: cache_length is negative, or the model has no such cache.
         StateError: A decoder is in training mode.
@@ -60,6 +65,13 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
+    graph = _trace(model, example, cache_length)
+    if plain:
+        write_plain(graph)
+    return graph
+
+
+def _trace(model: nn.Module, example: Any, cache_length: int | None) -> fx.GraphModule:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example, Mapping):

@@ -169,6 +169,10 @@ class PackedQuantizer(DiffusersQuantizer):
 
     # Those that its classes keep in float32 as float models, they keep packed too.
     use_keep_in_fp32_modules = True
+    is_serializable = True
+    # Products have a gradient for their input, so that adapters can be trained.
+    is_trainable = True
+    is_compileable = True
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -260,18 +264,3 @@ class PackedQuantizer(DiffusersQuantizer):
     def dequantize(self, model: Any) -> Any:
         """Make every packed layer dense again, with its rounded weight."""
         return dequantize_model(model)
-
-    @property
-    def is_serializable(self) -> bool:
-        """True: save_pretrained works."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: products have a gradient for their input, so that adapters can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: torch.compile works."""
-        return True

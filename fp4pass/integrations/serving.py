@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from ..errors import CheckpointError, OptionError, VersionError, expected
 
 # The names of the files of a tokenizer: without one transformers makes one that knows no word.
 _TOKENIZERS = ("*token*.json", "*.tiktoken", "*.model", "vocab.*")
+
+# Fields that transformers ignores and that change no text, and values that ask for nothing.
+_HARMLESS = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "stream_options"}
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "none", {}, [], ["text"], {"type": "text"})
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -104,7 +109,7 @@ def _started(
 ) -> tuple[Any, Any]:
     """Return the server of `transformers serve` for one model, and the thread that it runs in."""
     from transformers.cli import serve as command
-    from transformers.cli.serving import model_manager
+    from transformers.cli.serving import chat_completion, completion, model_manager, utils
 
     class OneModel(model_manager.ModelManager):
         """Has a model that is loaded already, known by its name alone."""
@@ -121,13 +126,126 @@ def _started(
         # Until transformers 5.23.
         get_gen_models = list_models
 
-    own = model_manager.ModelManager
-    model_manager.ModelManager = OneModel  # type: ignore[misc]
+    begun = ""
+    if getattr(processor, "chat_template", None):
+        # Templates of processors read parts.
+        text: Any = [{"type": "text", "text": "Hello"}] if hasattr(processor, "tokenizer") else "Hi"
+        chat = [{"role": "user", "content": text}]
+        begun = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    known = utils.get_response_template
+
+    def response_template(*args: Any) -> Any:
+        """Return how answers are parsed: by the model's type, where its own marks are in chats."""
+        found = known(*args)
+        marks = (found or {}).get("start_anchor", ())
+        marks = [marks] if isinstance(marks, str) else marks
+        return found if not marks or any(mark in begun for mark in marks) else None
+
+    class Chats(chat_completion.ChatCompletionHandler):
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            _refuse(_chat_problem(body, bool(begun)) or _problem(body, self._unused_fields))
+            return _without_stops(await super().handle_request(body, request_id), body)
+
+    class Texts(completion.CompletionHandler):
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            prompt = body.get("prompt")
+            wrong = "" if prompt and isinstance(prompt, str) else "prompt: expected a string"
+            _refuse(wrong or _problem(body, self._unused_fields))
+            return _without_stops(await super().handle_request(body, request_id), body)
+
+    changed: list[tuple[Any, str, Any]] = [
+        (model_manager, "ModelManager", OneModel),
+        (chat_completion, "ChatCompletionHandler", Chats),
+        (completion, "CompletionHandler", Texts),
+    ]
+    before = [getattr(module, key) for module, key, _ in changed]
+    utils.get_response_template = response_template  # type: ignore[assignment]
+    for module, key, made in changed:
+        setattr(module, key, made)
     try:
         options = {"host": host, "port": port, "log_level": log_level}
         found: Any = command.Serve(force_model=name, non_blocking=True, **options)  # type: ignore
     finally:
-        model_manager.ModelManager = own  # type: ignore[misc]
+        for (module, key, _), own in zip(changed, before, strict=True):
+            setattr(module, key, own)
     for logger in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(logger).setLevel(log_level.upper())
     return found.server, found._thread
+
+
+def _refuse(problem: str) -> None:
+    from fastapi import HTTPException
+
+    if problem:
+        raise HTTPException(status_code=400, detail=f"{problem}.")
+
+
+def _chat_problem(body: Mapping[str, Any], has_template: bool) -> str:
+    """Return why a chat cannot be answered, or ""."""
+    messages = body.get("messages")
+    if not has_template:
+        return "messages: the model has no chat template; ask /v1/completions"
+    is_list = isinstance(messages, list) and bool(messages)
+    keys = ("content", "tool_calls")
+    if not is_list or not all(
+        isinstance(each, dict) and "role" in each and any(key in each for key in keys)
+        for each in messages or ()
+    ):
+        return "messages: expected a list of messages, each with role and content"
+    return ""
+
+
+def _problem(body: Mapping[str, Any], unused: set[str]) -> str:
+    """Return why a request would be answered by another text than it asks for, or ""."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = body.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            return f"{name}: expected at least 1, got {value!r:.60}"
+    for name in sorted(unused & body.keys() - _HARMLESS):
+        value = body[name]
+        is_neutral = value is not True and (value in _NEUTRAL or (name[0] in "nb" and value == 1))
+        if not is_neutral:
+            return f"{name}: not supported by this server, got {value!r:.60}; leave it out"
+    return ""
+
+
+def _without_stops(response: Any, body: Mapping[str, Any]) -> Any:
+    """Return an answer without its stop string, which transformers leaves at the end."""
+    stop = body.get("stop") or []
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops and hasattr(response, "body_iterator"):
+        response.body_iterator = _cut_events(response.body_iterator, stops)
+    elif stops:
+        facts = json.loads(response.body)
+        for choice in facts["choices"]:
+            text = choice.get("message", choice)
+            key = "content" if "content" in text else "text"
+            text[key] = text[key][: _end(text[key], stops, is_last=True)]
+        return type(response)(facts)
+    return response
+
+
+def _end(text: str, stops: Sequence[str], is_last: bool) -> int:
+    """Return where a text ends: at a stop string, or before what may be the beginning of one."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if found or is_last:
+        return min(found, default=len(text))
+    begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return len(text) - max(begun, default=0)
+
+
+async def _cut_events(events: AsyncIterator[Any], stops: Sequence[str]) -> AsyncIterator[str]:
+    """Yield the events of a stream with the text before a stop string."""
+    text, sent = "", 0
+    async for part in events:
+        for line in filter(None, str(part).split("\n\n")):
+            facts = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+            for choice in facts.get("choices", ()):
+                piece = choice.get("delta", choice)
+                key = "text" if "text" in choice else "content"
+                text += piece.get(key) or ""
+                end = _end(text, stops, is_last=bool(choice.get("finish_reason")))
+                if key in piece or end > sent:
+                    piece[key] = text[sent:end]
+                sent = max(sent, end)
+            yield (f"data: {json.dumps(facts)}" if facts else line) + "\n\n"

@@ -128,6 +128,9 @@ class _Quantizer(HfQuantizer):
     """
 
     _split: dict[str, str] | None = None
+    # Products have a gradient for their input, so that adapters can be trained.
+    is_trainable = True
+    is_compileable = True
 
     def hold_plan(self, model: Any) -> None:
         """Take the plan of tensor parallelism from a model, which is split once it is whole."""
@@ -156,16 +159,6 @@ class _Quantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Return whether save_pretrained works; the model refuses where there is no layout."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: products have a gradient for their input, so that adapters can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: torch.compile works."""
         return True
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -18,6 +19,7 @@ from .._compat.transformers import require_for as require_transformers_for
 from .._compat.transformers_loading import names_in_model
 from ..core.machine import require_device
 from ..core.names import covering_globs, without_numbers
+from ..core.quant_state import QuantState
 from ..distributed import divide, ranks, require_initialized, sharded_parameter, summed_statistics
 from ..errors import (
     CalibrationError,
@@ -33,7 +35,7 @@ from ..errors import (
 from ..graph.folds import fold_rotations
 from ..graph.rewrite import weight_readers
 from ..methods import STATISTICS, Stats, resolve_method
-from ..nn.experts import QUANTIZED
+from ..nn.experts import QUANTIZED, ExpertStack
 from ..nn.kv_cache import KV_CACHE, get_cache_format
 from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule, check_rules
@@ -54,11 +56,36 @@ from .scan import (
 # A matrix of a weight, and the rows of it; None for all.
 Part = tuple[int, slice | None]
 
+
+# Where a module remembers what its parameters were made of, and the note on a weight that is kept.
+_KEPT = "_fp4pass_kept"
+_NOTE = "codes and scales are those of the source"
+
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; add a rule to quantize it"
 
 # Why a layer is skipped that a recipe alone would quantize.
 UNREACHED = "calibration never reached it"
+
+
+@dataclass(frozen=True)
+class KeptWeight:
+    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of.
+
+    Attributes:
+        fmt: the key of their format, as the source has it.
+        stored: the key of the format that holds them in a layer.
+        read: returns them, for each matrix.
+        input_scales: returns the scales of inputs that lie beside: one, one for each expert, or
+            none.
+        problem: why a layer cannot hold them, or "".
+    """
+
+    fmt: str
+    stored: str
+    read: Callable[[], Sequence[QuantState]]
+    input_scales: Callable[[], tuple[float, ...]]
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,6 +96,8 @@ class LayerPlan(LinearLayer):
     global_scales: tuple[float, ...] = (1.0,)  # of each matrix, known after `with_shared_scales`
     tensor_scale: float | None = None  # that layers share which engines fuse; None for its own
     stats: Stats = field(default_factory=Stats)  # of its inputs, known after `with_statistics`
+    kept: KeptWeight | None = None  # the codes of a source in FP8, in place of a search
+    note: str = ""  # said in the report
     searchers: tuple[int, ...] = (0,)  # the processes that search its parts, known then, too
 
     @property
@@ -183,6 +212,13 @@ def _plan_layer(
     reason = reason or _weight_reason(layer, config)
     if reason:
         return skip(layer, reason)
+    if (kept := kept_weight(layer.module, config)) is not None:
+        if kept.problem:
+            note = f"quantized again, not kept as in the source: {kept.problem}"
+            return LayerPlan(**vars(layer), config=config, note=note)
+        # A method that needs no data: it has nothing to choose.
+        config = dataclasses.replace(config, method="naive", fmt=kept.stored, block=None)
+        return LayerPlan(**vars(layer), config=config, kept=kept, note=_NOTE)
     return LayerPlan(**vars(layer), config=config)
 
 
@@ -315,6 +351,50 @@ def with_unreached(plan: Plan) -> Plan:
 
 def _has_statistics(layer: LayerPlan) -> bool:
     return all(map(layer.stats.has, layer.config.needs))
+
+
+class _Record(NamedTuple):
+    """The codes that a weight was made of, and that weight: a layer may have another one later."""
+
+    kept: KeptWeight
+    weight: Any
+    version: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        weight = copy.deepcopy(self.weight, memo)
+        is_same = self.weight._version == self.version
+        return _Record(self.kept, weight, weight._version if is_same else -1)
+
+
+def keep_weight(holder: nn.Module, name: str, kept: KeptWeight) -> None:
+    """Remember what a parameter was made of, as long as it is not changed."""
+    weight = holder._parameters[name]
+    assert weight is not None, "the folder has it"
+    records = holder.__dict__.setdefault(_KEPT, {})
+    records[name] = _Record(kept, weight, weight._version)
+
+
+def kept_weight(module: nn.Module, config: LinearConfig) -> KeptWeight | None:
+    """Return what a weight was made of where a config is of the same format, else None."""
+    holder, name = _place(module)
+    record, own = holder.__dict__.get(_KEPT, {}).get(name), holder._parameters.get(name)
+    if record is None or own is not record.weight or own._version != record.version:
+        return None
+    is_same = config.format.key == record.kept.fmt and not config.is_rotated
+    return record.kept if is_same else None
+
+
+def forget_kept(module: nn.Module) -> None:
+    """Forget what the weight of a layer was made of, once it is packed."""
+    holder, name = _place(module)
+    holder.__dict__.get(_KEPT, {}).pop(name, None)
+
+
+def _place(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that has the weight of a layer or a stack, and its name there."""
+    if isinstance(module, ExpertStack):
+        return module.holder, module.last
+    return module, "weight"
 
 
 def planned_row(layer: LayerPlan | SkippedLayer) -> Row:

@@ -36,7 +36,7 @@ from ..record.config import Compute, LinearConfig
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
 from .functional import dequantize
-from .plan import LayerPlan, Plan, joined, planned_row, scale_groups
+from .plan import LayerPlan, Plan, forget_kept, joined, planned_row, scale_groups
 from .replace import begin_replacing, drop_unused_copies, packed_class, rewrite_graph, store_packed
 from .scan import dense_stack
 
@@ -181,6 +181,9 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     errors = _relative_errors([each for *_, squares in found for each in squares])
     stats = first.stats
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
+    if first.kept is not None:
+        config = dataclasses.replace(config, method=None)
+    note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
     facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
@@ -194,6 +197,8 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
         amax = amax.rotated(config.rotation) if config.rotation else amax
         scale = config.format.input_scale_for(amax.input_amax)
         input_scales = () if scale is None else (scale,)
+    if first.kept is not None and not config.weight_only:
+        input_scales = first.kept.input_scales()
     tensors = kind.buffers_of(states, input_scales)
     return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)
 
@@ -222,6 +227,7 @@ def _replace(
         rotated = rotate_weight(bias[None], config.output_rotation)[0].to(bias.dtype)
         first.module.bias = nn.Parameter(rotated, requires_grad=bias.requires_grad)
     for layer in members:
+        forget_kept(layer.module)
         store_packed(layer.module, tensors, config, transposed=layer.transposed)
 
 
@@ -380,6 +386,15 @@ def search_parts(layer: LayerPlan, rank: int, cache: Any) -> list[Found]:
     found: list[Found] = []
     with dense_weight(layer) as weight:
         stats = layer.stats.to(weight.device)
+        if layer.kept is not None:
+            if rank != layer.owner:
+                return []
+            states = [state.to(weight.device) for state in layer.kept.read()]
+            for i, state in enumerate(states):
+                own = stats.matrix(i, config.expert_prior)
+                exact = dequantize(dataclasses.replace(state, dtype=torch.float32))
+                found.append((state, None, _squares(exact, state, own, layer)))
+            return found
         parts = layer.share(rank)
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
         for i, rows in parts:
@@ -553,6 +568,7 @@ def _fused(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
         layer
         for layer in layers
         if layer.config.format.has_tensor_scale
+        and layer.kept is None
         and not layer.stage
         and resolve_method(layer.config.method)[0].objective is not None
     ]

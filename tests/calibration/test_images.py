@@ -83,6 +83,12 @@ def test_images_are_read_from_files(tmp_path: Path) -> None:
         assert torch.equal(batch["pixel_values"], wanted["pixel_values"])
 
 
+def test_images_may_be_tensors() -> None:
+    image = torch.randint(0, 256, (3, 40, 30), dtype=torch.uint8)
+    found = batches([{"image": image, "text": "a"}], processor())
+    assert found[0]["pixel_values"].shape == (1, 3, 28, 28)
+
+
 def test_rows_of_one_shape_are_a_batch() -> None:
     rows = [{"image": picture(i), "text": text} for i, text in enumerate(("a", "b", "a b c"))]
     found = batches(rows, processor(), batch_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fp8_folders
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from small_models import assert_same_bits
 
 import fp4pass
+from fp4pass.checkpoint import open_checkpoint
 from fp4pass.checkpoint.float_models import load_float, open_float_source
 from fp4pass.errors import CheckpointError, UnreadError
 
@@ -60,6 +62,41 @@ def test_what_is_quantized_and_streamed_is_that_of_the_dense_model(
     expected = fp4pass.convert(dense, "nvfp4a16", "sse", progress=False)
     fp4pass.quantize_checkpoint(tmp_path / "fp8", tmp_path / "q", "nvfp4a16", "sse", progress=False)
     assert_same_bits(fp4pass.load(tmp_path / "q", progress=False), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("finegrained", "fp8_block"), ("mo-tensor", "fp8_tensor")]
+)
+def test_a_rule_keeps_layers_as_they_are(kind: str, fmt: str, tmp_path: Path) -> None:
+    fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", kind)
+    before = open_checkpoint(tmp_path / "fp8")
+    rules: Any = [("*self_attn*", {"fmt": fmt, "weight_only": False})]
+    model = load_float(str(tmp_path / "fp8"), "auto", "cpu")
+    fp4pass.convert(model, "nvfp4a16", "sse", rules=rules, progress=False)
+    rows = {row.name: row for row in fp4pass.report(model).converted}
+    fp4pass.save(model, tmp_path / "q", progress=False)
+    after = open_checkpoint(tmp_path / "q")
+    assert after.layout.name == "compressed-tensors"
+    for name in after.layers:
+        if "self_attn" not in name:
+            assert after.layers[name].scheme == "nvfp4a16"
+            continue
+        assert "of the source" in rows[name].note and rows[name].weight_error == 0
+        assert after.layers[name].scheme == before.layers[name].scheme
+        old, new = before.parts(name), after.parts(name)
+        for part, tensor in old.items():
+            assert (tensor is None and new[part] is None) or torch.equal(tensor, new[part])
+
+
+def test_a_weight_that_was_changed_is_quantized_anew(tmp_path: Path) -> None:
+    fp8_folders.make(fp8_folders.dense_model(), tmp_path / "fp8", "finegrained")
+    model = load_float(str(tmp_path / "fp8"), "auto", "cpu")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    fp4pass.convert(model, "fp8_block", "sse", progress=False)
+    rows = {row.name: row for row in fp4pass.report(model).converted}
+    assert not rows["model.layers.0.self_attn.q_proj"].note
+    assert rows["model.layers.1.self_attn.q_proj"].note
 
 
 def test_four_bits_are_no_float_source(tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ FOREIGN_CONFIGS = {
         declared(kv_cache_scheme="float64"),
         "kv_cache_scheme: expected the scheme of a key-value cache, or null, got 'float64'",
     ),
-    "a producer": (declared(producer=5), "TypeError"),
     "no model": (lambda config: config.update(architectures=["pipeline"]), "not a class of models"),
     "no architecture": (lambda config: config.update(architectures=[]), "ValueError"),
     "heads": (lambda config: config.update(num_attention_heads=0), "ZeroDivisionError|Error"),

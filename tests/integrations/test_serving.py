@@ -118,6 +118,11 @@ def test_answers_are_those_of_generate(model: Any, client: Any) -> None:
     parts = list(client.chat.completions.create(messages=asked, stream=True, **options))
     assert "".join(each.choices[0].delta.content or "" for each in parts) == chat
     assert len(parts) > 4
+    stop = whole.choices[0].text[4:8]
+    stopped = client.completions.create(prompt=QUESTION, stop=stop, **options)
+    assert stopped.choices[0].text == whole.choices[0].text.partition(stop)[0]
+    parts = list(client.completions.create(prompt=QUESTION, stop=[stop], stream=True, **options))
+    assert "".join(each.choices[0].text for each in parts) == stopped.choices[0].text
 
 
 def test_a_server_has_the_model_of_its_folder_alone(client: Any) -> None:
@@ -125,6 +130,20 @@ def test_a_server_has_the_model_of_its_folder_alone(client: Any) -> None:
     assert [each.id for each in client.models.list().data] == ["tiny-served"]
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="other", prompt="a")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"n": 2}, {"logprobs": True}, {"max_tokens": 0}, {"messages": []}, {"messages": [{}]}],
+    ids=str,
+)
+def test_what_would_be_ignored_is_refused(client: Any, wrong: dict[str, Any]) -> None:
+    openai = pytest.importorskip("openai")
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "n": 1, "user": "me"}
+    assert client.chat.completions.create(model="tiny-served", **asked).choices
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="tiny-served", **asked | wrong)
+    assert f'"{next(iter(wrong))}: ' in error.value.response.text
 
 
 def test_no_client_holds_the_server(folder: Path) -> None:

@@ -27,6 +27,9 @@ class Predictor(nn.Module):
         self.norm = nn.LayerNorm(64)
         self.lm_head = nn.Linear(64, vocabulary)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         return self.lm_head(self.norm(x + self.down(nn.functional.gelu(self.up(x)))))

@@ -51,23 +51,17 @@ class CacheLayout:
 
     def config(self, fmt: str | None, layout: str) -> dict[str, Any]:
         """Return what declares a cache in a format. Raises CheckpointError where nothing can."""
-        if fmt is None or self.schemes.get(fmt) == {}:
-            return {}
-        if fmt not in self.schemes:
+        if fmt is not None and fmt not in self.schemes:
             held = f"{layout} holds {' and '.join(self.schemes) or 'none'}"
             raise CheckpointError(
                 f"{as_option('kv_cache', fmt)}: {held}. Choose "
-                f"{as_option('layout', 'compressed-tensors')}, or convert the "
-                f"model without {as_option('kv_cache')}."
+                f"{as_option('layout', 'compressed-tensors')}, or leave the cache in float."
             )
-        scheme = self.schemes[fmt]
-        return {"kv_cache_scheme": None if scheme is None else dict(scheme)}
+        scheme = {} if fmt is None else self.schemes[fmt]
+        return {} if scheme == {} else {"kv_cache_scheme": scheme and dict(scheme)}
 
     def format(self, declared: Mapping[str, Any]) -> str | None:
-        """Return the format that a quantization_config declares, if any.
-
-        Raises TypeError for a scheme that is not a mapping.
-        """
+        """Return the format that a quantization_config declares, if any."""
         declared = declared.get("quantization", declared)
         if (named := declared.get("kv_cache_quant_algo")) is not None:
             return next((fmt for fmt, each in self.algorithms.items() if each == named), None)
@@ -142,8 +136,6 @@ class Layout:
     def dtype(self) -> str:
         """The dtype that its readers compute in, "" for that of the model."""
         return "bfloat16" if self.engines else ""
-
-    # The tensors.
 
     def to_stored(
         self,
@@ -232,8 +224,6 @@ class Layout:
         """Return the shapes that the scales of a layer may have on disk, the written one first."""
         return (layer.scale_shape,)
 
-    # The config that declares them.
-
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config that declares packed layers.
 
@@ -287,8 +277,6 @@ class Layout:
                     "Load this checkpoint with the library that wrote it."
                 )
 
-    # Features that it has no place for.
-
     def config_problem(self, config: LinearConfig) -> str:
         """Return what this layout has no place for in a config, "" if it holds such layers."""
         key = config.format.with_multiplier(False).key
@@ -315,23 +303,11 @@ class Layout:
         """Raise CheckpointError for the first layer that this layout has no place for."""
         for name, layer in layers.items():
             if problem := self.problem(layer):
-                others = [
-                    other
-                    for other in written_layouts()
-                    if not any(map(LAYOUTS[other].problem, layers.values()))
-                ]
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for {problem}; it holds "
-                    f"{' and '.join(self.formats)}. Choose another layout "
-                    f"({', '.join(others)}), or convert the model to what it holds."
+                    f"{' and '.join(self.formats)}. Choose another layout, or convert the model to "
+                    "what it holds."
                 )
-
-    def for_layers(self, layers: Mapping[str, PackedLayer]) -> Layout:
-        """Return this layout if it holds the layers, or its fallback. Raises CheckpointError."""
-        if self.fallback and any(map(self.problem, layers.values())):
-            return LAYOUTS[self.fallback]
-        self.require(layers)
-        return self
 
 
 LAYOUTS: dict[str, Layout] = {}
@@ -392,8 +368,6 @@ class Own(Layout):
     engines = False
     cache = CacheLayout({fmt: {} for fmt in CACHE_FORMATS})
 
-
-# The layers of a folder, by its config and the shapes of its tensors.
 
 # The safetensors names of what the scales of a format are stored in.
 _DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float32: "F32"}

@@ -80,10 +80,7 @@ def group_args(fmt: str, weight_only: bool, static_inputs: bool = False) -> dict
 
 
 def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
-    """Return the scheme that a group says; whole: the format of the folder.
-
-    Raises ValueError for one that fp4pass does not read.
-    """
+    """Return what a group says, or raise ValueError; whole: the format of the folder."""
     label = str(group.get("format") or whole)
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     labelled = {key: each for key, each in SCHEMES.items() if each.format == label}

@@ -146,10 +146,7 @@ _FUSED_NAMES = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1]}
 
 
 def fused_names(names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the first of the layers that engines fuse, and the name that they give to all.
-
-    SGLang looks for this name in a config that names layers; vLLM takes it, too.
-    """
+    """Yield the first of the layers that engines fuse, and their name for all (SGLang)."""
     known = {*names}
     for name in names:
         parent, _, last = name.rpartition(".")
@@ -188,8 +185,6 @@ def join(path: str, name: str) -> str:
     """Return the name of a tensor of the module at a path."""
     return f"{path}.{name}" if path else name
 
-
-# Names and patterns of layers, as the configs of other libraries have them.
 
 # The rank of a match of a target and a layer: by name, by pattern, by class, none.
 _BY_NAME, _BY_PATTERN, _BY_CLASS, _NO_MATCH = range(4)
@@ -261,9 +256,6 @@ def from_globs(globs: Iterable[str]) -> list[str]:
         else:
             found.append(each if path == each else below(path))
     return found
-
-
-# Stacks of experts, which lie in a folder as layers.
 
 
 class Piece(NamedTuple):
