@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from typing import NamedTuple
 
 import torch
@@ -510,6 +510,13 @@ def decode_e4m3(word, step, FMT: tl.constexpr):
 
 
 @triton.constexpr_function
+def float16_bits(value):
+    """Return the bits of a float16 that is zero or normal."""
+    fraction, exponent = math.frexp(value)
+    return (exponent + 14 << 10) + int(2048 * fraction) - 1024 if value else 0
+
+
+@triton.constexpr_function
 def table_assembly(FMT):
     """Return PTX for `decode_sixteen`: a word of sixteen codes and their float32 step."""
     lines = [
@@ -521,9 +528,9 @@ def table_assembly(FMT):
     ]
     # A code without its sign selects the byte of s0 and s1 that its magnitude becomes.
     for i in range(4):
-        both = struct.pack("<2e", *FMT.element.magnitudes[2 * i : 2 * i + 2])
+        low, high = FMT.element.magnitudes[2 * i : 2 * i + 2]
         lines += [
-            f"mov.b32 u, {int.from_bytes(both, 'little'):#x};",
+            f"mov.b32 u, {float16_bits(low) | float16_bits(high) << 16:#x};",
             "mul.rn.f16x2 u, u, step;",
             f"cvt.rn.satfinite.e4m3x2.f16x2 c{i}, u;",
         ]
