@@ -16,6 +16,7 @@ from .. import ops
 from .. import quantization as qn
 from .. import record as rec
 from ..checkpoint import ConvertedState, finish_model
+from ..core.elements import scale_table
 from ..core.formats import power_reaching
 from ..core.progress import current, shown
 from ..distributed import is_sharded
@@ -171,7 +172,7 @@ def merge(
             before = kls.predictions(root, apart)
             with peft.silenced([each.around for each in targets]):
                 without = kls.mean_kl(kls.compare(root, before)) if apart else None
-        packed, kept = _packed(root, targets, stats)
+        packed, raised, kept = _packed(root, targets, stats)
         names = {module: _own_name(path) for path, module in root.named_modules()}
         applied = [peft.applied_adapters(each.around) for each in targets]
         for each in targets:
@@ -180,7 +181,10 @@ def merge(
         for layer, new in packed.items():
             layer._buffers.update({part: new.tensors[part] for part in (PACKED, SCALE, GLOBAL)})
             layer.config = new.config
+        for layer, tensors in raised.items():
+            layer._buffers.update(tensors)
         again = {names[layer]: new for layer, new in packed.items()}
+        shared = {names[layer] for layer in raised}
         peft.unload(outer, adapters.around_packed(root).values())
         rec.forget_state(outer)
         record = Merged(
@@ -199,7 +203,10 @@ def merge(
         for row in state.report.rows:
             if row.skip_reason != "an adapter":
                 name = _own_name(row.name)
-                rows.append(again[name].rows[0] if name in again else replace(row, name=name))
+                row = again[name].rows[0] if name in again else replace(row, name=name)
+                if name in shared:
+                    row = replace(row, note="its global scale was raised in a merge")
+                rows.append(row)
         merged = [*state.recipe.get("merged", ()), record.to_dict()]
         finish_model(root, {**state.recipe, "merged": merged}, rows, carried=state.carried)
     _log.info("%s", record)
@@ -390,19 +397,19 @@ def _statistics(
 
 def _packed(
     root: nn.Module, targets: Sequence[_Target], stats: Mapping[QuantizedLinear, Stats]
-) -> tuple[dict[QuantizedLinear, Any], float]:
-    """Return the new weights by their layers, and how much of the change is left.
+) -> tuple[dict[QuantizedLinear, Any], dict[QuantizedLinear, dict[str, Tensor]], float]:
+    """Return the new weights, the buffers of layers that share their scales, and what is left.
 
-    That is <Q - W, D> / <D, D> of the change D of weights W, over all of them.
+    What is left of the change D of weights W is <Q - W, D> / <D, D> over all of them.
     """
     changed = {target.layer: target for target in targets}
     found: dict[QuantizedLinear, Any] = {}
+    raised: dict[QuantizedLinear, dict[str, Tensor]] = {}
     moved = whole = 0.0
     for layer, (name, number) in current().each(_scales(root, targets).items(), "weights"):
         before, target = _dense(layer), changed.get(layer)
         if target is None:
-            config = layer.config.override({"method": Sse()})
-            found[layer] = qn.pack_layer(_plan(name, before, number, config, Stats()))
+            raised[layer] = _with_global_scale(layer, number)
             continue
         own, config, change = stats.get(layer, Stats()), target.config, target.change[0]
         if not all(map(own.has, config.needs)):
@@ -418,4 +425,27 @@ def _packed(
         stored = ops.dequantize(packed, bits, divisor, key, torch.float32)
         moved += float(((config.restored(stored) - before) * change).sum())
         whole += float(change.square().sum())
-    return found, moved / whole
+    return found, raised, moved / whole
+
+
+def _with_global_scale(layer: QuantizedLinear, number: float | None) -> dict[str, Tensor]:
+    """Return the buffers of a layer whose global scale, or only one, becomes a larger one.
+
+    Codes stay, and block scales are divided by the power of two, which is exact but for the
+    smallest. Codes of one scale are rounded again.
+    """
+    assert number is not None, "layers share a number"
+    fmt = layer.config.format
+    if fmt.has_tensor_scale:
+        config = layer.config.override({"method": Sse()})
+        new = qn.pack_layer(_plan("", _dense(layer), number, config, Stats())).tensors
+        return {PACKED: new[PACKED], SCALE: new[SCALE]}
+    bits = scale_bits(layer.weight_scale)
+    table = scale_table(fmt.scale, bits.device)
+    known, wanted = table[: fmt.scale.last + 1], table[bits.long()] * _global_scale(layer) / number
+    above = torch.searchsorted(known, wanted).clamp_(1, len(known) - 1)
+    nearest = above - (wanted - known[above - 1] < known[above] - wanted).long()
+    # No block that has values gets a scale of zero.
+    nearest = torch.where(bits > 0, nearest.clamp_min(1), nearest).to(torch.uint8)
+    stored = torch.full_like(layer.get_buffer(GLOBAL), fmt.global_scale_of(number))
+    return {SCALE: nearest.view(fmt.scale.storage), GLOBAL: stored}
