@@ -19,21 +19,28 @@ QUANTIZED_MARK = "hqq_quantized"
 Around = Callable[[Any, Any, str], AbstractContextManager[None]]
 
 
-def around_adapters(around: Around) -> None:
+def around_adapters(around: Around, before_merge: Callable[[Any], None]) -> None:
     """Have PEFT put adapters into models within a context, once it is imported.
 
-    PEFT has a registry of classes of layers for each config, and none for all configs.
+    PEFT has a registry of classes of layers for each config, and none for all configs. Its own
+    merge asks one layer after the other, so `before_merge` is called with its tuner before.
     """
 
     def wrap(module: ModuleType) -> None:
-        inject = module.BaseTuner.inject_adapter
+        tuner = module.BaseTuner
+        inject, unload = tuner.inject_adapter, tuner.merge_and_unload
 
         @functools.wraps(inject)
         def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kw: Any) -> Any:
             with around(self, model, adapter_name):
                 return inject(self, model, adapter_name, *args, **kw)
 
-        module.BaseTuner.inject_adapter = inject_adapter
+        @functools.wraps(unload)
+        def merge_and_unload(self: Any, *args: Any, **kw: Any) -> Any:
+            before_merge(self)
+            return unload(self, *args, **kw)
+
+        tuner.inject_adapter, tuner.merge_and_unload = inject_adapter, merge_and_unload
 
     after_import("peft.tuners.tuners_utils", wrap)
 

@@ -21,6 +21,7 @@ from .._compat.transformers_loading import choose_config, loads_model
 from ..checkpoint.layouts import CompressedTensors
 from ..checkpoint.model_layers import IN_CONFIG
 from ..nn.experts import QUANTIZED
+from ..quantization.scan import around_packed, refuse_merge
 
 if TYPE_CHECKING:
     from ..quantization.observers.kv_cache import quantized_cache
@@ -114,6 +115,12 @@ def _around(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
         yield
 
 
-around_adapters(_around)
+def _before_merge(tuner: Any) -> None:
+    """Raise StateError, before anything is changed, where PEFT would merge into packed layers."""
+    if around_packed(tuner.model):
+        refuse_merge()
+
+
+around_adapters(_around, _before_merge)
 choose_config(_KEPT_PACKED, _ASKED, _choose)
 register_quantizer(METHOD, _read_described, _diffusers_quantizer)

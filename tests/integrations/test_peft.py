@@ -185,8 +185,9 @@ def test_one_layer_is_not_merged_until_the_model_is_dense() -> None:
         adapted = get_peft_model(model, config)
         expected = CASES[name].run(adapted, 0)
         refused = r"cannot be merged.*fp4pass\.merge\(model\).*fp4pass\.dequantize\(model\)"
-        with pytest.raises(StateError, match=refused):
-            adapted.merge_adapter()
+        for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+            with pytest.raises(StateError, match=refused):
+                merge()
         assert torch.equal(CASES[name].run(adapted, 0), expected)
         fp4pass.dequantize(adapted)
         assert {n for n, p in adapted.named_parameters() if p.requires_grad} == {
