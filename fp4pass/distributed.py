@@ -218,7 +218,7 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
     """Assign jobs to ranks: the largest first, to the rank with the least work.
 
     Jobs of several parts come last. They are taken apart where they are more than a fair share
-    leaves room for.
+    leaves room for, if all are done earlier so.
 
     Args:
         jobs: a cost for each rank that does a part of a job, and the costs of its parts.
@@ -227,6 +227,17 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
     Returns:
         The rank of each part of each job; those of one rank stand together.
     """
+    apart, latest = _assigned(jobs, size)
+    whole, latest_whole = _assigned([(first, [sum(parts)]) for first, parts in jobs], size)
+    if latest < latest_whole:
+        return apart
+    return [owners * len(parts) for owners, (_, parts) in zip(whole, jobs, strict=True)]
+
+
+def _assigned(
+    jobs: Sequence[tuple[float, Sequence[float]]], size: int
+) -> tuple[list[tuple[int, ...]], float]:
+    """Assign each part of each job to a rank; return the ranks, and the work of the busiest."""
     costs = [first + sum(parts) for first, parts in jobs]
     fair = sum(costs) / size
     loads = [0.0] * size
@@ -245,7 +256,7 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
             loads[rank] = with_first[rank] + part
             counts[rank] = counts.get(rank, 0) + 1
         found[job] = tuple(rank for rank, count in counts.items() for _ in range(count))
-    return found
+    return found, max(loads)
 
 
 Leaf = TypeVar("Leaf")

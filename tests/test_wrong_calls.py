@@ -91,7 +91,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: convert(block="16"), "no block of '16'"),
     (lambda: convert(device="cpu"), "device is 'cpu', but layers run"),
     (lambda: convert(metod="sse"), "Option 'metod' does not exist. Did you mean 'method'"),
-    (lambda: convert(resume="/proc/x"), "resume is /proc/x, which cannot be made"),
+    (lambda: convert(resume="/proc/x"), "resume: expected a folder, got /proc/x, which"),
     (lambda: fp4pass.Gptq(damping=0.0), "Gptq: damping: expected a number above 0, got 0.0"),
     (lambda: fp4pass.Report.from_dict({}), "Report: data: expected what Report.to_dict"),
     # calibration
@@ -104,7 +104,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     # save and load
     (lambda: save(directory=""), "directory: expected a path"),
     (lambda: save(layout="foo"), "layout: Layout 'foo' does not exist"),
-    (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with its unit"),
+    (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with a unit"),
     (lambda: transcode("never", None, "bf16"), "never is not a folder"),
     (lambda: STATE.save("/proc/x"), "/proc/x cannot be written"),
     # single tensors
@@ -149,10 +149,10 @@ def test_a_wrong_call_names_its_argument(
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ({"nothing": "cpu"}, "device_map: expected names of modules, got 'nothing'"),
-        ({}, "device_map: expected a place for 0."),
-        ({"": "auto"}, "device_map: expected a device for '', got 'auto'"),
-        ({"0": "disc"}, "device_map: expected a device such as 'cuda:0', one of"),
+        ({"nothing": "cpu"}, "device_map: expected names of modules, got nothing"),
+        ({}, "device_map: The device_map provided does not give any device for the"),
+        ({"": "auto"}, "device_map: expected a device such as 'cuda:0', 'auto', or"),
+        ({"0": "disc"}, "or a dict from names of modules to devices, got disc"),
     ],
 )
 def test_a_device_map_that_fits_no_model(places: Any, message: str, tmp_path: Path) -> None:

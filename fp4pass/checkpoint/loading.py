@@ -482,6 +482,8 @@ def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
     for place in device_map.values():
         _device(place)
+    if unknown := set(device_map) - {name for name, _ in model.named_modules()}:
+        raise OptionError(expected("device_map", "names of modules", some(sorted(unknown))))
     try:
         check_device_map(model, dict(device_map))
     except ValueError as error:

@@ -398,7 +398,7 @@ def require_made_by_config(
     }
     own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
-        f"{name} is {own.get(name, 'not in the model')}, not {shape}"
+        f"{name} {shape} is {own.get(name, 'not in the model')}"
         for name, shape in wanted.items()
         if own.get(name) != shape
     ]
@@ -414,8 +414,8 @@ def require_made_by_config(
     if problems:
         raise CheckpointError(
             f"{type(root).__name__}: expected a model that its config makes, got another, which no "
-            f"library would load: {some(problems)}. Set model.config so; or save with "
-            "layout='fp4pass', for fp4pass.load(dir, model=model) of a model that is edited alike."
+            f"library would load: {some(problems)}. Set the fields of model.config, or save with "
+            "layout='fp4pass' for fp4pass.load(dir, model=model) of a model that is edited alike."
         )
 
 

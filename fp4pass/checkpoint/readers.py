@@ -131,6 +131,8 @@ def pretrained_problem(facts: Facts, ignore: Sequence[str], refused: str) -> str
     layers = facts.layers.values()
     if any(name.startswith("re:") for name in ignore):
         return "transformers would write its dense experts one by one, and not read them again."
+    if any(layer.config.multiplies for layer in layers):
+        return "It holds the global scales of another layout, to the bit."
     if any(layer.fmt.element.native for layer in layers):
         return "transformers would write 8-bit codes under names that others do not look for."
     if any(layer.is_stacked for layer in layers):

@@ -130,16 +130,16 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     cannot = f"{target} cannot be made"
     try:
         exists = target.exists()
+        if target.is_symlink() or (exists and (os.path.ismount(target) or target == Path.cwd())):
+            raise CheckpointError(
+                f"{cannot}: it is a circle of links, the current folder or a mount point. Choose "
+                "another folder."
+            )
         above = next((path for path in target.parents if path.exists()), target)
         # Permissions do not say all: a file system may be read-only, or hold no such names.
         tempfile.TemporaryDirectory(prefix=_beside(target, "new-").name, dir=above).cleanup()
     except OSError as error:
         raise CheckpointError(f"{cannot}: {error.strerror}. Choose another folder.") from error
-    if target.is_symlink() or (exists and (os.path.ismount(target) or target == Path.cwd())):
-        raise CheckpointError(
-            f"{cannot}: it is a circle of links, the current folder or a mount point. Choose "
-            "another folder."
-        )
     occupied = exists and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
         left = ", ".join(path.name for path in _left_beside(target))

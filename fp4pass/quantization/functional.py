@@ -262,12 +262,16 @@ def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Ten
     shape = tuple(weight.shape)
     if not isinstance(dim, SupportsIndex) or not -weight.ndim <= dim < weight.ndim:
         raise ShapeError(f"{caller}: expected dim to be a dimension of {shape}, got dim={dim!r}.")
-    if fmt.has_float_scale or shape[dim] not in fmt.blocks:
+    if fmt.has_float_scale:
+        raise OptionError(
+            f"{caller}: expected a format of blocks, got {fmt.key}, which has a float32 scale for "
+            f"{fmt.tile}. Call fp4pass.quantize(weight, {fmt.key!r})."
+        )
+    if shape[dim] not in fmt.blocks:
         raise ShapeError(
             f"{caller}: expected dimension {dim} of the weight to be a block of {fmt.name}, one of "
             f"{fmt.blocks}, got shape {shape}. Split a matrix [N, K] before the call, "
-            f"weight.unflatten(-1, (-1, {fmt.block})), or call fp4pass.quantize(weight, "
-            f"{fmt.key!r})."
+            f"weight.unflatten(-1, (-1, {fmt.block}))."
         )
     if not weight.numel():
         raise ShapeError(f"{caller}: expected a weight with elements, got shape {shape}.")

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..core.formats import E2M1, E4M3, E8M0
 from ..core.machine import has_fp4_tensor_cores
@@ -58,12 +58,25 @@ class Row:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Row:
-        """Read what `to_dict` returned."""
+        """Read what `to_dict` returned. Raises OptionError for a value of another type."""
         given = data["config"]
         config = None if given is None else LinearConfig.from_dict(given)
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         fields = {name: value for name, value in data.items() if name != "scheme"}
-        return Row(**{**fields, **tuples, "config": config})
+        row = Row(**{**fields, **tuples, "config": config})
+        for name, hint in get_type_hints(Row).items():
+            if not _fits(value := getattr(row, name), hint):
+                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value!r:.100}"))
+        return row
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type as the fields of rows have them."""
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(_fits(each, get_args(hint)[0]) for each in value)
+    if get_args(hint):
+        return any(_fits(value, each) for each in get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 @dataclass(frozen=True)

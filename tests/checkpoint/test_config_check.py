@@ -41,7 +41,7 @@ def replace_embedding(model: Any) -> None:
     [
         (drop_layer, r"model\.layers\.3\.\S+ \(256, 256\) is not in the model"),
         (add_layer, r"model\.layers\.4\.\S+ is beyond it"),
-        (replace_embedding, r"model\.embed_tokens\.weight is \(10, 256\), not \(2048, 256\)"),
+        (replace_embedding, r"model\.embed_tokens\.weight \(2048, 256\) is \(10, 256\)"),
     ],
 )
 def test_an_edited_model_is_refused_before_it_is_written(
