@@ -15,16 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from small_lm import (
-    BOS,
-    CONTEXT,
-    Training,
-    make,
-    measure,
-    parse_args,
-    recipe_of,
-    write_report,
-)
+from small_lm import BOS, CONTEXT, Training, make, measure, parse_args, recipe_of, write_report
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 

@@ -71,11 +71,7 @@ def balanced_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     output = functional_call(
         model,
         experts,
-        kwargs={
-            "input_ids": inputs,
-            "use_cache": False,
-            "output_router_logits": model.training,
-        },
+        kwargs={"input_ids": inputs, "use_cache": False, "output_router_logits": model.training},
     )
     logits = output.logits[:, :-1].flatten(0, 1).float()
     loss = nn.functional.cross_entropy(logits, targets[:, 1:].flatten())

@@ -62,8 +62,7 @@ def generate(model: nn.Module, shape: tuple[int, int], **options: object) -> Ten
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "setting"),
-    [("forward", "nvfp4-calibrated"), ("automatic", "nvfp4-weights")],
+    ("how", "setting"), [("forward", "nvfp4-calibrated"), ("automatic", "nvfp4-weights")]
 )
 def test_generation_with_a_static_cache_writes_what_eager_writes(how: str, setting: str) -> None:
     model = converted("llama", *SETTINGS[setting])

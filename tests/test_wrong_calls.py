@@ -73,10 +73,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     # arguments in another order, or of another call
     (lambda: fp4pass.convert(None), "model: expected a torch.nn.Module, got NoneType"),
     (lambda: fp4pass.prepare(Path("folder")), "Load the model first: with from_pretrained"),
-    (
-        lambda: fp4pass.convert("nvfp4", model()),
-        "a torch.nn.Module, got str. Load the model",
-    ),
+    (lambda: fp4pass.convert("nvfp4", model()), "a torch.nn.Module, got str. Load the model"),
     (lambda: fp4pass.calibrate([X], model()), "expected a torch.nn.Module, got list"),
     (lambda: fp4pass.evaluate(model(), "text", None), "fp4pass.evaluate(model, tokenizer, text)"),
     (lambda: fp4pass.quantize(model()), "got Sequential. For a model, call fp4pass.convert(model)"),

@@ -55,10 +55,7 @@ class Shape:
     inner: int
 
 
-LAYERS = [
-    Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
-    Shape("gpt-oss-20b", 32, 4, 2880, 2880),
-]
+LAYERS = [Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("gpt-oss-20b", 32, 4, 2880, 2880)]
 SMALL = [Shape("small", 6, 2, 64, 32)]
 TOKENS = [1, 16, 256, 2048]
 

@@ -75,11 +75,7 @@ def main() -> None:
     parser = parser_for(__doc__, "kernels-h200.json")
     parser.add_argument("--rows", default="*", help="only rows whose name matches, as w4a16/*/M=1")
     parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=shape_of,
-        default=LINEAR_SHAPES,
-        help="N x K of linears",
+        "--shapes", nargs="+", type=shape_of, default=LINEAR_SHAPES, help="N x K of linears"
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="rows of inputs")
     parser.add_argument("--peer-seconds", type=float, default=150, help="for all peers' linears")

@@ -189,9 +189,7 @@ _INPUTS: dict[str, dict[str, Any]] = {
 }
 GRIDS["inputs"] = [
     Run(
-        by=", ".join(
-            [name, *(["smoothed"] if smoothing else []), f"inputs {inputs}"],
-        ),
+        by=", ".join([name, *(["smoothed"] if smoothing else []), f"inputs {inputs}"]),
         scheme=scheme,
         method=method,
         options={"activation_scales": inputs},

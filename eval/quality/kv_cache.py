@@ -60,9 +60,7 @@ def main() -> None:
         )
         return
     transformers.logging.disable_progress_bar()
-    about = {
-        **facts(args.device, model=args.model),
-    }
+    about = {**facts(args.device, model=args.model)}
     if args.memory:
         measure_memory(args, about)
     else:

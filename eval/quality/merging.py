@@ -136,15 +136,7 @@ def page(found: Mapping[str, Any]) -> str:
     first = found["rows"][0]
     rows = sorted(found["rows"], key=lambda row: METHODS.index(row["method"]))
     without = first["kl_without"]
-    lines = [
-        [
-            "not merged",
-            "0",
-            percent(1),
-            percent(1),
-            _loss(first["loss_adapter"]),
-        ],
-    ]
+    lines = [["not merged", "0", percent(1), percent(1), _loss(first["loss_adapter"])]]
     for row in rows:
         part = percent(1 - row["kl_after"] / without)
         name, kept = f'`"{row["method"]}"`', percent(row["kept"])

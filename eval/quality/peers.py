@@ -118,10 +118,7 @@ def main() -> None:
     torch.save(ids, args.work / "ids.pt")
     measuring = Measuring(args, model, tokenizer, ids)
     results = Results(
-        args.json,
-        about(args, model, ids),
-        again=args.again,
-        key=("format", "library", "run"),
+        args.json, about(args, model, ids), again=args.again, key=("format", "library", "run")
     )
     there = {tuple(row[name] for name in results.key) for row in results.rows}
     # What the others are compared with comes first, in each format.

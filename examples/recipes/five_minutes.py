@@ -42,11 +42,7 @@ original = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 options = {"window": 256, "windows": 8, "progress": False}
 before = fp4pass.evaluate(original, tokenizer, held_out, **options)
 after = fp4pass.evaluate(
-    model,
-    tokenizer,
-    held_out,
-    reference=original,
-    **options,
+    model, tokenizer, held_out, reference=original, **options
 )
 print(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f}")
 print(f"KL to the original {after.kl:.4f} nats per token")

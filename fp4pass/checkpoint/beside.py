@@ -28,13 +28,7 @@ from ..core.files import parse_json, path_of
 from ..errors import OptionError, as_option, expected, some
 from ..nn.experts import QUANTIZED, weight_name
 from ..record.rows import Row
-from ..record.state import (
-    known_tokenizer,
-    named_folder,
-    source_folder,
-    tensor_files,
-    tensor_shapes,
-)
+from ..record.state import known_tokenizer, named_folder, source_folder, tensor_files, tensor_shapes
 from .model_layers import COPIED, NOT_COPIED, is_left_over
 from .source_files import read_tensors, without_scales
 

@@ -199,8 +199,7 @@ READERS: dict[str, dict[str, Reads]] = {
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"),
-            "it chooses whether to quantize inputs of mxfp4 and mxfp8",
+            (*_FP4, *_FP8, "mxfp8"), "it chooses whether to quantize inputs of mxfp4 and mxfp8"
         ),
         "modelopt": Reads(("nvfp4", *_FP8, "mxfp8"), "it quantizes the inputs of fp8_blocka16"),
         "compressed-tensors-hadamard": Reads((*_FP4, *_FP8, "mxfp8"), "without tensor parallelism"),

@@ -109,11 +109,7 @@ def report(
     elif reference is not None and not Path(reference).is_dir():
         original = load_float(reference, "auto", chosen, trust)
     page = gather(
-        folder,
-        name=folder,
-        reference=original,
-        reference_name=reference or "",
-        evaluations=rows,
+        folder, name=folder, reference=original, reference_name=reference or "", evaluations=rows
     )
     numbers = write_page(page, output)
     if json:

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import (
-    CACHE_SCALES,
-    MANIFEST,
-    config_changes,
-    dense_problem,
-    matches,
-    well_formed,
-)
+from ..checkpoint import CACHE_SCALES, MANIFEST, config_changes, dense_problem, matches, well_formed
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint as checksum
 from ..core.progress import track

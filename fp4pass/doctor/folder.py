@@ -78,10 +78,10 @@ _REMEDIES = {
         "expert-missing": "The router sends tokens to a missing expert.",
     },
     f"{_COPY}, with its index": {
-        "index": "Readers look for tensors in the wrong file, or not at all.",
+        "index": "Readers look for tensors in the wrong file, or not at all."
     },
     f"{_COPY}, without files of another one": {
-        "duplicate": "Which of two tensors of one name is read depends on the reader.",
+        "duplicate": "Which of two tensors of one name is read depends on the reader."
     },
     f"{_COPY}, with its config.json": {
         "block-size": "The config declares other blocks than the scales have.",
@@ -119,7 +119,7 @@ _REMEDIES = {
         "expert that calibration never reached looks like this.",
     },
     f"{_CALIBRATE}, or keep inputs in floating point": {
-        "input-uncalibrated": "Input scales were never calibrated: inputs are clipped or lost.",
+        "input-uncalibrated": "Input scales were never calibrated: inputs are clipped or lost."
     },
     f"{_EXPORT} with the reciprocal": {
         "global-direction": "It multiplies where the layout divides, or the reverse; outputs are "
@@ -135,25 +135,25 @@ _REMEDIES = {
         "scale-order": "Scales are stored in the tiles of a kernel (128 x 4), not row by row.",
     },
     f"{_EXPORT} from the model inside the wrapper": {
-        "names": "Every name has a wrapper's prefix: readers find no tensor of the model.",
+        "names": "Every name has a wrapper's prefix: readers find no tensor of the model."
     },
     f"{_EXPORT} with one of the two": {
-        "twice": "The layer is both packed and dense; which one is read depends on the reader.",
+        "twice": "The layer is both packed and dense; which one is read depends on the reader."
     },
     "Quantize them alike, by a rule for all of them": {
-        "fused-schemes": "Engines fuse these layers into one matrix, which has one scheme.",
+        "fused-schemes": "Engines fuse these layers into one matrix, which has one scheme."
     },
     "Take it off the list of dense layers": {
         "ignore-packed": "Readers make a dense layer there, find no weight, and leave random "
-        "numbers.",
+        "numbers."
     },
     "Put it on the list of dense layers": {
         "ignore-misses": "Readers make a packed layer there, find no codes, and leave random "
-        "numbers.",
+        "numbers."
     },
     "Set tie_word_embeddings to false": {
         "tied-head": "Readers tie the output embedding to the input's, and drop the packed one or "
-        "stop.",
+        "stop."
     },
     "Set it to 0": {"mtp-absent": "Engines that predict several tokens look for missing layers."},
     "Copy it from the float model": {

@@ -18,12 +18,7 @@ from ..kernels.statistics.naive import weight_amax
 from ..methods import Stats
 from ..nn.experts import ExpertStack
 from ..nn.linear import StoredWeight, quantize_input
-from ..quantization.observers.observer import (
-    OBSERVERS,
-    feed,
-    new_observer,
-    shared_observer,
-)
+from ..quantization.observers.observer import OBSERVERS, feed, new_observer, shared_observer
 from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached
 from ..record.config import LinearConfig
@@ -190,10 +185,7 @@ class _Watch:
 
 
 def _add(
-    inputs: _Inputs,
-    reference: _Inputs,
-    layers: Sequence[LayerPlan],
-    views: Sequence[_View | None],
+    inputs: _Inputs, reference: _Inputs, layers: Sequence[LayerPlan], views: Sequence[_View | None]
 ) -> None:
     """Add a batch to the observers of the layers, one for all that see the same."""
     groups: dict[tuple[int, _View | None, bool, int], list[tuple[LayerPlan, int]]] = {}

@@ -127,7 +127,5 @@ class CacheCodec:
             )
         self.fmt.require_columns(columns, "The cache")
         return torch.zeros(
-            (x.shape[0], heads, length, self.fmt.width(columns)),
-            dtype=torch.uint8,
-            device=x.device,
+            (x.shape[0], heads, length, self.fmt.width(columns)), dtype=torch.uint8, device=x.device
         )

@@ -39,9 +39,7 @@ search = operator(
     checks=(checks.require_objective, checks.require_block_hessian),
 )
 search_stack = operator(
-    search_stack_ref,
-    triton="kernels.search.triton:search_stack_triton",
-    shapes=empty_weight,
+    search_stack_ref, triton="kernels.search.triton:search_stack_triton", shapes=empty_weight
 )
 joint = operator(
     joint_ref,
@@ -391,8 +389,7 @@ experts_dense = operator(
     shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
     checks=(checks.require_float, checks.require_pairs),
     backward=Backward(
-        _dense_gradients,
-        lambda ctx, inputs, output: save_product(ctx, inputs, inputs[:3], 3),
+        _dense_gradients, lambda ctx, inputs, output: save_product(ctx, inputs, inputs[:3], 3)
     ),
 )
 experts_outer = operator(

@@ -11,11 +11,4 @@ from . import bitsandbytes, qwantize
 from .bitsandbytes import Linear4bit, Linear8bitLt, swap
 from .codebooks import CodebookState
 
-__all__ = [
-    "CodebookState",
-    "Linear4bit",
-    "Linear8bitLt",
-    "bitsandbytes",
-    "qwantize",
-    "swap",
-]
+__all__ = ["CodebookState", "Linear4bit", "Linear8bitLt", "bitsandbytes", "qwantize", "swap"]

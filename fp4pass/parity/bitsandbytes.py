@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.progress import track
-from ..errors import (
-    NonFiniteError,
-    OptionError,
-    ShapeError,
-    StateError,
-    expected,
-    unknown_name,
-)
+from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected, unknown_name
 from ..graph.rewrite import is_conv1d
 from ..kernels.statistics.naive import weight_amax
 from ..nn.linear import PACKED, SCALE

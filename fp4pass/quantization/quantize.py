@@ -59,9 +59,7 @@ def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
     tensors = shared_tensor_scales(plan.layers, largest, group)
     return plan.map(
         lambda layer: dataclasses.replace(
-            layer,
-            global_scales=found[layer.weight_key],
-            tensor_scale=tensors.get(layer.weight_key),
+            layer, global_scales=found[layer.weight_key], tensor_scale=tensors.get(layer.weight_key)
         )
     )
 
@@ -442,12 +440,7 @@ def _search_stack(weight: Tensor, layer: LayerPlan, chosen: Sequence[int]) -> di
 
 
 def _search(
-    weight: Tensor,
-    stats: Stats,
-    layer: LayerPlan,
-    matrix: int,
-    cache: Any,
-    rows: slice | None,
+    weight: Tensor, stats: Stats, layer: LayerPlan, matrix: int, cache: Any, rows: slice | None
 ) -> Result:
     """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)

@@ -101,9 +101,7 @@ class Recipe:
 
     @staticmethod
     def read(
-        path: str | os.PathLike[str],
-        quality: str | None = None,
-        weight_only: bool | None = None,
+        path: str | os.PathLike[str], quality: str | None = None, weight_only: bool | None = None
     ) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 

@@ -29,10 +29,7 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": names[i % 2], "content": each} for i, each in enumerate(contents)]
 
 
-LLAVA = [
-    {"from": "human", "value": "what?\n<image>"},
-    {"from": "gpt", "value": "a list"},
-]
+LLAVA = [{"from": "human", "value": "what?\n<image>"}, {"from": "gpt", "value": "a list"}]
 PARTS = [
     [{"type": "image", "image": picture()}, {"type": "text", "text": "and"}],
     "a list",
@@ -50,10 +47,7 @@ PLACES = turns([{"type": "image"}, {"type": "image"}], "two lists")
         ({"image": picture(), "text": "a list"}, f"user: {IMAGE}a list\n"),
         ({"image": picture(), "text": "see <image> here"}, f"user: {IMAGE}see  here\n"),
         ({"images": [picture()], "messages": TURNS[1:]}, LOOK),
-        (
-            {"image": picture(), "conversations": LLAVA},
-            f"user: {IMAGE}what?\nassistant: a list\n",
-        ),
+        ({"image": picture(), "conversations": LLAVA}, f"user: {IMAGE}what?\nassistant: a list\n"),
         (turns(*PARTS), BOTH),
         (
             {"images": [picture(), picture(1)], "messages": PLACES},

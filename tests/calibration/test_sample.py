@@ -141,11 +141,7 @@ def test_a_template_that_renders_no_user_is_said_and_left_out(
 
 @pytest.mark.parametrize(
     ("options", "own", "first"),
-    [
-        ({}, None, BOS),
-        ({"bos_token": None}, 7, 7),
-        ({"bos_token": None}, None, EOS),
-    ],
+    [({}, None, BOS), ({"bos_token": None}, 7, 7), ({"bos_token": None}, None, EOS)],
     ids=["bos", "of the generation config", "eos"],
 )
 def test_the_first_token_is_bos_or_what_stands_for_it(

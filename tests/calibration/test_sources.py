@@ -123,8 +123,7 @@ def test_a_path_is_a_path_and_other_words_are_a_text(
     for data in (name, Path(name), tmp_path / name):
         assert torch.equal(batches(data, tokenizer())[0], wanted[0])
     assert torch.equal(
-        batches("a list of words", tokenizer())[0],
-        batches(["a list of words"], tokenizer())[0],
+        batches("a list of words", tokenizer())[0], batches(["a list of words"], tokenizer())[0]
     )
     with pytest.raises(OptionError, match=r"your text\.txt does not exist"):
         batches("your text.txt", tokenizer())

@@ -20,10 +20,7 @@ SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_h
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_nothing_is_rounded_in_silence(
-    dtype: torch.dtype,
-    layout: str,
-    scheme: str,
-    tmp_path: Path,
+    dtype: torch.dtype, layout: str, scheme: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=2)

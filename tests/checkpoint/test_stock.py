@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_models import (
-    CANNOT,
-    HEADS,
-    SIZES,
-    deepseek,
-    falcon,
-    llama4,
-    mamba,
-    mixtral,
-    packed,
-    t5,
-)
+from saved_models import CANNOT, HEADS, SIZES, deepseek, falcon, llama4, mamba, mixtral, packed, t5
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode

@@ -90,7 +90,7 @@ def test_going_on_after_an_interruption(
 @pytest.mark.core
 def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4a16"})],
+        "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4a16"})]
     }
     expected = fp4pass.convert(language_model(), method="sse", weight_only=True, **options)
     for _ in range(2):

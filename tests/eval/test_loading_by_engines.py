@@ -80,10 +80,7 @@ def test_the_readers_have_the_formats_that_sglang_loads() -> None:
     ],
 )
 def test_save_says_whether_vllm_loads_a_folder(
-    key: tuple[str, ...],
-    vllm_loading: ModuleType,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    key: tuple[str, ...], vllm_loading: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "fp4pass")
     (case,) = (each for each in vllm_loading.CASES if (each.layout, each.name, each.model) == key)

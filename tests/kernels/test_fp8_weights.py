@@ -11,11 +11,7 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import PackedInput, PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.linear.fp8_weights_triton import (
-    has_tensor_cores,
-    linear_fp8_weights,
-    sizes_of,
-)
+from fp4pass.kernels.linear.fp8_weights_triton import has_tensor_cores, linear_fp8_weights, sizes_of
 from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
 from fp4pass.kernels.quantize.naive import activate_quantize_ref, norm_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import (

@@ -328,8 +328,7 @@ class TestGpu:
     pytestmark = GPU
 
     @pytest.mark.parametrize(
-        "n,k",
-        [(4096, 4096), (2560, 9728), (1000, 2832), (14336, 4096), (1024, 14336)],
+        "n,k", [(4096, 4096), (2560, 9728), (1000, 2832), (14336, 4096), (1024, 14336)]
     )
     def test_large(self, n: int, k: int) -> None:
         fmt = get_format("nvfp4")

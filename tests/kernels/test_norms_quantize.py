@@ -155,12 +155,7 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, name: str
         assert torch.equal(codes, expected) and torch.equal(found[1][1:last], wanted[1][1:last])
 
 
-PLANS = {
-    64: (64, 1),
-    250: (256, 4),
-    33: (32, 1),
-    190: (64, 2),
-}
+PLANS = {64: (64, 1), 250: (256, 4), 33: (32, 1), 190: (64, 2)}
 
 
 @pytest.mark.quick(2)

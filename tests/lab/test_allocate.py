@@ -251,11 +251,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Fp4PassError], str]] = {
         r"schemes decides fmt. Leave it out of \*\.down_proj",
     ),
     "little text": ({"bits": 5, "data": windows(1)}, CalibrationError, "two windows or more"),
-    "beyond": (
-        {"bits": 5, "data": windows(high=80)},
-        CalibrationError,
-        "0 to 63, the vocabulary",
-    ),
+    "beyond": ({"bits": 5, "data": windows(high=80)}, CalibrationError, "0 to 63, the vocabulary"),
     "no tokens": (
         {"bits": 5, "data": [windows(4), windows(0)]},
         CalibrationError,

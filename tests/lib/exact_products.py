@@ -14,10 +14,7 @@ from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.dequantize.naive import dequantize_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")]
 
 
 def weight(fmt: Format, n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,7 @@ from fp4pass.graph.inductor import GRAPHS
 
 
 def compiled(
-    model: Callable[..., Any],
-    change: Callable[[fx.Graph], Any] | None = None,
-    **options: Any,
+    model: Callable[..., Any], change: Callable[[fx.Graph], Any] | None = None, **options: Any
 ) -> Any:
     """The model by Inductor's last graph, run node by node; `change`: in place of our passes."""
 

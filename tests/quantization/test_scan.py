@@ -214,11 +214,7 @@ def test_a_subclass_that_multiplies_is_a_linear(cls: type[nn.Linear]) -> None:
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [Doubled, Left, Unbiased, Branches, Scored],
-    ids=str,
-)
+@pytest.mark.parametrize("cls", [Doubled, Left, Unbiased, Branches, Scored], ids=str)
 def test_a_subclass_that_does_more_is_not(cls: type[nn.Linear]) -> None:
     found = reasons(nn.Sequential(cls(32, 32), nn.Linear(32, 32)))
     assert found == {"0": f"its class {cls.__name__} is more than an nn.Linear", "1": ""}

@@ -167,10 +167,7 @@ def conv1d() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
-    "layer norm": (
-        lambda: nn.Sequential(nn.LayerNorm(K), nn.Linear(K, 24)),
-        [("0", ("1",))],
-    ),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(K), nn.Linear(K, 24)), [("0", ("1",))]),
     "torch's rms norm": (lambda: nn.Sequential(nn.RMSNorm(K), nn.Linear(K, 24)), [("0", ("1",))]),
     "affine norm": (lambda: nn.Sequential(AffineNorm(), nn.Linear(K, 24)), [("0", ("1",))]),
     "conv1d": (conv1d, [("0", ("2",))]),
@@ -245,9 +242,7 @@ class Overlapping(nn.Module):
         return self.a(self.norm(x)) + self.b(x)
 
 
-UNTOUCHED |= {
-    "a weight that overlaps another": Overlapping,
-}
+UNTOUCHED |= {"a weight that overlaps another": Overlapping}
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)

@@ -183,10 +183,7 @@ def test_tokens_that_a_mask_of_pairs_hides_are_said_to_count(model: Any) -> None
 @pytest.mark.core
 def test_packed_sequences_are_text_as_a_whole(model: Any) -> None:
     x = texts()
-    batch = {
-        "input_ids": x.view(1, -1),
-        "position_ids": torch.arange(LENGTH).repeat(ROWS)[None],
-    }
+    batch = {"input_ids": x.view(1, -1), "position_ids": torch.arange(LENGTH).repeat(ROWS)[None]}
     assert {s.tokens for s in statistics(calibrated(model, batch)).values()} == {ROWS * LENGTH}
     # Numbers of sequences, with zero for padding behind them.
     numbers = torch.tensor([[1] * 8 + [2] * 12 + [0] * 4])

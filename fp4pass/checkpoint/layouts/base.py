@@ -462,10 +462,7 @@ def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
     if layout.stacks:
         codes = (*layer.scale_shape, fmt.packed_columns(fmt.block))
     kinds = (layout.dtypes.get(SCALE, _DTYPES[fmt.scale.storage]),)
-    found: dict[str, Expected] = {
-        PACKED: ((codes,), ("U8",)),
-        SCALE: ((layer.scale_shape,), kinds),
-    }
+    found: dict[str, Expected] = {PACKED: ((codes,), ("U8",)), SCALE: ((layer.scale_shape,), kinds)}
     if layout.engines:
         found = {
             PACKED: ((codes,), (_codes_dtype(layout, fmt),)),

@@ -16,14 +16,7 @@ from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..common import tiles as common
 from ..dequantize.triton import packed_words
-from ..linear.decode_triton import (
-    LARGE,
-    InputRows,
-    arrange_words,
-    arranged,
-    offset,
-    small_scales,
-)
+from ..linear.decode_triton import LARGE, InputRows, arrange_words, arranged, offset, small_scales
 from ..linear.matmul_triton import few_rows_sums, finish, halves, padded_columns, rows_sums
 from ..linear.tiling import Tiles, shared_memory_of
 from ..quantize.tiles import load_global_scale, quantize_block, store_block, word_count

@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.formats import WHOLE, Format
-from ..common.rounding import (
-    band_of,
-    bands,
-    round_to_codes_,
-    round_to_values_,
-    scale_of,
-    spread,
-)
+from ..common.rounding import band_of, bands, round_to_codes_, round_to_values_, scale_of, spread
 from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks
 from .joint_reference import ROWS, damp, upper_factor
 
