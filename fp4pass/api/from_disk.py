@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.card import require_repository
 from ..checkpoint.float_models import files_beside, load_float, load_tokenizer
 from ..checkpoint.layouts import LayoutName, get_layout
 from ..checkpoint.saving import bytes_of, save
@@ -49,7 +48,6 @@ def quantize_checkpoint(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     card: bool | Mapping[str, Any] = False,
-    push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Unpack[LinearOptions],
@@ -79,7 +77,6 @@ def quantize_checkpoint(
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
         card: as for `save`.
-        push_to_hub: as for `save`.
         trust_remote_code: run the code that a model has.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
@@ -110,8 +107,6 @@ def quantize_checkpoint(
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
-    if push_to_hub is not None:
-        require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder, copy_files)
@@ -124,7 +119,7 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"card": card, "push_to_hub": push_to_hub, "copy_files": copy_files}
+        written |= {"card": card, "copy_files": copy_files}
         save(model, target, source=files, max_shard_size=max_shard_size, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)

@@ -1,13 +1,11 @@
-"""The model card of a folder, and its way to the hub."""
+"""The model card of a folder."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import nn
 from .._compat import require
 from .._compat.torch import model_class
 from .._version import __version__
-from ..errors import CheckpointError, OptionError, as_option, expected
+from ..errors import OptionError, expected
 from ..record.state import ModelState
 from .model_layers import is_transformers
 from .readers import Readers
@@ -56,9 +54,8 @@ def write_card(
     readers: Readers,
     evaluations: Mapping[str, Any],
     source: Path | None,
-    name: str,
 ) -> None:
-    """Write the card of a folder, complete but for it. name: of its repository, or ""."""
+    """Write the card of a folder, complete but for it."""
     from huggingface_hub import ModelCard, ModelCardData
 
     report, kind = state.report, model_class(root).__name__
@@ -80,8 +77,7 @@ def write_card(
     )
     whole = base or (kind if source is None else source.name)
     made_of = f"[{base}](https://huggingface.co/{base})" if base else f"`{whole}`"
-    # Not the name of the folder, which may be given another one.
-    title = name.rpartition("/")[2] or f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+    title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
     kinds = Counter((x.config.label, x.config.method_name) for x in report.converted if x.config)
     counts = f"{len(report.converted)} of {len(report.rows)} weights"
     recipe = {k: each for k, each in state.recipe.items() if each not in (None, [], {})}
@@ -93,10 +89,8 @@ def write_card(
         )
         if (known := [value for value in values if value is not None])
     ]
-    where = name or "path/to/this/folder"
-    call = f'snapshot_download("{name}")' if name else f'"{where}"'
+    where = "path/to/this/folder"
     model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
-    hub = "from huggingface_hub import snapshot_download\n" if name else ""
     commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
     lines = [
         f"# {title}\n",
@@ -107,7 +101,7 @@ def write_card(
         *(f"- {text}: {_evaluation(found)}" for text, found in evaluations.items()),
         f"\n```json\n{json.dumps(recipe, indent=1)}\n```\n",
         f"The layout is {layout}, {readers}.\n",
-        f"```python\nimport fp4pass\n{hub}\nmodel = fp4pass.load({call}{model}\n```",
+        f'```python\nimport fp4pass\n\nmodel = fp4pass.load("{where}"{model}\n```',
         *(["\n```sh", *commands, "```"] if commands else []),
     ]
     if (folder / _NAME).is_file():
@@ -147,53 +141,3 @@ def _evaluation(found: Any) -> str:
     kl = "" if found.kl is None else f", KL to the original {found.kl:.4f} nats a token"
     top = "" if found.top1 is None else f", same top token {100 * found.top1:.1f} %"
     return f"perplexity {found.perplexity:.2f} of {found.tokens:,} tokens{kl}{top}"
-
-
-def require_repository(name: str, token: str | None = None) -> None:
-    """Raise OptionError or CheckpointError unless the hub knows who asks for a repository."""
-    require("huggingface_hub")
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        wanted = 'the name of a repository, as "user/name"'
-        raise OptionError(expected("push_to_hub", wanted, name)) from error
-    if token is None and get_token() is None:
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: no token of Hugging Face was found. Run `hf "
-            "auth login`, or set HF_TOKEN. Nothing was written."
-        )
-    with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
-        HfApi(token=token).whoami()
-
-
-def upload(folder: Path, name: str, private: bool | None, token: str | None) -> None:
-    """Upload a folder; a repository that does not exist is made. Raises CheckpointError."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token, library_name="fp4pass", library_version=__version__)
-    with _asking(name, f"The folder is whole: upload it with `hf upload {name} {folder}`."):
-        made = api.create_repo(name, private=private, exist_ok=True)
-        message = f"Upload a model that fp4pass {__version__} quantized"
-        path = os.fspath(folder)
-        api.upload_folder(repo_id=made.repo_id, folder_path=path, commit_message=message)
-
-
-@contextmanager
-def _asking(name: str, remedy: str) -> Iterator[None]:
-    """Make what the hub and its library raise a CheckpointError that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # httpx in version 1, httpx2 in version 2; both raise more below it than HfHubHTTPError.
-    errors: list[Any] = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
-    try:
-        yield
-    except (*errors, OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{as_option('push_to_hub', name)}: Hugging Face refuses or cannot be reached: "
-            f"{lines[0].rstrip('.'):.300}. {remedy}"
-        ) from error

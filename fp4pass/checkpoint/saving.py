@@ -41,7 +41,7 @@ from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
 from .beside import Beside, copy_beside, read_carried
-from .card import check_card, require_repository, upload, write_card
+from .card import check_card, write_card
 from .finished import ConvertedState
 from .layouts import (
     BUFFERS,
@@ -123,9 +123,6 @@ def save(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     card: bool | Mapping[str, Any] = False,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
-    token: str | None = None,
     progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
@@ -152,15 +149,11 @@ def save(
         overwrite: replace the folder if `save` wrote it, with all that has been put beside.
         card: write README.md, a model card with the report, in place of that of `source`.
             `{"WikiText-2": evaluation}` adds what `fp4pass.evaluate` returned for a text.
-        push_to_hub: the name of a repository of Hugging Face, "user/name", to upload to.
-        private: whether a new repository is; by default what its owner has set.
-        token: of Hugging Face; by default that of `hf auth login`.
         progress: as for `convert`.
 
     Raises:
         StateError: the model is not converted.
-        CheckpointError: the layout cannot hold the model, the folder is in the way, or the hub
-            cannot be reached.
+        CheckpointError: the layout cannot hold the model, or the folder is in the way.
         OptionError: a layout, a size, or what a glob of `copy_files` matches does not exist.
 
     Example:
@@ -175,8 +168,6 @@ def save(
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside(root, tokenizer, source, copy_files)
     evaluations = check_card(card)
-    if push_to_hub is not None:
-        require_repository(push_to_hub, token)
     group = ranks()
     group.arrive()
     with asked_for():
@@ -193,10 +184,8 @@ def save(
             _write(plan, root, state, folder, limit, beside)
             if evaluations is not None:
                 about = (plan.layout.name, plan.readers, evaluations, beside.source)
-                write_card(folder, root, state, *about, push_to_hub or "")
+                write_card(folder, root, state, *about)
         _log.info("%s: %s", target, plan.readers)
-        if push_to_hub is not None:
-            upload(target, push_to_hub, private, token)
 
 
 def _plan(

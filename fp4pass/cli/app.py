@@ -140,7 +140,6 @@ _HELP: dict[str, dict[str, tuple[str, str]]] = {
         "max_shard_size": ("SIZE", "Largest size of a file of weights."),
         "overwrite": ("", "Replace what is there."),
         "card": ("", "Replace the model's README.md with a model card."),
-        "push_to_hub": ("USER/NAME", "Upload the folder to a repository of Hugging Face."),
     },
     "Options": {
         "host": ("HOST", "Address to listen on; 0.0.0.0 is all."),

@@ -17,7 +17,6 @@ from ..api.from_disk import finished_layers, quantize_checkpoint
 from ..api.one_call import OwnText
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import MANIFEST, open_checkpoint, save
-from ..checkpoint.card import require_repository
 from ..checkpoint.float_models import files_beside, load_config, load_float, load_tokenizer
 from ..checkpoint.float_models import model_class as class_of
 from ..checkpoint.layouts import get_layout
@@ -64,7 +63,6 @@ def quantize(
     max_shard_size: str = "5GB",
     overwrite: bool = False,
     card: bool = True,
-    push_to_hub: str | None = None,
     json: bool = False,
     **config: Any,
 ) -> None:
@@ -105,8 +103,6 @@ def quantize(
     given.require_at_least(2, seq_len=seq_len)
     given.require_at_least(1, samples=samples, batch_size=batch_size)
     require_free(output, overwrite, marks=(MANIFEST,))
-    if push_to_hub is not None:
-        require_repository(push_to_hub)
     given.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     settings = load_config(model, trust_remote_code)
@@ -133,7 +129,7 @@ def quantize(
     # With it the model writes its own text.
     reader = processor if isinstance(read, OwnText) else None
     written: dict[str, Any] = {"layout": to, "overwrite": overwrite, "copy_files": copy_files or ()}
-    written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
+    written |= {"max_shard_size": max_shard_size, "card": card}
     kept: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         if stream:

@@ -345,16 +345,6 @@ def test_a_card_takes_the_place_of_that_of_the_model_unless_it_is_left_out(tmp_p
     assert (tmp_path / "r/README.md").read_bytes() == (TINY / "README.md").read_bytes()
 
 
-def test_a_model_is_not_begun_that_nobody_may_upload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    options = ("-o", tmp_path / "q", *PLAIN, "--push-to-hub", "me/tiny")
-    result = run("quantize", TINY, *options, code=2)
-    assert "no token of Hugging Face was found. Run `hf auth login`" in result.stderr
-    assert not any(tmp_path.iterdir())
-
-
 # ---- budget --------------------------------------------------------------------------------------
 
 EIGHT = "mxfp8a16"
