@@ -6,7 +6,6 @@ their products are the weights of a linear layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,49 +15,38 @@ from torch import Tensor, fx
 from ..core.elements import element_table, scale_table
 from ..core.formats import Format, get_format
 from ..errors import TraceError
-from ..kernels.rotate.naive import hadamard
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.fp4pass
-
-# Of the buffers that it adds to a graph.
-_PREFIX = "fp4pass_"
-
-# One is built for each node: returns the node of the result.
-_Emit = Callable[["_Writer", fx.Node], fx.Node]
 
 
 class _Writer:
     """Writes nodes of ATen operators before one node of a graph."""
 
     def __init__(self, root: fx.GraphModule, node: fx.Node) -> None:
-        self.root, self.graph, self.node = root, root.graph, node
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        return self.graph.call_function(target, args)
+        self.root, self.node, self.call = root, node, root.graph.call_function
 
     def table(self, name: str, make: Callable[[], Tensor]) -> fx.Node:
         """Return a buffer of the graph, made once."""
-        name = _PREFIX + name
+        name = f"fp4pass_{name}"
         if name not in self.root._buffers:
             self.root.register_buffer(name, make())
-        return self.graph.get_attr(name)
+        return self.root.graph.get_attr(name)
 
     def looked_up(self, table: fx.Node, index: fx.Node, shape: Sequence[int]) -> fx.Node:
         """Return the rows of a table [n, ...] at indices, in a shape."""
-        flat = self.cast(self.call(_ATEN.view.default, index, [-1]), torch.int64)
-        rows = self.call(_ATEN.index_select.default, table, 0, flat)
-        return self.call(_ATEN.view.default, rows, list(shape))
+        flat = self.cast(self.call(_ATEN.view.default, (index, [-1])), torch.int64)
+        rows = self.call(_ATEN.index_select.default, (table, 0, flat))
+        return self.call(_ATEN.view.default, (rows, list(shape)))
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        node = self.call(_ATEN._to_copy.default, x)
-        node.kwargs = {"dtype": dtype}
-        return node
+        return self.call(_ATEN._to_copy.default, (x,), {"dtype": dtype})
 
     def dequantized(
-        self, packed: fx.Node, scale: fx.Node, global_scale: fx.Node | None, fmt: Format,
+        self, packed: fx.Node, scale: fx.Node, global_scale: fx.Node | None, key: str,
         dtype: torch.dtype,
     ) -> fx.Node:  # fmt: skip
         """Return the weight [N, K] of packed codes [N, K / 2] and scale bits [N, K / block]."""
+        fmt: Format = get_format(key)
         if fmt.element.bits != 4:
             raise TraceError(
                 f"{self.node}: expected codes of 4 bits in a graph of plain operators, got "
@@ -80,48 +68,28 @@ class _Writer:
         step = self.looked_up(table, scale, (*shape[:2], 1))
         if global_scale is not None:
             apply = _ATEN.mul.Tensor if fmt.multiplies else _ATEN.div.Tensor
-            step = self.call(apply, step, global_scale)
-        dense = self.call(_ATEN.mul.Tensor, values, step)
-        return self.cast(self.call(_ATEN.view.default, dense, [rows, 2 * pairs]), dtype)
-
-    def rotated(self, x: fx.Node, rotation: int) -> fx.Node:
-        """Return x D of x [..., K]."""
-        device, dtype = _value(x).device, _value(x).dtype
-        matrix = self.table(
-            f"rotation_{rotation}",
-            lambda: hadamard(rotation, torch.float32, device) / math.sqrt(rotation),
-        )
-        columns = int(_value(x).shape[-1])
-        blocks = self.call(
-            _ATEN.unflatten.int, self.cast(x, torch.float32), -1, [columns // rotation, rotation]
-        )
-        turned = self.call(_ATEN.matmul.default, blocks, matrix)
-        return self.cast(self.call(_ATEN.flatten.using_ints, turned, -2, -1), dtype)
+            step = self.call(apply, (step, global_scale))
+        dense = self.call(_ATEN.mul.Tensor, (values, step))
+        return self.cast(self.call(_ATEN.view.default, (dense, [rows, 2 * pairs])), dtype)
 
 
-def _value(node: fx.Node) -> Tensor:
+def _value(node: Any) -> Tensor:
     found: Tensor = node.meta["val"]
     return found
 
 
-def _linear(out: _Writer, node: fx.Node) -> fx.Node:
-    x, packed, scale, global_scale, bias, fmt = (*node.args, *node.kwargs.values())[:6]
-    dtype = _value(x).dtype  # type: ignore[arg-type]
-    weight = out.dequantized(packed, scale, global_scale, get_format(fmt), dtype)  # type: ignore[arg-type]
-    if bias is not None and _value(bias).dtype != dtype:  # type: ignore[arg-type]
-        bias = out.cast(bias, dtype)  # type: ignore[arg-type]
-    return out.call(_ATEN.linear.default, x, weight, bias)
+def _linear(out: _Writer, *args: Any) -> fx.Node:
+    x, packed, scale, global_scale, bias, key = args[:6]
+    dtype = _value(x).dtype
+    weight = out.dequantized(packed, scale, global_scale, key, dtype)
+    if bias is not None and _value(bias).dtype != dtype:
+        bias = out.cast(bias, dtype)
+    return out.call(_ATEN.linear.default, (x, weight, bias))
 
 
-def _dequantize(out: _Writer, node: fx.Node) -> fx.Node:
-    packed, scale, global_scale, fmt, dtype = (*node.args, *node.kwargs.values())[:5]
-    return out.dequantized(packed, scale, global_scale, get_format(fmt), dtype)  # type: ignore[arg-type]
-
-
-_WRITTEN: dict[Any, _Emit] = {
+_WRITTEN: dict[Any, Callable[..., fx.Node]] = {
     _OURS.linear.default: _linear,
-    _OURS.dequantize.default: _dequantize,
-    _OURS.rotate.default: lambda out, node: out.rotated(*node.args),  # type: ignore[arg-type]
+    _OURS.dequantize.default: lambda out, *args: out.dequantized(*args[:5]),
 }
 
 
@@ -129,27 +97,26 @@ def write_plain(root: fx.GraphModule) -> int:
     """Replace the operators of fp4pass in a graph by ATen operators, and return their number.
 
     Raises:
-        TraceError: an operator has no such form, such as quantized inputs.
+        TraceError: an operator has no such form, such as quantized or rotated inputs.
     """
-    count = 0
-    for node in list(root.graph.nodes):
+    graph, count = root.graph, 0
+    for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "fp4pass":
             continue
-        write = _WRITTEN.get(node.target)
-        if write is None:
+        if node.target not in _WRITTEN:
             raise TraceError(
                 f"{node}: {node.target} has no form in plain operators: only linear layers with "
                 "float inputs do. Convert to nvfp4a16 or mxfp4a16, and leave experts out by "
                 "rules=[('*.experts.*', None)], or trace without plain=True."
             )
-        with root.graph.inserting_before(node):
-            new = write(_Writer(root, node), node)
+        with graph.inserting_before(node):
+            new = _WRITTEN[node.target](_Writer(root, node), *node.args, *node.kwargs.values())
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
-        root.graph.erase_node(node)
+        graph.erase_node(node)
         count += 1
     # The graph holds scales as bytes, where it reads the bits of floats of 8 bits.
-    for node in root.graph.find_nodes(op="call_function", target=_ATEN.view.dtype):
+    for node in graph.find_nodes(op="call_function", target=_ATEN.view.dtype):
         source, dtype = node.args
         if dtype != torch.uint8 or source.op != "get_attr" or len(source.users) > 1:
             continue
@@ -160,7 +127,7 @@ def write_plain(root: fx.GraphModule) -> int:
             owner.register_buffer(name, stored.view(torch.uint8))
             source.meta = dict(node.meta)
             node.replace_all_uses_with(source)
-            root.graph.erase_node(node)
-    root.graph.lint()
+            graph.erase_node(node)
+    graph.lint()
     root.recompile()
     return count
