@@ -46,6 +46,7 @@ class Merged:
         model: the merged model, without PEFT's wrappers.
         adapters: the names of the adapters.
         layers: the method of each layer that was quantized again, by its name.
+        rescaled: layers that kept their codes, under the raised global scale that they share.
         kept: the part of the change of the weights that is left after rounding: the product of what
             they moved by with B A, over the square of B A. The method of the base loses changes of
             less than half a step.
@@ -62,6 +63,7 @@ class Merged:
     model: nn.Module = field(compare=False, repr=False)
     adapters: tuple[str, ...]
     layers: Mapping[str, str]
+    rescaled: tuple[str, ...] = ()
     kept: float = 1.0
     tokens: int = 0
     held_out_tokens: int = 0
@@ -71,7 +73,8 @@ class Merged:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as fp4pass.json has them in the list "merged"."""
         found = {name: value for name, value in vars(self).items() if name != "model"}
-        return {**found, "adapters": list(self.adapters), "layers": dict(self.layers)}
+        lists = {"adapters": list(self.adapters), "rescaled": list(self.rescaled)}
+        return {**found, **lists, "layers": dict(self.layers)}
 
     def __str__(self) -> str:
         counts = Counter(self.layers.values())
@@ -191,6 +194,7 @@ def merge(
             model=root,
             adapters=tuple(sorted(set(itertools.chain(*applied)))),
             layers={name: new.config.method_name for name, new in again.items()},
+            rescaled=tuple(sorted(shared)),
             kept=kept,
             tokens=max((each.tokens for each in stats.values()), default=0),
         )

@@ -56,7 +56,7 @@ def test_a_folder_and_an_adapter(folders: Path, tmp_path: Path, base: str) -> No
         load_file(each / "model.safetensors") for each in (folders / base, tmp_path / "out")
     )
     changed = {name.rpartition(".")[0] for name in before if not _same(before[name], after[name])}
-    assert changed <= {*found["layers"]}
+    assert changed <= {*found["layers"], *found["rescaled"]}
     assert {name for name in changed if name.endswith("v_proj")} == merged
     stored = json.loads((tmp_path / "out" / "fp4pass.json").read_text())["recipe"]["merged"]
     assert stored == [{name: found[name] for name in stored[0]}]
