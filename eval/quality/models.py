@@ -188,7 +188,6 @@ def described(path: Path, found: Evaluation, windows: int) -> dict[str, Any]:
         "tokens": found.tokens,
         "unit": found.unit,
         "units": found.units,
-        "top_p": found.top_p,
         "digest": found.digest,
     }
 
