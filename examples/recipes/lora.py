@@ -17,6 +17,7 @@ model = AutoModelForCausalLM.from_pretrained(
 
 # --8<-- [start:train]
 fp4pass.convert(model, "nvfp4a16", "sse")
+torch.manual_seed(0)
 model = get_peft_model(
     model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
 )
