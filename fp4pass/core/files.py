@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -15,6 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError, OptionError, as_option, expected
+
+_log = logging.getLogger(__name__)
 
 
 def path_of(path: object, what: str, wanted: str = "a path, as a string or a pathlib.Path") -> Path:
@@ -109,6 +112,8 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
             ) from error
         raise
     shutil.rmtree(old, ignore_errors=True)
+    for path in _left_beside(target):
+        _log.warning("%s is of a save that was killed, or runs now; delete it if none runs", path)
 
 
 def _beside(target: Path, what: str) -> Path:

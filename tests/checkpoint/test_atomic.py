@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(
 
 
 @pytest.mark.core
-def test_what_a_killed_save_left_is_named(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = packed_model(mlp())
     fp4pass.save(model, tmp_path / "q")
     (tmp_path / "q").rename(tmp_path / ".q.fp4pass-old-00000000")
@@ -180,6 +180,7 @@ def test_what_a_killed_save_left_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"left .q.fp4pass-old-00000000 beside it"):
         fp4pass.save(model, tmp_path / "q")
     fp4pass.save(model, tmp_path / "q", overwrite=True)
+    assert ".q.fp4pass-old-00000000 is of a save that was killed" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == [".q.fp4pass-old-00000000", "q"]
 
 
