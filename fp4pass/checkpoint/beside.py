@@ -210,7 +210,7 @@ def copy_beside(
 class Beside:
     """The tokenizer and the source that come along with a model.
 
-    What is not given is found, as far as it is there. Raises OptionError.
+    Either is looked for where it is not given. Raises OptionError.
     """
 
     def __init__(

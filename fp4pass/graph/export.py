@@ -23,7 +23,7 @@ _LENGTH = 2048
 # Errors of torch.export for models that it cannot trace, and of models while it does.
 _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-# What the graph of a decoder takes.
+# The arguments of the graph of a decoder.
 _OF_DECODER = ("input_ids", "attention_mask")
 
 

@@ -21,7 +21,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, OptionError, VersionError, expected
 
-# The names of the files of a tokenizer: without one transformers makes one that knows no word.
+# The names of the files of a tokenizer: without one transformers makes one without words.
 _TOKENIZERS = ("*token*.json", "*.tiktoken", "*.model", "vocab.*")
 
 # Fields that transformers ignores and that change no text, and values that ask for nothing.

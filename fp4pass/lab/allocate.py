@@ -425,7 +425,7 @@ class _Search:
                 break
             each = self.measure(schemes, "allocated")
             tried.append(each)
-            # What is predicted is off by about as much as here.
+            # Other predictions are off by about as much.
             asked = each.predicted * kl / each.kl if each.kl else 2 * asked
             asked *= 1 if each.kl <= kl else 0.97
         within = [each for each in tried if each.kl <= kl]

@@ -402,9 +402,9 @@ def _statistics(
 def _packed(
     root: nn.Module, targets: Sequence[_Target], stats: Mapping[QuantizedLinear, Stats]
 ) -> tuple[dict[QuantizedLinear, Any], dict[QuantizedLinear, dict[str, Tensor]], float]:
-    """Return the new weights, the buffers of layers that share their scales, and what is left.
+    """Return the new weights, the buffers of layers that share their scales, and the part kept.
 
-    What is left of the change D of weights W is <Q - W, D> / <D, D> over all of them.
+    That of the change D of weights W is <Q - W, D> / <D, D> over all of them.
     """
     changed = {target.layer: target for target in targets}
     found: dict[QuantizedLinear, Any] = {}

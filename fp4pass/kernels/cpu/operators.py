@@ -40,7 +40,7 @@ from ..rotate.naive import rotate_quantize_ref
 
 _log = logging.getLogger(__name__)
 
-# What Inductor pastes, and what eager PyTorch compiles, which includes that.
+# Inductor pastes the first; eager PyTorch compiles the second, which includes it.
 HEADER, SOURCE = (Path(__file__).with_name(name) for name in ("few_rows.h", "kernels.cpp"))
 
 # The dtypes that the functions are compiled for, by the end of their names.

@@ -398,7 +398,7 @@ def gptq_ref(
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped and shrunk."""
-    # What costs all rows most is visited first; sweeps: repeated visits of all blocks. start, stop:
+    # Blocks that cost all rows most are visited first; sweeps: repeated visits of all. start, stop:
     # the rows that are quantized; the same bits from a multiple of ROWS on.
     damped = damp(hessian, damping, shrinkage, fmt.block)
     blocks = make_metric(diagonal_blocks(damped, fmt.block))
