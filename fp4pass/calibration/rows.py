@@ -362,7 +362,9 @@ def open_source(spec: str) -> Rows:
     datasets.disable_progress_bars()
     with reading(spec, "the dataset"):
         rows = datasets.load_dataset(name, *rest, **options)
-    return Rows(spec, _streamed(spec, rows))
+    read = _streamed(spec, rows)
+    # Whole, so that what is taken of it is spread over all.
+    return Rows(spec, list(read) if options.get("data_files") and name == "json" else read)
 
 
 def _streamed(spec: str, rows: Iterable[Any]) -> Iterator[Any]:

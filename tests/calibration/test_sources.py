@@ -12,7 +12,7 @@ from calibration.readers import TURNS, tokenizer
 
 import fp4pass
 from fp4pass.calibration import batches
-from fp4pass.calibration.rows import read_text
+from fp4pass.calibration.rows import open_source, read_text
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError
 from fp4pass.evaluation import token_windows
 
@@ -44,6 +44,14 @@ def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "test.jsonl").unlink()
     with pytest.raises(fp4pass.Fp4PassError, match=r"row 0: expected columns .*, got id \(int\)"):
         read_text(str(folder))
+
+
+def test_what_is_taken_of_lines_is_spread_over_the_file(tmp_path: Path) -> None:
+    rows = ["a" * 99] * 50 + ["b" * 99] * 50
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    found = open_source(str(path)).documents(tokens=60)
+    assert sum(each.text[0] == "b" for each in found) == len(found) // 2 > 2
 
 
 def test_tables_are_read_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
