@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class SplitModule(nn.Module):
-    """A module of which this process has a part.
+    """A part of a module, that of this process.
 
     A state dict has its parts as DTensors, which torch.distributed.checkpoint writes whole.
     """

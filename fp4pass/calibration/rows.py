@@ -37,8 +37,8 @@ _TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parque
 
 _FILES = (".txt", ".md", *_TABLES)
 
-# The columns that a row is read by: the first kind of which it has one (of a question: and an
-# answer), and images beside it.
+# The columns of a row, in the order in which they are looked for: the first that it has is read,
+# a question with its answer, and images beside it.
 _CHATS = ("messages", "conversations")
 _TEXTS = ("text", "content")
 _QUESTIONS = ("prompt", "question", "instruction")

@@ -128,7 +128,7 @@ def _prediction_absent(found: Folder) -> Faults:
 
 
 def _disagrees(found: Folder) -> Faults:
-    """Yield layers of which two files declare two schemes."""
+    """Yield layers whose files declare different schemes."""
     for layer in found.records if len(found.declarations) > 1 else ():
         said = {}
         for file, declared in found.declarations.items():

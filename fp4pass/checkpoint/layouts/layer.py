@@ -308,8 +308,8 @@ def join_layers(
 ) -> tuple[PackedLayer, dict[str, Tensor]]:
     """Return the record and the buffers of a stack whose pieces are linear layers on disk.
 
-    whole: how it lies in the model, but for its config. state: the buffers of the layers, of which
-    parts may be missing. Raises CheckpointError for layers that a stack cannot hold.
+    whole: its record in the model, but for its config. state: the buffers of the layers; some may
+    be missing. Raises CheckpointError for layers that a stack cannot hold.
     """
     records = [layers[piece.name] for piece in pieces]
     # Which way a number goes may differ by expert, as some are powers of two by chance.

@@ -413,7 +413,7 @@ def exact_rows_sums(
 
 @triton.jit
 def unknown_zero(most):
-    """Return 0, of which the compiler knows only that it is a multiple of 16."""
+    """Return 0. The compiler knows only that it is a multiple of 16."""
     # Else what both loops compute would be kept in registers through the first one.
     if common.PTX:
         zero = tl.inline_asm_elementwise(
@@ -489,7 +489,7 @@ def pairs_kernel(
     TILES: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the row of one pair, FAN of which share one, and weights of its expert."""
+    """Multiply the row of one pair and weights of its expert; FAN pairs share a row."""
     # M: rows of x. Tensor cores get a row BM times.
     BN: tl.constexpr = TILES.n
     common.wait(OVERLAP, RELEASES)
