@@ -1,15 +1,16 @@
 """Make batches of calibration data: texts, chats, rows, images, files and data sets.
 
-`fp4pass.calibrate` calls `batches` for data in other forms. `sample` has a model write a text of
-its own, and `smooth` moves what a text shows to be large in inputs into weights.
+`fp4pass.calibrate` calls `batches` for data in other forms. `mixture` is the text where there is
+none, most of which the model writes by `sample`. `smooth` moves what a text shows to be large in
+inputs into weights.
 """
 
 from typing import Any
 
 from .sample import sample
-from .to_batches import batches
+from .to_batches import batches, mixture
 
-__all__ = ["batches", "sample", "smooth"]
+__all__ = ["batches", "mixture", "sample", "smooth"]
 
 
 def __getattr__(name: str) -> Any:

@@ -112,10 +112,7 @@ class Processor:
 
     @cached_property
     def processor(self) -> Any:
-        """The one that was given, or that lies in the folder that the model came from.
-
-        Raises OptionError for neither.
-        """
+        """The one given, or that of the model's folder. Raises OptionError for neither."""
         found = self._given
         root: Any = None if self._model is None else unwrap(self._model)
         folder = None if root is None or found is not None else source_folder(root)
@@ -168,10 +165,7 @@ class Processor:
         return str(found).removeprefix(self.tokenizer.bos_token or "")
 
     def of_images(self, document: Document) -> Mapping[str, Tensor]:
-        """Return the batch of one that the processor makes of a document with images.
-
-        Raises CalibrationError if the processor reads no images, or refuses the document.
-        """
+        """Return the batch of one of a document with images, or raise CalibrationError."""
         made: Any
         if hasattr(self.processor, "image_processor"):
             made = self._rendered(document, tokenize=True, return_dict=True, return_tensors="pt")

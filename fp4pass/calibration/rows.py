@@ -69,11 +69,9 @@ class Rows:
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None
     ) -> list[Document]:
-        """Return documents of the items in their order, as many as are enough.
-
-        That is for `tokens` of text, or `examples` with images; None for all. From a longer
-        sequence items are taken evenly or, with a seed, at random; from an iterable the first.
-        """
+        """Return documents of the items in their order, as many as are enough."""
+        # That is for `tokens` of text, or `examples` with images; None for all. From a longer
+        # sequence items are taken evenly or, with a seed, at random; from an iterable the first.
         found: dict[int, Document] = {}
         characters = images = 0
         for i, item in self._visited(tokens, seed):
@@ -110,10 +108,7 @@ class Rows:
 
 
 def document_of(item: Any, where: str) -> Document:
-    """Return the document of an item, an empty one if its columns hold None.
-
-    Raises CalibrationError for an item of another type, or without columns that are known.
-    """
+    """Return the document of an item, empty if its columns hold None. Raises CalibrationError."""
     if isinstance(item, str):
         return Document(item, where=where)
     if _is_chat(item):
@@ -190,10 +185,8 @@ def _chat(
     images: Sequence[Any] = (),
     text: str | None = None,
 ) -> Document:
-    """Return the document of a chat, with images where it has places for them, or in front.
-
-    Rows of a table have None where a message lacks what others have.
-    """
+    """Return the document of a chat, with images where it has places for them, or in front."""
+    # Rows of a table have None where a message lacks what others have.
     messages: list[dict[str, Any]] = list(map(_without_none, chat))
     left, places = list(images), 0
     for message in messages:
@@ -261,12 +254,8 @@ def _without_none(value: Any) -> Any:
 
 
 def source_of(data: Any) -> Any:
-    """Return calibration data as Rows or token ids [tokens] or [n, length]; batches as they are.
-
-    Of an iterator the first item is read, which tells its kind; of a DataLoader none.
-
-    Raises CalibrationError for other data.
-    """
+    """Return calibration data as Rows or token ids [tokens] or [n, length]; batches as they are."""
+    # The first item of an iterator tells its kind; none is read of a DataLoader.
     if isinstance(data, str) and not _is_source(data):
         return Rows("data", split_documents(data), is_text=True)
     if isinstance(data, str | os.PathLike):
@@ -330,12 +319,10 @@ def _is_source(text: str) -> bool:
 
 
 def open_source(spec: str) -> Rows:
-    """Return the rows of a file, a folder or a data set.
-
-    A file is a table that `datasets` reads, by its suffix, or plain text, in which a line `<|doc|>`
-    separates documents; anything else is `name[:config][:split]` of `datasets`, whose name may be a
-    folder.
-    """
+    """Return the rows of a file, a folder or a data set."""
+    # A file is a table that `datasets` reads, by its suffix, or plain text, in which a line
+    # `<|doc|>` separates documents; anything else is `name[:config][:split]` of `datasets`, whose
+    # name may be a folder.
     path = Path(spec)
     if path.is_file() and path.suffix not in _TABLES:
         return Rows(spec, split_documents(_read(path)), is_text=True)
@@ -383,10 +370,9 @@ def _read(path: Path) -> str:
 
 
 def read_text(spec: str, tokens: int | None = None, tokenizer: Any = None) -> str:
-    """Return the text of a source, with a line `<|doc|>` between its documents.
-
-    A data set is read as far as `tokens` are wanted; the chat template of `tokenizer` writes chats.
-    """
+    """Return the text of a source, with a line `<|doc|>` between its documents."""
+    # A data set is read as far as `tokens` are wanted; the chat template of `tokenizer` writes
+    # chats.
     found, is_file = open_source(spec), Path(spec).is_file()
     if found.is_text:
         return _read(Path(spec))

@@ -24,7 +24,10 @@ from .processor import Target
 _log = logging.getLogger(__name__)
 
 # Windows that are written at once, at most: on a GPU, and elsewhere.
-_GPU_ROWS, _CPU_ROWS = 128, 64
+_GPU_ROWS, _CPU_ROWS = 1024, 64
+
+# Windows from which on compiling a step, 40 s, gains time on a GPU.
+_COMPILED = 1 << 12
 
 # Tokens of a config that stand for images and sound, which are no text.
 _KINDS = ("image", "video", "audio", "vision")
@@ -90,7 +93,7 @@ def sample(
         seq_len: tokens of a window; the context of the model if that is shorter.
         chat_share: of windows that are conversations, in [0, 1]; none without a chat template.
         batch_size: windows that are written at once; by default what half of the free memory holds,
-            at most 128 on a GPU and 64 elsewhere.
+            at most 1024 on a GPU and 64 elsewhere.
         temperature: of the distribution of the next token, which nothing else changes.
         seed: of the random numbers. The same seed gives the same tokens; another batch size may
             change some, where the model rounds in another way.
@@ -125,6 +128,9 @@ def sample(
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or _rows_at_once(root, seq_len, device)
+    # transformers compiles a step on a cache of this kind.
+    is_long = count >= _COMPILED and device.type == "cuda"
+    cache = "static" if is_long and getattr(root, "_can_compile_fullgraph", False) else None
     scripts = _scripts(root, tokenizer, seq_len, count, round(chat_share * count))
     # Of its own, so that random numbers elsewhere are as before.
     drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed)).to(device)
@@ -132,17 +138,23 @@ def sample(
     with shown("sample", progress) as bar, _as_before(root):
         bar.expect(count * seq_len, "tokens")
         barred = _barred(root, tokenizer).to(device)
+        size = _batch_size([number for _, number in scripts], rows)
         for script, number in scripts:
-            # Batches of equal size, for a small one takes as long.
-            parts = math.ceil(number / rows)
-            for part in range(parts):
-                size = number // parts + (part < number % parts)
-                found.append(_write(root, script, drawn[:size], temperature, barred))
-                drawn = drawn[size:]
-    # In an order that mixes all kinds from the start.
-    places = [((i + 0.5) / n, kind) for kind, (_, n) in enumerate(scripts) for i in range(n)]
-    order = sorted(range(count), key=lambda i: places[i])
-    return torch.cat(found)[torch.tensor(order)]
+            for part in drawn[:number].split(size):
+                # A compiled step is for batches of one size.
+                missing = size - len(part) if cache else 0
+                filled = torch.cat([part, part.new_zeros(missing, seq_len)])
+                written = _write(root, script, filled, temperature, barred, cache)
+                found.append(written[: len(part)])
+            drawn = drawn[number:]
+    return in_turn(torch.cat(found).split([number for _, number in scripts]))
+
+
+def in_turn(kinds: Sequence[Tensor]) -> Tensor:
+    """Return windows of several kinds, each [n, seq_len], mixed evenly from the start."""
+    places = [((i + 0.5) / len(each), k) for k, each in enumerate(kinds) for i in range(len(each))]
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    return torch.cat(list(kinds))[torch.tensor(order)]
 
 
 def _require_writer(root: nn.Module) -> None:
@@ -179,6 +191,13 @@ def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     return max(1, min(most, free // 2 // row))
 
 
+def _batch_size(numbers: Sequence[int], most: int) -> int:
+    """Return the size of batches that fills them best: a small one takes as long."""
+    parts = math.ceil(max(numbers) / most)
+    sizes = [math.ceil(max(numbers) / each) for each in range(parts, parts + 4)]
+    return min(sizes, key=lambda size: sum(math.ceil(n / size) * size for n in numbers))
+
+
 def _barred(root: Any, tokenizer: Any) -> Tensor:
     """Return the tokens that no text has: beyond the tokenizer, and those of images and sound."""
     size = root.config.get_text_config().vocab_size
@@ -212,7 +231,9 @@ def _as_before(root: Any) -> Iterator[None]:
                 module.training = True
 
 
-def _write(root: Any, script: Script, drawn: Tensor, temperature: float, barred: Tensor) -> Tensor:
+def _write(
+    root: Any, script: Script, drawn: Tensor, temperature: float, barred: Tensor, cache: str | None
+) -> Tensor:
     """Return windows that follow a script, of numbers in [0, 1) of their shape."""
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -250,7 +271,11 @@ def _write(root: Any, script: Script, drawn: Tensor, temperature: float, barred:
 
     # `step` leaves one token to choose from.
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=seq_len - length, use_cache=True, eos_token_id=None
+        do_sample=False,
+        max_new_tokens=seq_len - length,
+        use_cache=True,
+        eos_token_id=None,
+        cache_implementation=cache,
     )
     written: Tensor = root.generate(
         prompt,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import lzma
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +19,7 @@ from ..errors import CalibrationError, OptionError, ShapeError, require_number
 from ..quantization.observers.batches import require_tokens
 from .processor import SEQ_LEN, Document, Processor, Target
 from .rows import Rows, source_of
-from .sample import sample
+from .sample import in_turn, sample
 
 Item = TypeVar("Item")
 
@@ -58,7 +62,7 @@ def batches(
               alone or beside these;
             - a path: .txt, or what `datasets.load_dataset` opens: .jsonl, .csv, .json, .parquet;
             - `name[:config][:split]` of `datasets`;
-            - None: the model samples texts of its own.
+            - None: `mixture`.
         tokenizer: of transformers, or the processor of a model that reads images; by default that
             of the folder that `model` came from.
         model: what the batches are for; None for any model that reads tokens.
@@ -66,8 +70,8 @@ def batches(
         seq_len: tokens of a window, at most the context of the model. Less text than a window is
             one shorter window.
         batch_size: windows of a batch; after `prepare(sequential=True)` the first batch has one.
-        seed: draw the windows at random; None spreads them evenly over the data. Of text that the
-            model samples, the seed of that; None is 0.
+        seed: draw the windows at random; None spreads them evenly over the data. Of `mixture`, its
+            seed; None is 0.
 
     Raises:
         CalibrationError: the data holds nothing to learn from, or has no columns that are known.
@@ -85,8 +89,8 @@ def batches(
     if data is None:
         if model is None:
             raise OptionError("data: expected calibration data, got None. Give model= to write it.")
-        reader, length = Processor(tokenizer, model).processor, Target.of(model).fitting(seq_len)
-        data = sample(model, reader, tokens=samples * length, seq_len=length, seed=seed or 0)
+        length = Target.of(model).fitting(seq_len)
+        data = mixture(model, tokenizer, tokens=samples * length, seq_len=length, seed=seed or 0)
     source = source_of(data)
     if isinstance(source, Rows | Tensor):
         target, reader = Target.of(model), Processor(tokenizer, model)
@@ -98,6 +102,52 @@ def batches(
     return source
 
 
+def mixture(
+    model: nn.Module, tokenizer: Any = None, *, tokens: int, seq_len: int = SEQ_LEN, seed: int = 0
+) -> Tensor:
+    """Return text to calibrate a causal language model on where there is no other.
+
+    A third each are plain text and conversations that the model samples, and packaged text of many
+    kinds (code, encyclopaedia, web, prose, maths, other languages; texts.md names authors and
+    licences), of which each piece is taken twice at most. Plain text fills up what is missing.
+
+    Args:
+        model: as for `sample`.
+        tokenizer: as for `batches`.
+        tokens: how many, rounded up to whole windows.
+        seq_len: tokens of a window, at most the context of the model.
+        seed: of what is sampled, and of the choice of pieces.
+
+    Returns:
+        windows: [ceil(tokens / seq_len), seq_len] int64, on the CPU, all kinds mixed.
+
+    Raises:
+        OptionError: as `sample`.
+
+    Example:
+        >>> mixture = fp4pass.calibration.mixture
+        >>> mixture(model, tokenizer, tokens=96, seq_len=32).shape
+        torch.Size([3, 32])
+    """
+    reader, length = Processor(tokenizer, model), Target.of(model).fitting(seq_len)
+    count = math.ceil(tokens / length)
+    with lzma.open(str(files(__package__) / "texts.jsonl.xz"), "rt", encoding="utf-8") as lines:
+        texts = [Document(text=json.loads(line)["text"]) for line in lines]
+    windows = _stream_windows(reader.of_texts(texts), length)
+    pieces = [each for each in windows if len(each) == length]
+    chosen = [*_choose(pieces, count, seed), *_choose(pieces, count, seed + 1)][: round(count / 3)]
+    rest = count - len(chosen)
+    own = sample(
+        model,
+        reader.processor,
+        tokens=rest * length,
+        seq_len=length,
+        chat_share=min(0.5, count / 3 / max(rest, 1)),
+        seed=seed,
+    )
+    return in_turn([own, *([torch.stack(chosen)] if chosen else [])])
+
+
 def examples(
     source: Rows | Tensor,
     reader: Processor,
@@ -107,11 +157,9 @@ def examples(
     seq_len: int,
     seed: int | None = None,
 ) -> list[Example]:
-    """Return the examples that a model runs on: at most `samples`, but all token windows.
-
-    The other arguments are those of `batches`. Raises CalibrationError if there is nothing to learn
-    from, or a document is not as expected; OptionError if the model needs more than text.
-    """
+    """Return the examples that a model runs on: at most `samples`, but all token windows."""
+    # The other arguments are those of `batches`. Raises CalibrationError if there is nothing to
+    # learn from, or a document is not as expected; OptionError if the model needs more than text.
     length = target.fitting(seq_len)
     if isinstance(source, Tensor):
         target.require_text()
@@ -147,10 +195,7 @@ def examples(
 
 
 def _stream_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:
-    """Cut documents, one behind the other, into windows [length], and drop the rest at the end.
-
-    Fewer tokens than a window are one shorter window.
-    """
+    """Cut documents, one behind the other, into windows [length]; fewer tokens are one window."""
     ids = torch.tensor(list(itertools.chain.from_iterable(documents)), dtype=torch.long)
     if 0 < len(ids) < length:
         return [ids]
@@ -158,10 +203,7 @@ def _stream_windows(documents: Iterable[Sequence[int]], length: int) -> list[Ten
 
 
 def _whole_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:
-    """Put documents into windows of at most `length` tokens, each whole in the first with room.
-
-    Longer ones are cut.
-    """
+    """Put documents into windows of `length`, each whole in the first with room; longer are cut."""
     windows: list[list[int]] = []
     room: list[int] = []
     for ids in documents:
@@ -189,13 +231,11 @@ def _choose(items: Sequence[Item], count: int, seed: int | None = None) -> list[
 def collate(
     examples: Sequence[Example], batch_size: int, *, config: Any = None, first_alone: bool = False
 ) -> list[Any]:
-    """Return examples as batches of at most `batch_size`, in their order.
-
-    Windows of one length become a tensor [batch, tokens]; of several lengths, a mapping with an
-    attention_mask. Outputs of a processor stay together where all of their tensors have the same
-    shapes. `config` says whether the model reads labels; with `first_alone` the first batch has one
-    example, for it runs through the whole model where the others run to its first layer.
-    """
+    """Return examples as batches of at most `batch_size`, in their order."""
+    # Windows of one length become a tensor [batch, tokens]; of several lengths, a mapping with an
+    # attention_mask. Outputs of a processor stay together where all of their tensors have the same
+    # shapes. `config` says whether the model reads labels; with `first_alone` the first batch has
+    # one example, for it runs through the whole model where the others run to its first layer.
     alone = 1 if first_alone else 0
     groups = [examples[:alone], *_groups(examples[alone:], batch_size)]
     return [_batch(group, config) for group in groups if group]

@@ -57,14 +57,14 @@ def test_padding_of_chats_enters_no_statistic(sequential: bool) -> None:
         assert mine.output_error == pytest.approx(theirs.output_error, rel=0.02)
 
 
-def test_without_data_the_model_samples_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_data_there_is_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def sample(model: Any, tokenizer: Any, **options: Any) -> Any:
+    def mixture(model: Any, tokenizer: Any, **options: Any) -> Any:
         asked.append((model, tokenizer))
         return tokens(3, 16)
 
-    monkeypatch.setattr("fp4pass.calibration.to_batches.sample", sample)
+    monkeypatch.setattr("fp4pass.calibration.to_batches.mixture", mixture)
     reader = tokenizer()
     model = calibrated(None, reader)
     assert asked == [(model, reader)]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from small_models import TINY, language_model
 
 import fp4pass
-from fp4pass.calibration import sample
+from fp4pass.calibration import mixture, sample
 from fp4pass.calibration.sample import Script, chat_script
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observers.observer import OBSERVERS
@@ -171,6 +172,35 @@ def test_the_same_seed_gives_the_same_tokens_and_random_numbers_are_left_alone()
     assert torch.equal(sample(model, tokens, **SMALL), first)
     assert torch.equal(sample(model, tokens, batch_size=1, **SMALL), first)
     assert not torch.equal(sample(model, tokens, seed=1, **SMALL), first)
+
+
+def test_a_mixture_is_a_third_each_of_texts_conversations_and_packaged_text() -> None:
+    made = mixture(writer(), tokenizer(), tokens=144, seq_len=12)
+    # A word that the tokenizer does not know is its first token.
+    packaged = [bool((row == BOS).all()) for row in made]
+    assert made.shape == (12, 12) and sum(packaged) == 4 and sum(kinds(made)) == 4
+    # From the start on all kinds.
+    assert any(packaged[:3]) and not all(packaged[:3]) and any(kinds(made[:3]))
+    assert torch.equal(made, mixture(writer(), tokenizer(), tokens=144, seq_len=12))
+    assert not torch.equal(made, mixture(writer(), tokenizer(), tokens=144, seq_len=12, seed=1))
+
+
+def test_a_mixture_takes_no_piece_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def written(model: Any, reader: Any, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return torch.full((options["tokens"] // options["seq_len"], options["seq_len"]), -1)
+
+    monkeypatch.setattr("fp4pass.calibration.to_batches.sample", written)
+    reader = transformers.AutoTokenizer.from_pretrained(TINY)
+    made = mixture(language_model(), reader, tokens=8192 * 512)
+    found, times = made[(made >= 0).all(1)].unique(dim=0, return_counts=True)
+    assert times.max() == 2 and len(made) == 8192 and 2 * len(found) == int(times.sum())
+    assert asked[0]["tokens"] == 512 * (8192 - 2 * len(found))
+    assert asked[0]["chat_share"] == pytest.approx(8192 / 3 / (8192 - 2 * len(found)))
+    # All of many kinds: half a million tokens of this tokenizer.
+    assert len(found) > 500
 
 
 def test_the_settings_of_the_model_change_nothing_and_stay() -> None:
