@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .. import calibration
-from ..calibration.processor import SEQ_LEN, Processor, Target
+from ..calibration.processor import SEQ_LEN, Target
 from ..core.machine import require_device
 from ..core.names import covering_globs
 from ..distributed import ranks
 from ..engine.recording import stacks_of
-from ..errors import OptionError, StateError, TraceError, as_option
-from ..quantization.observers.batches import size_of
+from ..errors import OptionError, StateError, as_option
+from ..quantization.observers.batches import call_arguments, device_of, size_of
 from ..quantization.observers.observer import OBSERVERS
 from ..quantization.plan import matching_rule, plan_layers, require_float, require_layers
 from ..quantization.recipe import require_undecided, with_quality
@@ -37,7 +39,7 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class OwnText:
-    """The text that a model writes itself to be calibrated on, in place of data."""
+    """Text of `calibration.mixture` in place of data."""
 
     samples: int | None = None  # windows; None for the tokens of the recipe
     seq_len: int = SEQ_LEN
@@ -54,10 +56,10 @@ class OneCall:
         given: Mapping[str, Any],
         rules: Sequence[Rule] = (),
         kv_cache: str | None = None,
-        by_layers: bool = False,
         device: torch.device | str | None = None,
+        stream: Any = None,
     ) -> None:
-        """Take the arguments of `convert`; by_layers: one at a time whatever the method."""
+        """Take the arguments of `convert`."""
         root, rules = unwrap(model), check_rules(rules)
         if require_float(root, "convert") is not None:
             raise StateError(
@@ -69,7 +71,7 @@ class OneCall:
             require_device(str(device), "device=")
         options = {name: value for name, value in given.items() if value is not None}
         config = config_of(options, None)
-        recipe = None
+        recipe: Quality | None = None
         if quality is not None:
             recipe = get_quality(quality)
             require_undecided(quality, options)
@@ -80,6 +82,7 @@ class OneCall:
         configs = [layer.config for layer in plan.layers]
         # Options that only serve layers one after the other ask for that.
         cross = any("cross" in each.needs for each in configs)
+        by_layers = not (device is None and stream is None)
         self.sequential = by_layers or cross or (recipe is not None and recipe.sequential)
         # For a scale of inputs that `save` needs.
         scaled = any(not each.weight_only and each.format.has_input_scale for each in configs)
@@ -88,9 +91,63 @@ class OneCall:
             self.tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
         is_smoothed = recipe is not None and not all(each.weight_only for each in configs)
         self.smoothing = recipe.smoothing if recipe is not None and is_smoothed else 0.0
+        self.distilled = 0 if recipe is None else recipe.distilled
+        is_graph = isinstance(root, fx.GraphModule)
+        if self.distilled and (stream is not None or ranks().size > 1 or is_graph):
+            raise OptionError(
+                f"{as_option('quality', quality)} trains the whole model: expected a live model in "
+                "one process, and no stream. Choose another quality."
+            )
         self.root, self.quality, self.config, self.kv_cache = root, quality, config, kv_cache
         # Those given, and those of the recipe for layers that it does not fit.
         self.rules, self.plan = rules, plan
+
+    def original(self, batches: Sequence[Any]) -> nn.Module | None:
+        """Return a copy of the float model to learn from, None without that; say how long it takes.
+
+        Raises StateError for a model without logits.
+        """
+        if not self.distilled:
+            return None
+        model, batch = copy.deepcopy(self.root), batches[-1]
+        args, kwargs = call_arguments(batch, device_of(model))
+        seconds = 0.0
+        for _ in range(2):
+            began = time.perf_counter()
+            with torch.no_grad():
+                output: Any = model(*args, **kwargs)
+            logits = getattr(output, "logits", output)
+            if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+                raise StateError(
+                    f"{self._label}: expected a model with logits [batch, tokens, vocabulary], got "
+                    f'{type(output).__name__} without them. Choose quality="best".'
+                )
+            # A GPU has computed what one waits for.
+            logits.flatten()[0].item()
+            seconds = time.perf_counter() - began
+        # A pass of the original, and of the student forward and backward.
+        minutes = 4.5 * seconds * self.distilled * SEQ_LEN / size_of(batch) / 60
+        _log.warning("%s trains for about %.1f minutes after the search.", self._label, minutes)
+        return model
+
+    def distill(
+        self, original: nn.Module, data: Any, tokenizer: Any, device: torch.device | str | None
+    ) -> None:
+        """Train the converted model on the given data, or on a larger mixture."""
+        from .. import distill
+
+        home = device_of(self.root)
+        place = home if device is None else torch.device(device)
+        self.root.to(place)
+        original.to(place)
+        if data is None or isinstance(data, OwnText):
+            text = data or OwnText()
+            tokens = self.distilled * text.seq_len
+            data = calibration.mixture(
+                original, tokenizer, tokens=tokens, seq_len=text.seq_len, seed=text.seed
+            )
+        _log.info("%s: %s", self._label, distill(self.root, original, data, tokenizer=tokenizer))
+        self.root.to(home)
 
     @property
     def needs_data(self) -> bool:
@@ -117,39 +174,26 @@ class OneCall:
         if tokenizer is None and not self.needs_data:
             return None
         text, tokens, group = text or OwnText(), self.tokens, ranks()
-        reader = Processor(tokenizer, self.root).processor
         if text.samples is not None:
             tokens = text.samples * Target.of(self.root).fitting(text.seq_len)
         # Each process writes its part.
         tokens, seed = max(tokens // group.size, text.seq_len), text.seed * group.size + group.rank
-        windows = calibration.sample(
-            self.root, reader, tokens=tokens, seq_len=text.seq_len, seed=seed
+        windows = calibration.mixture(
+            self.root, tokenizer, tokens=tokens, seq_len=text.seq_len, seed=seed
         )
         return self._in_turn(list(windows.split(_BATCH)))
 
-    @contextmanager
-    def smoothed(self, batches: Sequence[Any]) -> Iterator[None]:
+    def smoothed(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         """Smooth the model if the recipe has that; after an error its bits are as before."""
-        with ExitStack() as stack:
-            if self.smoothing and not smoothing_of(self.root):
-                # Late, for tracing takes a while to import.
-                from ..calibration.smoothing import smoothed_unless_it_fails
+        if not self.smoothing or smoothing_of(self.root):
+            return nullcontext()
+        # Late, for tracing takes a while to import.
+        from ..calibration.smoothing import smoothed_unless_it_fails
 
-                # The first batches, so many that they have the tokens together.
-                ends = [0, *itertools.accumulate(map(size_of, batches))]
-                few = [each for each, end in zip(batches, ends, strict=False) if end < INPUT_TOKENS]
-                try:
-                    folds = stack.enter_context(
-                        smoothed_unless_it_fails(self.root, self.smoothing, few)
-                    )
-                    _log.info(
-                        "%s smoothed the inputs of %d groups of layers", self._label, len(folds)
-                    )
-                except (StateError, TraceError) as error:
-                    _log.info(
-                        "%s: inputs are not smoothed, which needs a graph: %s", self._label, error
-                    )
-            yield
+        # The first batches, so many that they have the tokens together.
+        ends = [0, *itertools.accumulate(map(size_of, batches))]
+        few = [each for each, end in zip(batches, ends, strict=False) if end < INPUT_TOKENS]
+        return smoothed_unless_it_fails(self.root, self.smoothing, few, self._label)
 
     def _in_turn(self, batches: list[Any]) -> list[Any]:
         """Return batches with the first window alone where that runs through whole layers."""

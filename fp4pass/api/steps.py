@@ -179,10 +179,11 @@ def convert(
         fmt: the scheme: "nvfp4" or "mxfp4" for weights and inputs, "nvfp4a16" or "mxfp4a16" for
             weights only; default: that of `prepare`, else "nvfp4a16".
         method: a name, or an options object such as `Gptq()`; default "hessian".
-        quality: a recipe by its name, in place of `method`: "fast", "good" or "best".
-        data: what to calibrate on, as for `calibrate`. By default the model writes its own text
-            where the method needs data, if `quality` or `tokenizer` is given.
-        tokenizer: of the texts in `data`, or of those that the model writes.
+        quality: a recipe by its name, in place of `method`: "fast", "good", "best", or "tuned", for
+            GPUs: "best" and then `distill`.
+        data: what to calibrate on, as for `calibrate`. By default it is `calibration.mixture` where
+            the method needs data, if `quality` or `tokenizer` is given.
+        tokenizer: of the texts in `data`, or of the mixture.
         rules: (glob, None) skips layers, (glob, {option: value}) overrides options; the first
             match wins, then those given to `prepare`, then the built-in ones. Or what
             `fp4pass.allocate` returned.
@@ -217,8 +218,7 @@ def convert(
     given = {"fmt": fmt, "method": method, **options}
     places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
-        by_layers = not (device is None and stream is None)
-        call = OneCall(model, quality, given, rules, kv_cache, by_layers, device)
+        call = OneCall(model, quality, given, rules, kv_cache, device, stream)
         return _convert_whole(model, call, data, tokenizer, places, progress)
     conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):
@@ -247,6 +247,7 @@ def _convert_whole(
         if batches is not None:
             stack.enter_context(call.smoothed(batches))
         stack.enter_context(unprepared(call.root, always=False))
+        original = None if batches is None else call.original(batches)
         if batches is not None:
             with fast_dtype(*whole):
                 prepare(model, sequential=call.sequential, **arguments)
@@ -255,4 +256,7 @@ def _convert_whole(
             arguments = {"rules": call.rules_beside_text()}
         convert(model, **arguments, **places)
     call.record()
+    if original is not None:
+        with shown("", progress):
+            call.distill(original, data, tokenizer, places["device"])
     return model

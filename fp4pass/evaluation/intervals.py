@@ -139,13 +139,10 @@ def _bca(
 
 
 def _widened(confidence: float, units: int) -> float:
-    """Return the confidence whose normal interval is as wide as Student's over few units.
-
-    Student's quantile, expanded in 1 / degrees of freedom, is divided by the standard deviation of
-    the resampled units, which is too small by sqrt(1 - 1 / units).
-    Source: Hesterberg, What Teachers Should Know About the Bootstrap, Am. Stat. 69 (2015), 4.1.
-    Student's: Abramowitz and Stegun, 26.7.5.
-    """
+    """Return the confidence whose normal interval is as wide as Student's over few units."""
+    # Student's quantile, expanded in 1 / degrees of freedom (Abramowitz and Stegun, 26.7.5), is
+    # divided by the deviation of resampled units, which is too small by sqrt(1 - 1 / units):
+    # Hesterberg, What Teachers Should Know About the Bootstrap, Am. Stat. 69 (2015), 4.1.
     normal = NormalDist()
     z, n = normal.inv_cdf((1 + confidence) / 2), units - 1
     student = (

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..core.progress import shown
 from ..errors import StateError
-from ..nn.experts import (
-    QuantizedExperts,
-    QuantizedExpertStack,
-    packed_stacks,
-    require_adapter,
-    stacks_of,
-    stage_inputs,
-)
+from ..nn import experts
 from ..nn.linear import QuantizedLinear
 from ..quantization.observers.batches import call_arguments, fast_dtype, require_batches
 from ..quantization.observers.observer import rows_of_experts
@@ -70,10 +63,10 @@ def output_errors(
     with ExitStack() as hooks:
         for name, module in unwrap(model).named_modules():
             original = originals.get(name)
-            if isinstance(module, QuantizedExperts):
-                stacks = {} if original is None else stacks_of(original)
+            if isinstance(module, experts.QuantizedExperts):
+                stacks = {} if original is None else experts.stacks_of(original)
                 measures: dict[str, Any] = {}
-                for key, stack in packed_stacks(module).items():
+                for key, stack in experts.packed_stacks(module).items():
                     found = sums[f"{name}.{key}"] = [0.0, 0.0]
                     if key not in stacks or stacks[key].weight.shape != stack.weight.shape:
                         raise _no_original(f"{name}.{key}")
@@ -120,19 +113,19 @@ def _call_stacks(
     measures: Mapping[str, Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Call a function with each stack of float experts, its inputs and their experts."""
-    hidden, ids, _ = require_adapter(owner).routed(owner, args, kwargs)
+    hidden, ids, _ = experts.require_adapter(owner).routed(owner, args, kwargs)
     visible = rows_of_experts(owner, hidden)
     if visible is not None:
         hidden, ids = hidden[visible], ids[visible]
-    stacks = stacks_of(owner)
-    for stage, x in stage_inputs(owner, hidden, ids):
+    stacks = experts.stacks_of(owner)
+    for stage, x in experts.stage_inputs(owner, hidden, ids):
         for key in stage:
             if key in measures:
                 measures[key](stacks[key], x, ids)
 
 
 def _measure_stack(
-    sums: list[float], module: QuantizedExpertStack, activations: bool, *inputs: Any
+    sums: list[float], module: experts.QuantizedExpertStack, activations: bool, *inputs: Any
 ) -> None:
     """Count the inputs x [T, K] or [T, k, K] of experts ids [T, k] of a float stack."""
     original, x, ids = inputs

@@ -317,14 +317,16 @@ def _sum_up(
     return totals, sums, torch.cat(kls) if kls else torch.empty(0)
 
 
-def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
-    """Return how many windows run at once so that their logits take at most 256 MB."""
+def fitting_batch_size(
+    model: nn.Module, window: int, batch_size: int, largest: int | None = None
+) -> int:
+    """Return how many windows run at once so that their logits fit, by default into 256 MB."""
     head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
     vocabulary = getattr(head, "out_features", None)
     if vocabulary is None:
         return batch_size
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return max(1, min(batch_size, _LARGEST // (window * vocabulary * size)))
+    return max(1, min(batch_size, (largest or _LARGEST) // (window * vocabulary * size)))
 
 
 def read_logits(model: nn.Module, ids: Tensor) -> Tensor:

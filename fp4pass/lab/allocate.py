@@ -527,10 +527,8 @@ def _inputs(
 
 @contextmanager
 def _finely(*models: nn.Module) -> Iterator[None]:
-    """Have models compute in float32, if there is memory for it.
-
-    Where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8 bits do.
-    """
+    """Have models compute in float32, if there is memory for it."""
+    # Where bfloat16 rounds otherwise after a group, that alone has a KL as large as 8 bits do.
     needed: dict[torch.device, int] = {}
     for each in {tensor for model in models for tensor in model.parameters() if tensor.is_cuda}:
         size = 2 * each.nbytes if each.element_size() == 2 else 0
@@ -582,11 +580,9 @@ def _swapped(
 
 
 def _uniform(costs: Costs, schemes: Sequence[str], room: float) -> dict[str, Schemes]:
-    """Return uniform choices within a number of bytes, by name.
-
-    They have one scheme; or the largest that fits, and the next larger one for the first groups,
-    as many as fit. A group that cannot have the scheme has the smallest that it can.
-    """
+    """Return uniform choices within a number of bytes, by name."""
+    # They have one scheme; or the largest that fits, and the next larger one for the first groups,
+    # as many as fit. A group that cannot have the scheme has the smallest that it can.
     smallest = [min(each, key=lambda s: each[s].bytes) for each in costs]
     alike = {
         scheme: [scheme if scheme in x else s for x, s in zip(costs, smallest, strict=True)]
@@ -617,16 +613,9 @@ def total(costs: Costs, chosen: Sequence[str]) -> Cost:
 
 
 def cheapest(costs: Costs, limit: float, limited: Literal["bytes", "kl"]) -> Schemes | None:
-    """Return the scheme of each group with the least sum: the multiple-choice knapsack, exactly.
-
-    Args:
-        costs: of each group, by scheme; finite numbers from 0 on.
-        limit: of the sum of bytes, or of KL.
-        limited: which of them; the sum of the other is the least.
-
-    Returns:
-        None if the smallest costs exceed the limit.
-    """
+    """Return the scheme of each group with the least sum: the multiple-choice knapsack, exactly."""
+    # costs: of each group by scheme, finite from 0 on. `limit` is of the sum of bytes, or of KL;
+    # the sum of the other is the least; None if the smallest costs exceed it.
     # Importing scipy.optimize takes a while.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array

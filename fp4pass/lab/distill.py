@@ -21,15 +21,15 @@ from ..record import unwrap
 from . import divergence as kls
 from .latent import freeze, last_latent, latents_of, rounded, trainable
 
-# Evaluations of a whole run; one window in so many is held out.
-_EVALUATIONS, _HELD_OUT = 8, 12
+# Evaluations of a whole run; one window in so many is held out, and so many at most.
+_EVALUATIONS, _HELD_OUT, _MOST_HELD_OUT = 8, 12, 64
 
 # Windows that the original writes at most.
-_WRITTEN = 1024
+_WRITTEN = 1 << 13
 
-# Half of the decay of Adam's usual second moment, for runs of some hundred steps; gradients of
-# single codes of a large model are far below its usual 1e-8.
-_ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-14}
+# For runs of some hundred steps; gradients of single codes of a large model are far below the usual
+# 1e-8.
+_ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Distillation:
     Example:
         >>> found = fp4pass.distill(model, original, windows, steps=2, progress=False)
         >>> found.to_dict()["tokens"]
-        256
+        704
     """
 
     history: tuple[Evaluated, ...]
@@ -93,11 +93,10 @@ def distill(
     *,
     tokenizer: Any = None,
     held_out: Any = None,
-    steps: int = 400,
-    batch_size: int = 8,
-    travel: float = 0.5,
-    share: float = 0.5,
-    others: float = 0.05,
+    steps: int = 256,
+    batch_size: int = 32,
+    rate: float = 0.01,
+    others: float = 1e-4,
     seed: int = 0,
     progress: bool = True,
 ) -> Distillation:
@@ -112,17 +111,17 @@ def distill(
         model: converted or loaded, in eval mode.
         original: the float model that was converted, in eval mode; it may be on another device.
         batches: data as for `calibrate`: text, token windows [n, window], or batches; shuffled anew
-            each time all were read. By default the original writes its own.
+            each time all were read. By default up to 8192 windows, most of which the original
+            writes.
         tokenizer: of the original, for text.
-        held_out: as batches; by default every twelfth of these, which is not trained on.
+        held_out: as batches; by default one in twelve of these, at most 64, which are not trained
+            on.
         steps: of AdamW.
         batch_size: windows of a step.
-        travel: how far a latent weight can go in all steps, in units of its block's step. With
-            more, or with fewer windows in all, more codes change by chance.
-        share: how far latent weights begin on the way from the values of their codes to the float
-            weight, from 0 to 1.
-        others: how far norms and biases can go, as a part of their root mean square; 0 leaves them.
-            Embeddings and layers in floating point stay.
+        rate: the peak rate of latent weights, in units of their block's step, from which it falls
+            to 0. At 0.02 so many codes change at once that a model is ruined.
+        others: that of parameters in floating point that require gradients, as a part of their root
+            mean square; 0 leaves them.
         seed: of the order of the batches, and of text that the original writes.
         progress: as for `convert`.
 
@@ -141,10 +140,10 @@ def distill(
         >>> found.best.kl <= found.history[0].kl
         True
     """
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        require_number(name, "1, 2, ...", value, least=1)
-    for name, way in (("travel", travel), ("others", others)):
-        require_number(name, "a number that is not negative", way, float, 0)
+    for name, count in (("steps", steps), ("batch_size", batch_size)):
+        require_number(name, "1, 2, ...", count, least=1)
+    for name, peak in (("rate", rate), ("others", others)):
+        require_number(name, "a number that is not negative", peak, float, 0)
     model, original = unwrap(model), unwrap(original)
     require_evaluating(model, original)
     # Training needs gradients, wherever it is called.
@@ -152,9 +151,8 @@ def distill(
         own, apart = _read(original, batches, held_out, tokenizer, steps * batch_size, seed)
         # With the converted model, so that nothing is changed if the two do not fit.
         history = [Evaluated(0, None, _held_out_kl(model, original, apart))]
-        trainable(model, original, others=bool(others), share=share)
-        total = sum(schedule(i, steps) for i in range(steps))
-        training = Training(model, travel / total, others / total)
+        trainable(model, original, others=bool(others))
+        training = Training(model, rate, others)
         first = best = training.numbers()
         losses: list[Tensor] = []
         marks = {math.ceil(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
@@ -206,7 +204,7 @@ def draw(windows: Sequence[Any], size: int, seed: int) -> Iterator[list[Any]]:
 
 
 class Training:
-    """AdamW on the float32 numbers of a student: latents, and copies of norms and biases.
+    """AdamW on the float32 numbers of a student: latents, and copies of other parameters.
 
     A copy is in units of the root mean square of what it is a copy of, to a power of two, so one
     rate is for all of them; the student has it rounded to its dtype.
@@ -223,22 +221,28 @@ class Training:
         Args:
             student: as `trainable` returns it.
             rate: the peak rate of latents, in units of the steps of their blocks.
-            others: that of norms and biases, as a part of their root mean square; 0 leaves them.
+            others: that of other parameters, as a part of their root mean square; 0 leaves them.
             **adam: options of AdamW.
         """
         self.student, self.tokens = student, 0
         found = latents_of(student).values()
         self.latents = {each.latent: each.packed.config.format.element for each in found}
-        self._small: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor, Tensor]] = []
         for each in student.parameters() if others else ():
             size = each.detach().float().square().mean().sqrt().log2().round().exp2()
             if each.requires_grad and each not in self.latents and size:
-                self._small.append((each, nn.Parameter(each.detach().float() / size), size))
-        copies = [copy for _, copy, _ in self._small]
+                self._copies.append((each, nn.Parameter(each.detach().float() / size), size))
+        copies = [copy for _, copy, _ in self._copies]
         groups = [{"params": [*self.latents], "lr": rate}, {"params": copies, "lr": others}]
-        fused = all(each.is_cuda for each in self.latents)
-        options: dict[str, Any] = {**_ADAM, "weight_decay": 0.0, "fused": fused, **adam}
+        is_on_gpu = all(each.is_cuda for each in self.latents)
+        options: dict[str, Any] = {**_ADAM, "fused": is_on_gpu, **adam}
         self.adam = torch.optim.AdamW([each for each in groups if each["params"]], **options)
+        # Windows that run at once: on a GPU all of a step, as far as there is memory.
+        self._most, self._room = kls.TOGETHER, dict[str, int]()
+        if is_on_gpu:
+            self._most = 1 << 30
+            device = next(iter(self.latents)).device
+            self._room["largest"] = torch.cuda.mem_get_info(device)[0] // 16
 
     def train(
         self,
@@ -257,8 +261,19 @@ class Training:
         """
         peaks = [group["lr"] for group in self.adam.param_groups]
         for step in range(steps):
-            parts, loss = kls.together(self.student, next(batches)), torch.zeros(())
-            counts = [kls.token_count([part]) for part in parts]
+            loss = self._gradients(teacher, next(batches))
+            if not loss.isfinite():
+                raise NonFiniteError(f"The KL of step {step + 1} is NaN or infinite. {kls.NAN}")
+            for group, peak in zip(self.adam.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor(step, steps)
+            self._step()
+            yield loss
+
+    def _gradients(self, teacher: nn.Module, windows: list[Any]) -> Tensor:
+        """Compute the gradients of the loss of a step, and return it."""
+        parts = kls.together(self.student, windows, self._most, **self._room)
+        loss, counts = torch.zeros(()), [kls.token_count([part]) for part in parts]
+        try:
             for part, count in zip(parts, counts, strict=True):
                 with torch.no_grad():
                     others, _ = kls.logits_of(teacher, part)
@@ -268,17 +283,22 @@ class Training:
                 found = kls.kl_loss(own, others) * (count / sum(counts))
                 found.backward()
                 loss = loss + found.detach().cpu()
-            if not loss.isfinite():
-                raise NonFiniteError(f"The KL of step {step + 1} is NaN or infinite. {kls.NAN}")
-            for group, peak in zip(self.adam.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor(step, steps)
-            self._step()
+        except torch.OutOfMemoryError:
+            self.adam.zero_grad()
+            self.student.zero_grad()
+            most = min(self._most, len(windows))
+            if most == 1:
+                raise
+        else:
             self.tokens += sum(counts)
-            yield loss
+            return loss
+        # Outside of the handler, which holds what the failed call made.
+        self._most = most // 2
+        return self._gradients(teacher, windows)
 
     @torch.no_grad()
     def _step(self) -> None:
-        for own, copy, size in self._small:
+        for own, copy, size in self._copies:
             copy.grad = None if own.grad is None else own.grad.float() * size
             own.grad = None
         self.adam.step()
@@ -290,7 +310,7 @@ class Training:
         """Have the student compute with the numbers."""
         for latent, element in self.latents.items():
             latent.clamp_(-last_latent(element), last_latent(element))
-        for own, copy, size in self._small:
+        for own, copy, size in self._copies:
             own.copy_(copy * size)
 
     def numbers(self) -> list[Tensor]:
@@ -320,12 +340,14 @@ def _read(
     original: nn.Module, batches: Any, held_out: Any, tokenizer: Any, windows: int, seed: int
 ) -> tuple[list[Any], list[Any]]:
     """Return the windows to train on, and batches to evaluate on."""
-    samples = min(windows, _WRITTEN) * _HELD_OUT // (_HELD_OUT - 1) + 1
+    written = min(windows, _WRITTEN)
+    samples = written + min(written // (_HELD_OUT - 1) + 1, _MOST_HELD_OUT)
     own = kls.read_windows(original, batches, tokenizer, samples, seed=seed)
     if held_out is not None:
         apart = kls.read_windows(original, held_out, tokenizer, samples, seed=seed)
     else:
-        apart, own = kls.divided(own, max(1, len(own) // _HELD_OUT) if len(own) > 1 else 0)
+        count = min(max(1, len(own) // _HELD_OUT), _MOST_HELD_OUT) if len(own) > 1 else 0
+        apart, own = kls.divided(own, count)
     if not own or not apart:
         raise CalibrationError(
             "batches, held_out: expected at least one window in each, got none. Without held_out "

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import calibration
 from ..errors import NonFiniteError, ShapeError
@@ -20,7 +19,7 @@ from ..record import unwrap
 _CHUNK = 1 << 24
 
 # Windows that run at once, if their logits fit.
-_TOGETHER = 8
+TOGETHER = 8
 
 # Why a KL is NaN, and what to do.
 NAN = (
@@ -45,13 +44,36 @@ def kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
         tensor(0.)
     """
     require_equal(student, teacher)
-    rows, others = student.flatten(0, -2), teacher.detach().to(student.device).flatten(0, -2)
-    size = max(1, _CHUNK // rows.shape[1])
-    # In chunks of tokens that are computed again in the backward, for float32 takes memory.
-    parts = zip(rows.split(size), others.split(size), strict=True)
-    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-    kls = [checkpoint(lambda a, b: token_kl(a, b).sum(), *part, **options) for part in parts]
-    return (torch.stack(kls).sum() / len(rows)).float()
+    return _Kl.apply(student, teacher.detach().to(student.device))
+
+
+class _Kl(torch.autograd.Function):
+    """The mean KL of tokens, whose gradient is computed with it: the difference of probabilities.
+
+    In chunks of tokens, for float32 takes memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+        rows, others = student.flatten(0, -2), teacher.flatten(0, -2)
+        size = max(1, _CHUNK // rows.shape[1])
+        total = torch.zeros((), dtype=torch.float64, device=rows.device)
+        grad = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            log_q, log_p = (each[part].float().log_softmax(-1) for each in (rows, others))
+            p = log_p.exp()
+            # A token that the reference rules out (logit -inf) adds nothing.
+            each = torch.where(p == 0, 0.0, p * (log_p - log_q))
+            total += each.sum(dtype=torch.float64)
+            if grad is not None:
+                grad[part] = log_q.exp_().sub_(p).div_(len(rows))
+        ctx.save_for_backward(None if grad is None else grad.view_as(student))
+        return (total / len(rows)).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.saved_tensors[0] * grads[0], None
 
 
 def require_equal(logits: Tensor, others: Tensor) -> None:
@@ -132,7 +154,9 @@ def read_windows(
     return [row for batch in found for row in (batch.split(1) if _is_window(batch) else [batch])]
 
 
-def together(model: nn.Module, windows: Sequence[Any]) -> list[Any]:
+def together(
+    model: nn.Module, windows: Sequence[Any], most: int = TOGETHER, **room: int
+) -> list[Any]:
     """Return windows of one length as batches whose logits fit, and others as they are."""
     alike: dict[int, list[Tensor]] = {}
     for each in windows:
@@ -140,7 +164,7 @@ def together(model: nn.Module, windows: Sequence[Any]) -> list[Any]:
             alike.setdefault(each.shape[1], []).append(each)
     found = [each for each in windows if not _is_window(each)]
     for length, same in alike.items():
-        found += torch.cat(same).split(fitting_batch_size(model, length, _TOGETHER))
+        found += torch.cat(same).split(fitting_batch_size(model, length, most, **room))
     return found
 
 

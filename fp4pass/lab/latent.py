@@ -23,13 +23,18 @@ from ..core.elements import Element, scale_table
 from ..core.formats import Format
 from ..core.packing import pack_codes, unpack_codes
 from ..distributed import sharded_parameter
-from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected, require_number
+from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected
+from ..kernels.common.rounding import round_to_codes_, round_to_values_
 from ..nn.experts import QUANTIZED, parts_of, quantize_pairs, weight_name
 from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear, StoredWeight, quantize_input
 from ..record import ModelState, Report, get_state, set_state, unwrap
 
 # Latents begin this part of a cell from its ends, so that no arithmetic rounds them elsewhere.
 _MARGIN = 2.0**-10
+
+# From the values of the codes all latents would reach the ends of their cells together, and from
+# the float weights noise would take many over them: both ruined a model at rates that this stands.
+_SHARE = 0.5
 
 
 @lru_cache(maxsize=64)
@@ -54,22 +59,14 @@ def last_latent(element: Element) -> float:
     return float(_cells(element, torch.device("cpu"))[1][-1])
 
 
-def _indices(latent: Tensor, element: Element) -> Tensor:
-    ends = _cells(element, latent.device)[1]
-    return torch.bucketize(latent.abs(), ends[:-1], out_int32=True)
-
-
 def rounded(latent: Tensor, element: Element) -> Tensor:
     """Return the values of the codes of latents; zeros keep their sign."""
-    values = _cells(element, latent.device)[0]
-    return values[_indices(latent, element)].copysign_(latent)
+    return round_to_values_(latent.clone(), element).copysign_(latent)
 
 
 def codes_of(latent: Tensor, element: Element) -> Tensor:
     """Return the packed codes [..., P] of latents [..., K]."""
-    sign = torch.signbit(latent).to(torch.uint8) << (element.bits - 1)
-    codes = sign.bitwise_or_(_indices(latent, element).to(torch.uint8))
-    return pack_codes(codes, element.bits)
+    return pack_codes(round_to_codes_(latent.clone(), element), element.bits)
 
 
 def steps_of(stored: StoredWeight, fmt: Format) -> Tensor:
@@ -93,13 +90,11 @@ def in_steps(numbers: Tensor, steps: Tensor) -> Tensor:
     return numbers
 
 
-def latent_weight(
-    packed: Tensor, steps: Tensor, target: Tensor, fmt: Format, share: float
-) -> Tensor:
+def latent_weight(packed: Tensor, steps: Tensor, target: Tensor, fmt: Format) -> Tensor:
     """Return latents float32 [..., N, K] that round to the codes of a packed weight [..., N, P].
 
-    Each lies `share` of the way from the value of its code to what is nearest to the float weight
-    in the cell of that code. `target` is that weight as it is stored, rotated if the layer is.
+    Each lies half way from the value of its code to what is nearest to the float weight in the cell
+    of that code. `target` is that weight as it is stored, rotated if the layer is.
     """
     bits = fmt.element.bits
     codes = unpack_codes(packed, bits)
@@ -112,21 +107,33 @@ def latent_weight(
     # Of a block of zeros the step may be 0.
     wanted = quotient.flatten(-2).nan_to_num_(0.0).mul_(sign)
     wanted = torch.clamp(wanted, low + margin, high - margin)
-    return values[index].lerp_(wanted, share).copysign_(sign)
+    return values[index].lerp_(wanted, _SHARE).copysign_(sign)
 
 
 class _Straight(torch.autograd.Function):
-    """Another tensor in place of one, which gets its gradient, times the steps of blocks."""
+    """Another tensor in place of one, which gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, steps: Tensor | None) -> Tensor:
-        ctx.save_for_backward(steps)
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
         return other.view_as(other)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), (steps,) = grads, ctx.saved_tensors
-        return grad if steps is None else in_steps(grad.float(), steps), None, None
+        return grads[0], None
+
+
+class _Dense(torch.autograd.Function):
+    """The weight of the codes that latents round to, which get its gradient times the steps."""
+
+    @staticmethod
+    def forward(ctx: Any, latent: Tensor, steps: Tensor, element: Element, dtype: Any) -> Tensor:
+        ctx.save_for_backward(steps)
+        return in_steps(rounded(latent, element), steps).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (steps,) = ctx.saved_tensors
+        return in_steps(grads[0].to(torch.float32, copy=True), steps), None, None, None
 
 
 class Latent(nn.Module):
@@ -140,14 +147,13 @@ class Latent(nn.Module):
     def __init__(self, packed: PackedBlocks, latent: nn.Parameter) -> None:
         super().__init__()
         self.packed, self.latent = packed, latent
+        steps = steps_of(packed.packed_weight, packed.config.format)
+        self.register_buffer("steps", steps, persistent=False)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the values of the codes that the latents round to, with their gradient."""
-        fmt = self.packed.config.format
-        with torch.no_grad():
-            steps = steps_of(self.packed.packed_weight, fmt)
-            dense = in_steps(rounded(self.latent, fmt.element), steps).to(dtype)
-        found: Tensor = _Straight.apply(self.latent, dense, steps)
+        element = self.packed.config.format.element
+        found: Tensor = _Dense.apply(self.latent, self.steps, element, dtype)
         return found
 
     def rows(self, x: Tensor) -> Tensor:
@@ -169,7 +175,7 @@ class LatentLinear(Latent):
             with torch.no_grad():
                 quantized = quantize_input(x, packed.packed_weight, packed.config)
                 other = ops.dequantize(*quantized, packed.config.format.key, x.dtype)
-            rows = _Straight.apply(rows, other, None)
+            rows = _Straight.apply(rows, other)
         bias = None if packed.bias is None else packed.bias.to(dtype)
         return F.linear(rows.to(dtype), self.weight(dtype), bias).to(x.dtype)
 
@@ -184,7 +190,7 @@ class LatentExperts(Latent):
         if not self.packed.config.weight_only:
             other = self._rounded(x, ids)
             rows = rows.unsqueeze(1).expand_as(other) if other.ndim > rows.ndim else rows
-            rows = _Straight.apply(rows, other, None)
+            rows = _Straight.apply(rows, other)
         bias = None if bias is None else bias.to(dtype)
         return ops.experts_dense(rows.to(dtype), ids, self.weight(dtype), bias).to(x.dtype)
 
@@ -223,26 +229,23 @@ class StudentState(ModelState):
 
 
 @torch.no_grad()
-def trainable(
-    model: nn.Module, original: nn.Module, *, others: bool = True, share: float = 0.5
-) -> nn.Module:
+def trainable(model: nn.Module, original: nn.Module, *, others: bool = True) -> nn.Module:
     """Give the quantized layers of a converted model latent weights to learn, and return it.
 
     In place. Latents are float32 parameters in units of the block's step that round to the codes of
-    the model, so that the student computes what the model does. Embeddings, and layers in floating
-    point, stay as they are. `freeze` makes it a converted model again.
+    the model, so that the student computes what the model does. Layers with float32 scales stay as
+    they are. `freeze` makes it a converted model again.
 
     Args:
         model: converted or loaded.
         original: the float model that was converted.
-        others: learn norms and biases too: all parameters with one dimension.
-        share: how far latents begin on the way from the values of their codes to the float weight.
+        others: learn the parameters in floating point too, but those that require no gradient.
 
     Raises:
         StateError: the model is not converted, is a graph, is split over processes, or is not in
             memory; or the original is converted or has other layers.
         ShapeError: the original has layers of other sizes.
-        OptionError: `share` is not in [0, 1], or a layer has float32 scales.
+        OptionError: all layers have float32 scales.
 
     Example:
         >>> from fp4pass import lab
@@ -251,24 +254,28 @@ def trainable(
         >>> loss.backward()
         >>> model = lab.freeze(student)
     """
-    require_number("share", "a number in [0, 1]", share, float, 0, 1)
     root, source = unwrap(model), unwrap(original)
     state = _require_trainable(root)
     # By the codes, which layers may share.
     latents: dict[Tensor, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
     for name, layer in root.named_modules():
-        if not isinstance(layer, QUANTIZED):
+        if not isinstance(layer, QUANTIZED) or layer.config.format.has_float_scale:
             continue
         stored, fmt = layer.packed_weight, layer.config.format
         target = _target(source, name, layer)
         if layer.weight_packed not in latents:
-            latent = latent_weight(stored.packed, steps_of(stored, fmt), target, fmt, share)
+            latent = latent_weight(stored.packed, steps_of(stored, fmt), target, fmt)
             latents[layer.weight_packed] = nn.Parameter(latent)
         kind = LatentLinear if isinstance(layer, QuantizedLinear) else LatentExperts
         made[layer] = kind(layer, latents[layer.weight_packed]).train(layer.training)
+    if not made:
+        raise OptionError(
+            "No layer can learn: those of the model have float32 scales. Convert it with a scheme "
+            'whose scales have 8 bits, such as "nvfp4a16".'
+        )
     wanted = [name for name, each in root.named_parameters() if each.requires_grad]
-    untrained = [n for n in wanted if not (others and root.get_parameter(n).ndim < 2)]
+    untrained = [] if others else wanted
     for name in untrained:
         root.get_parameter(name).requires_grad_(False)
     _replace(root, made)
@@ -360,12 +367,7 @@ def _require_trainable(root: nn.Module) -> ModelState:
 
 def _target(original: nn.Module, name: str, layer: PackedBlocks) -> Tensor:
     """Return the float weight of a layer as it is stored: float32 [..., N, K]."""
-    fmt, place = layer.config.format, weight_name(name, layer)
-    if fmt.has_float_scale:
-        raise OptionError(
-            f"{name}: layers in {fmt.key} do not learn: the scales that learning takes as they are "
-            "have 8 bits. Convert the model with another scheme for this layer."
-        )
+    place = weight_name(name, layer)
     try:
         weight = original.get_parameter(place).detach()
     except AttributeError:

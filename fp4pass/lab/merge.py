@@ -328,12 +328,9 @@ def _targets(root: nn.Module, chosen: LinearConfig) -> list[_Target]:
 def _scales(
     root: nn.Module, targets: Sequence[_Target]
 ) -> dict[QuantizedLinear, tuple[str, float | None]]:
-    """Return the layers to quantize, their names and global scales, or only ones; None to choose.
-
-    Scales are those of before, as far as they reach. Layers that engines fuse keep one number:
-    where a merged weight is out of its reach, it is multiplied by the smallest power of two that
-    suffices, for all of them.
-    """
+    """Return the layers to quantize, with their names and global scales, None to choose one."""
+    # Layers that engines fuse keep one number: where a merged weight is out of its reach, it is
+    # multiplied by the smallest power of two that suffices, for all of them.
     parent = adapters.parents(root)
     layers = [
         LayerPlan(
@@ -402,10 +399,8 @@ def _statistics(
 def _packed(
     root: nn.Module, targets: Sequence[_Target], stats: Mapping[QuantizedLinear, Stats]
 ) -> tuple[dict[QuantizedLinear, Any], dict[QuantizedLinear, dict[str, Tensor]], float]:
-    """Return the new weights, the buffers of layers that share their scales, and the part kept.
-
-    That of the change D of weights W is <Q - W, D> / <D, D> over all of them.
-    """
+    """Return the new weights, the buffers of layers that share their scales, and the part kept."""
+    # Of the change D of weights W the part <Q - W, D> / <D, D> is kept, over all of them.
     changed = {target.layer: target for target in targets}
     found: dict[QuantizedLinear, Any] = {}
     raised: dict[QuantizedLinear, dict[str, Tensor]] = {}
@@ -433,11 +428,9 @@ def _packed(
 
 
 def _with_global_scale(layer: QuantizedLinear, number: float | None) -> dict[str, Tensor]:
-    """Return the buffers of a layer whose global scale, or only one, becomes a larger one.
-
-    Codes stay, and block scales are divided by the power of two, which is exact but for the
-    smallest. Codes of one scale are rounded again.
-    """
+    """Return the buffers of a layer whose global scale, or only one, becomes a larger one."""
+    # Codes stay, and block scales are divided by the power of two, which is exact but for the
+    # smallest. Codes of one scale are rounded again.
     assert number is not None, "layers share a number"
     fmt = layer.config.format
     if fmt.has_tensor_scale:

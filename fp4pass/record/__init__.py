@@ -1,26 +1,8 @@
 """The records of a model: options, schemes and qualities, its state, and rows of a report."""
 
+# ruff: noqa: F401
+
 from .config import LinearConfig, LinearOptions, Rule, Rules, check_options, check_rules
 from .rows import Report, Row, table_lines
 from .schemes import Scheme, scheme_fields
 from .state import ModelState, forget_state, get_state, remember_tokenizer, set_state, unwrap
-
-__all__ = [
-    "LinearConfig",
-    "LinearOptions",
-    "ModelState",
-    "Report",
-    "Row",
-    "Rule",
-    "Rules",
-    "Scheme",
-    "check_options",
-    "check_rules",
-    "forget_state",
-    "get_state",
-    "remember_tokenizer",
-    "scheme_fields",
-    "set_state",
-    "table_lines",
-    "unwrap",
-]

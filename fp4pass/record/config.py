@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict, get_args
@@ -12,8 +13,8 @@ from torch import Tensor
 from ..core.formats import FORMATS, FP8_E4M3, Format, get_format
 from ..errors import OptionError, RuleError, as_option, expected, require_number, unknown_name
 from ..kernels.rotate.naive import ROTATIONS, rotate_weight
-from ..kernels.statistics.naive import HESSIAN_BLOCK
-from ..methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
+from ..kernels.statistics.naive import HESSIAN_BLOCK, headroom
+from ..methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
 from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name
 
@@ -24,6 +25,7 @@ Rule = tuple[str, Mapping[str, Any] | None]
 ActivationScales = Literal["naive", "sse"]
 Compute = Literal["input", "fp8"]
 Unreached = Literal["error", "skip", "sse"]
+InputRange = Literal["amax", "headroom"]
 
 
 class LinearOptions(TypedDict, total=False):
@@ -32,6 +34,7 @@ class LinearOptions(TypedDict, total=False):
     weight_only: bool | None
     block: int | None
     activation_scales: ActivationScales
+    input_range: InputRange
     rotation: int
     unreached: Unreached
     expert_prior: float | None
@@ -79,6 +82,8 @@ class LinearConfig:
         block: elements that share a scale; None for the format's own. Kept as a number.
         activation_scales: how the block scales of the input are chosen at each call; float32 ones
             are "naive".
+        input_range: what the global scale of inputs reaches, of formats that have one: "amax" of
+            calibration, or "headroom" for larger ones, too.
         rotation: columns of input and weight that are rotated together; 0 for none.
         unreached: the treatment of a layer whose method needs data, and that calibration never
             reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
@@ -117,6 +122,9 @@ class LinearConfig:
     block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
     activation_scales: ActivationScales = _option(
         "naive", "How block scales of quantized inputs are chosen.", get_args(ActivationScales)
+    )
+    input_range: InputRange = _option(
+        "amax", "What the global scale of inputs reaches.", get_args(InputRange)
     )
     rotation: int = _option(0, "Number of columns rotated together; helps mxfp4.", ROTATIONS)
     unreached: Unreached = _option(
@@ -169,8 +177,8 @@ class LinearConfig:
         settled |= {"weight_only": bool(scheme["weight_only"]), "multiplies": fmt.multiplies}
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        of_weight = ("method", "output_rotation", "unreached", "expert_prior", "compute")
-        key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
+        others = "method output_rotation unreached expert_prior compute input_range".split()
+        key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in others)
         object.__setattr__(self, "input_key", key)
         if fmt.has_float_scale and getattr(method, "needs_block_scales", False):
             raise OptionError(
@@ -201,8 +209,9 @@ class LinearConfig:
         needs = self._method.needs
         # A rotation over more than one block of the Hessian needs the whole of it.
         if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
-            return (*needs, "hessian")
-        return needs
+            needs = (*needs, "hessian")
+        is_scaled = self.format.has_global_scale and not self.weight_only
+        return (*needs, "magnitudes") if is_scaled and self.input_range == "headroom" else needs
 
     @property
     def input_rotation(self) -> int:
@@ -225,6 +234,8 @@ class LinearConfig:
         words = [self.scheme]
         if self.activation_scales != "naive" and not self.weight_only:
             words.append(f"input scales by {self.activation_scales}")
+        if "magnitudes" in self.needs:
+            words.append("inputs with headroom")
         if self.rotation:
             words.append(f"rotated by {self.rotation}")
         if self.compute != "input":
@@ -275,6 +286,14 @@ FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
 OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 
 
+def input_scale_for(config: LinearConfig, stats: Stats) -> float | None:
+    """Return the stored scale of inputs with such statistics, None for what stores none."""
+    amax = stats.input_amax * math.sqrt(config.rotation or 1)
+    if amax and "magnitudes" in config.needs and stats.magnitudes is not None:
+        amax = max(amax, headroom(stats.magnitudes))
+    return config.format.input_scale_for(amax)
+
+
 def check_options(options: Mapping[str, Any], where: str = "") -> None:
     """Raise OptionError for a key that is no option of a linear layer."""
     names = [each.name for each in OPTIONS]
@@ -286,10 +305,8 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
 
 
 def check_rules(rules: Rules, weight_only: bool | None = None) -> tuple[Rule, ...]:
-    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError.
-
-    weight_only: as it is given beside the rules; True holds in rules that name a format.
-    """
+    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError."""
+    # weight_only: as it is given beside the rules; True holds in rules that name a format.
     rules = getattr(rules, "rules", rules)
     if isinstance(rules, str | Mapping) or not isinstance(rules, Sequence):
         raise RuleError(expected("rules", "a list of (glob, options)", type(rules).__name__))

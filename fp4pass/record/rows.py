@@ -139,7 +139,7 @@ class Report:
             how = ("-", "-", "-")
             if row.config is not None:
                 how = (row.config.label, row.config.method_name, f"{row.bits:.2f}")
-            errors = (_percent(row.weight_error), _percent(row.output_error))
+            errors = (percent(row.weight_error), percent(row.output_error))
             lines.append((row.name, _size(row.shape), *how, *errors))
         text = table_lines(lines)
         rare = [row for row in self.converted if row.unreached]
@@ -172,7 +172,8 @@ def _size(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Return a share in per cent, `-` for None."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 

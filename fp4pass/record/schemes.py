@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def _base(name: object, known: Collection[str]) -> str:
 
 # The key of fp4pass.json, and the keyword of `convert`.
 QUALITY = "quality"
-QualityName = Literal["fast", "good", "best"]
+QualityName = Literal["fast", "good", "best", "tuned"]
 
 # Tokens that a model writes to calibrate the scales of its inputs alone, for the largest value.
 INPUT_TOKENS = 1 << 12
@@ -109,7 +110,8 @@ class Quality:
     alone: Mapping[str, Any] = field(default_factory=dict)
     sequential: bool = False  # calibrate one layer at a time
     smoothing: float = 0.0  # the strength of `fp4pass.smooth` where inputs are quantized
-    tokens: int = 0  # that a model writes itself where there is no data
+    tokens: int = 0  # of text where there is no data
+    distilled: int = 0  # windows that `fp4pass.distill` trains on then
 
     @property
     def decides(self) -> tuple[str, ...]:
@@ -122,22 +124,21 @@ class Quality:
 
 
 # As measured: docs/quality.md.
+_BEST = Quality(
+    {"method": Gptq(target="cross")},
+    # Part of the input error is the rounding of the layer's own inputs. A target that corrects it
+    # too shrinks the weights.
+    input_options={"method": Gptq(target="cross", target_damping=2.0), "activation_scales": "sse"},
+    alone={"method": Gptq()},
+    sequential=True,
+    smoothing=0.5,
+    tokens=1 << 15,
+)
 QUALITIES: dict[str, Quality] = {
     "fast": Quality({"method": Sse()}),
     "good": Quality({"method": Hessian()}, smoothing=0.5, tokens=1 << 15),
-    "best": Quality(
-        {"method": Gptq(target="cross")},
-        # Part of the input error is the rounding of the layer's own inputs. A target that corrects
-        # it too shrinks the weights.
-        input_options={
-            "method": Gptq(target="cross", target_damping=2.0),
-            "activation_scales": "sse",
-        },
-        alone={"method": Gptq()},
-        sequential=True,
-        smoothing=0.5,
-        tokens=1 << 15,
-    ),
+    "best": _BEST,
+    "tuned": dataclasses.replace(_BEST, distilled=1 << 13),
 }
 
 

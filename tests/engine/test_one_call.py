@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ def language_model() -> Any:
 
 
 def uneven() -> Any:
-    """The same with channels that are larger than others, before linears and between them."""
+    """The same with channels larger than others of a block, before linears and between them."""
     model = language_model()
+    sizes = torch.logspace(-2, 2, 64, base=2).round(decimals=1).view(16, 4).T.flatten()
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.input_layernorm.weight.mul_(torch.logspace(-2, 2, 64, base=2).round(decimals=1))
+            layer.input_layernorm.weight.mul_(sizes)
             layer.mlp.up_proj.weight.mul_(torch.arange(96)[:, None] % 7 + 1)
     return model
 
@@ -83,18 +85,18 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Models write few tokens, and how they were asked."""
     asked: list[dict[str, Any]] = []
 
-    def sample(model: nn.Module, tokenizer: Any, **options: Any) -> torch.Tensor:
+    def text(model: nn.Module, tokenizer: Any, **options: Any) -> torch.Tensor:
         assert get_state(model) is None
         asked.append({"tokenizer": tokenizer, **options})
         return tokens(3)
 
-    monkeypatch.setattr("fp4pass.calibration.sample", sample)
+    monkeypatch.setattr("fp4pass.calibration.mixture", text)
     return asked
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("quality", list(QUALITIES))
+@pytest.mark.parametrize("quality", ["fast", "good", "best"])
 def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
     expected = by_hand(fmt, quality)
     model = in_one(fmt, quality)
@@ -139,10 +141,34 @@ def test_a_model_without_a_graph_is_not_smoothed(
         raise TraceError("layers.0: it has no graph.")
 
     caplog.set_level(logging.INFO, "fp4pass")
-    monkeypatch.setattr("fp4pass.calibration.smoothing.trace", refuse)
+    monkeypatch.setattr("fp4pass.calibration.smoothing.trace_call", refuse)
     model = in_one(quality="good", model=uneven())
     assert 'quality "good": inputs are not smoothed, which needs a graph: layers.0' in caplog.text
     assert "smooth" not in get_state(model).recipe
+
+
+def test_a_model_without_outliers_is_not_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    traced: list[nn.Module] = []
+
+    def refuse(model: nn.Module, *args: Any, **options: Any) -> Any:
+        traced.append(model)
+        raise TraceError("it has no graph.")
+
+    caplog.set_level(logging.INFO, "fp4pass")
+    monkeypatch.setattr("fp4pass.calibration.smoothing.trace_call", refuse)
+    even, outliers = in_one(quality="good"), uneven()
+    assert not traced and 'quality "good": inputs are not smoothed: few outliers' in caplog.text
+    assert "smooth" not in get_state(even).recipe
+    # The bits, and what calibration has seen, are as without a look.
+    expected = language_model()
+    decided = QUALITIES["good"].options_for(False)
+    fp4pass.calibrate(fp4pass.prepare(expected, fmt="nvfp4", **decided), BATCHES, progress=False)
+    assert_same_bits(even, fp4pass.convert(expected, "nvfp4", **decided))
+    assert get_state(even).recipe["calibration"] == get_state(expected).recipe["calibration"]
+    in_one(quality="good", model=outliers)
+    assert traced == [outliers]
 
 
 def test_data_alone_is_for_the_method_given() -> None:
@@ -211,6 +237,44 @@ def test_a_model_without_data_writes_its_own(writes: list[dict[str, Any]]) -> No
     assert_same_bits(model, in_one(data=tokens(3)))
     # A tokenizer says it, too, without a quality.
     assert_same_bits(in_one(quality=None, data=None, tokenizer=Reader), model)
+
+
+def test_tuned_is_best_and_then_distilled(
+    writes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    distill = fp4pass.distill
+
+    def distilled(model: nn.Module, original: nn.Module, data: Any, **options: Any) -> Any:
+        calls.append((copy.deepcopy(model), original, data, options["tokenizer"]))
+        return distill(model, original, tokens(8), steps=2, batch_size=2, rate=0.1)
+
+    monkeypatch.setattr(fp4pass, "distill", distilled)
+    model = in_one(quality="tuned", model=uneven(), tokenizer=Reader)
+    (start, original, data, reader), best = calls[0], in_one(quality="best", model=uneven())
+    assert_same_bits(start, best)
+    assert data is BATCHES and reader is Reader and not writes
+    # The original has the weights that were quantized: smoothed ones.
+    with torch.no_grad():
+        assert torch.equal(original(tokens(2)).logits, uneven()(tokens(2)).logits)
+    norms = [each.model.layers[0].input_layernorm.weight for each in (original, uneven())]
+    assert not torch.equal(*norms)
+    assert get_state(model).recipe["quality"] == "tuned"
+    assert len(get_state(model).recipe["distilled"]["history"]) == 3
+    assert 'quality "tuned" trains for about' in caplog.text
+    # Without data there is more text to train on than to calibrate on.
+    in_one(quality="tuned", data=None, tokenizer=Reader, weight_only=True)
+    assert [each["tokens"] for each in writes] == [1 << 15, 1 << 22]
+    assert calls[1][2].equal(tokens(3))
+
+
+def test_what_cannot_be_tuned(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"no stream\. Choose another quality"):
+        in_one(quality="tuned", stream=tmp_path / "layers")
+    headless = language_model().model
+    with pytest.raises(StateError, match="expected a model with logits"):
+        in_one(quality="tuned", model=headless)
+    assert get_state(headless) is None
 
 
 def test_fast_reads_text_for_the_scales_of_inputs_alone(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import finished, saving
+from fp4pass.checkpoint import finished, source_files
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import files
 from fp4pass.core import machine as memory_limits
@@ -286,7 +286,7 @@ def test_experts_of_one_layer_are_in_memory(method: str, alive: _Alive, tmp_path
 CUTS = {
     "third layer written": (finished, "save_file", 3),
     "between its files": (finished, "_facts_of", 3),
-    "save ends": (saving, "write_manifest", 1),
+    "save ends": (source_files, "write_manifest", 1),
     "renamed": (files, "_sync", 8),
 }
 
