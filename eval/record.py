@@ -35,12 +35,19 @@ def facts(device: str | None = None, *libraries: str, model: Path | None = None)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     there = [name for name in (*PACKAGES, *libraries) if importlib.util.find_spec(name)]
     versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in there}
+    versions |= {name: _version(name) for name in there}
     if device == "cuda":
         versions["cuda"] = str(torch.version.cuda)
     threads = f"{torch.get_num_threads()} thread(s) of {device_name(device)}"
     machine = device_name(device) if device == "cuda" else threads
     return {"command": command(model), "machine": machine, "versions": versions}
+
+
+def _version(package: str) -> str:
+    """Return the version of a package, of fp4pass also where it is not installed."""
+    if package == "fp4pass":
+        return str(importlib.import_module(package).__version__)
+    return importlib.metadata.version(package)
 
 
 def command(model: Path | None) -> str:

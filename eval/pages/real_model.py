@@ -78,7 +78,6 @@ def section(found: Found) -> Iterator[str]:
         ("weights only", "methods", main_table, 6),
         ("every scheme", "methods", by_scheme, len(GRIDS["methods"]) // 2),
         ("inputs in 4 bits", "inputs", inputs, 1),
-        ("learned", "learned", learned, 1),
     ):
         rows = of_grid(found, name)
         if len(rows) >= least:
@@ -149,43 +148,6 @@ def inputs(found: Found, rows: Sequence[Row]) -> str:
         name = f"{row['scheme']}: {by.removesuffix(', smoothed')}"
         shown.append({**row, "by": name, "kind": f"{kind}inputs `{scales}`"})
     return crossed(found, shown, "kind", list(dict.fromkeys(row["kind"] for row in shown)))
-
-
-def learned(found: Found, rows: Sequence[Row]) -> str:
-    """Return KL of what learned from a start, beside that of the start."""
-    texts = list(found["original"]["texts"])
-    known = {row["by"]: row for row in rows} | _starts(found)
-    lines = []
-    for start in dict.fromkeys((row["scheme"], start_of(row)) for row in rows):
-        here = [row for row in rows if (row["scheme"], start_of(row)) == start]
-        first = known.get(start)
-        for title, row in [("", first)] * bool(first) + [(how(r), r) for r in here]:
-            kls = [f"{row['texts'][name]['kl']:.4f}" for name in texts]
-            lines.append(
-                [*start, title, *kls, *(number(row["texts"][t]["perplexity"]) for t in texts)]
-            )
-    header = ["scheme", "start", "learned by", *(f"KL, {name}" for name in texts)]
-    return table([*header, *(f"perplexity, {name}" for name in texts)], lines, left=3)
-
-
-def start_of(row: Row) -> str:
-    """Return the recipe that a row learned from."""
-    words = row["by"].split(", ")
-    return ", ".join(words[: next(i for i, w in enumerate(words) if w == "distill")])
-
-
-def how(row: Row) -> str:
-    """Return how a row learned."""
-    return row["by"].removeprefix(f"{start_of(row)}, ")
-
-
-def _starts(found: Found) -> dict[Any, Row]:
-    """Return the rows of recipes that others learned from, by scheme and name."""
-    starts = {(row["scheme"], row["by"]): row for row in of_grid(found, "methods")[::-1]}
-    for row in of_grid(found, "inputs"):
-        if ", target damping 2, smoothed, inputs sse" in row["by"]:
-            starts[row["scheme"], "cross, smoothed, inputs sse"] = row
-    return starts
 
 
 def calibration(found: Found) -> Iterator[str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fp4pass.methods import method_from_dict
-from fp4pass.record.schemes import QUALITIES
 
 SEEDS = (0, 1, 2)
 
@@ -26,7 +25,6 @@ class Run:
         window: tokens of a window.
         seed: of the data.
         smoothing: the strength of `smooth` before it; 0 for none.
-        distill: options of `distill` after it, and "tokens", if not as many; None for none.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("by", "scheme", "data", "tokens", "window", "seed")
@@ -40,7 +38,6 @@ class Run:
     window: int = 512
     seed: int = 0
     smoothing: float = 0.0
-    distill: dict[str, Any] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -157,7 +154,7 @@ GRIDS["qualities"] = [
         tokens=0 if name == "fast" and scheme.endswith("a16") else 1 << 15,
     )
     for scheme in _SCHEMES
-    for name in QUALITIES
+    for name in ("fast", "good", "best")
 ]
 # What a processor takes for them.
 GRIDS["cpu"] = [
@@ -200,36 +197,18 @@ GRIDS["inputs"] = [
     for inputs in ("naive", "sse")
     for name, method in _INPUTS.items()
 ]
-# What learns behind a conversion, from the best start in each scheme.
-_LEARNED: dict[str, dict[str, Any]] = {
-    "distill": {"distill": {"steps": 300, "travel": 0.85, "tokens": 1 << 17}},
-    "distill, share 0": {
-        "distill": {"steps": 300, "travel": 0.85, "share": 0.0, "tokens": 1 << 17}
-    },
-    "distill, 1200 steps": {"distill": {"steps": 1200, "travel": 1.75, "tokens": 1 << 18}},
-}
-_CROSS = {"name": "gptq", "target": "cross"}
-_STARTS: list[dict[str, Any]] = [
-    {"by": "cross", "scheme": "nvfp4a16", "method": _CROSS},
-    {
-        "by": "cross, smoothed, inputs sse",
-        "scheme": "nvfp4",
-        "method": {**_CROSS, "target_damping": 2.0},
-        "smoothing": 0.5,
-        "options": {"activation_scales": "sse"},
-    },
-    {"by": "cross", "scheme": "mxfp4a16", "method": _CROSS},
-    {"by": "hessian", "scheme": "nvfp4a16", "method": {"name": "hessian"}},
-]
-GRIDS["learned"] = [
-    Run(**{**start, "by": f"{start['by']}, {learned}"}, **how)
-    for start in _STARTS
-    for learned, how in _LEARNED.items()
-]
 # What tasks are measured of.
-GRIDS["recovery"] = [
-    Run(by=f'quality="{name}"', scheme=scheme, options={"quality": name}, seed=seed)
-    for name in ("good", "best")
-    for scheme in ("nvfp4a16", "nvfp4")
-    for seed in SEEDS
-]
+GRIDS["recovery"] = _one(
+    [
+        run
+        for seed in SEEDS
+        for scheme in ("nvfp4a16", "nvfp4", "mxfp4a16")
+        for run in (
+            *_runs(scheme, ("naive",), seed=seed),
+            *(
+                Run(by=f'quality="{name}"', scheme=scheme, options={"quality": name}, seed=seed)
+                for name in ("good", "best")
+            ),
+        )
+    ]
+)

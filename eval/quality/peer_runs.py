@@ -226,7 +226,8 @@ def auto_round(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[]
         nsamples=len(ids),
         batch_size=int(batch),
         device_map="cuda" if torch.cuda.is_available() else "cpu",
-        enable_torch_compile=False,
+        # Compiling pays on a GPU alone.
+        enable_torch_compile=torch.cuda.is_available(),
         **({} if own_inputs else {"act_bits": 16, "act_data_type": "float"}),
     )
     tuned, _ = rounding.quantize()

@@ -295,7 +295,7 @@ def input_scales(model: nn.Module, calib: Tensor, batch_size: int) -> dict[str, 
     """The stored global scale [1] of the inputs of each linear layer, in nvfp4."""
     prepared = fp4pass.prepare(copy.deepcopy(model), "naive")
     fp4pass.calibrate(prepared, calib.split(batch_size), progress=False)
-    fp4pass.convert(prepared)
+    fp4pass.convert(prepared, "nvfp4", progress=False)
     return {
         name: module.input_global_scale
         for name, module in prepared.named_modules()

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,6 @@ from fp4pass.evaluation.intervals import SUMS
 
 CHARACTERS, WINDOW, WINDOWS = 200_000, 512, 16
 SCORED: dict[str, Any] = {"window": WINDOW, "windows": WINDOWS, "progress": False, "batch_size": 4}
-
-# Windows of another seed that judge what is learned, and windows of a step.
-JUDGING, STEP = 8, 4
 
 # What a model writes, by the share of conversations in it.
 WRITTEN = {"own": 0.5, "plain": 0.0, "chats": 1.0}
@@ -127,31 +124,12 @@ class Stand:
     def convert(self, run: Run) -> tuple[nn.Module, Row]:
         """Return a converted copy, and what that took."""
         data = self.windows(run.data, run.seed, run.window, run.tokens) if run.tokens else None
-        learn = self._learning(run)
         packed = copy.deepcopy(self.model)
         with Measured(self.device) as took:
             if run.smoothing:
                 fp4pass.smooth(packed, run.smoothing, data=data, progress=False)
             fp4pass.convert(packed, run.scheme, data=data, progress=False, **run.arguments())
-            more = learn(packed)
-        return packed, {"calibrated_on": 0 if data is None else data.numel(), **took.row, **more}
-
-    def _learning(self, run: Run) -> Callable[[nn.Module], Row]:
-        """Return what learns after the conversion, its text written already."""
-        if not run.distill:
-            return lambda packed: {}
-        options = dict(run.distill)
-        tokens = options.pop("tokens", run.tokens)
-        taught = self.windows(run.data, run.seed, run.window, tokens)
-        judging = self.windows(run.data, run.seed + 100, run.window, JUDGING * run.window)
-
-        def distilled(packed: nn.Module) -> Row:
-            found = fp4pass.distill(
-                packed, self.model, taught, held_out=judging, progress=False, **options
-            )
-            return {"distilled": found.to_dict()}
-
-        return distilled
+        return packed, {"calibrated_on": 0 if data is None else data.numel(), **took.row}
 
     def measure(self, packed: nn.Module) -> Row:
         """Return what a model is worth on the texts and the pairs."""

@@ -38,6 +38,7 @@ TABLES = {
     "quality/kv_cache": ("quality.md", ""),
     "quality/merging": ("transformers.md", "--json merging-smollm2.json"),
     "quality/sinks": ("calibration.md", "--json sinks-smollm2.json"),
+    "pages/distillation": ("learning.md", ""),
     "pages/qualities": ("quality.md", ""),
     "pages/memory": ("memory-and-time.md", ""),
     "pages/several_gpus": ("large-models.md", ""),

@@ -60,9 +60,10 @@ def load_gaps(text: str | None = None, **_: Any) -> DatasetDict:
 
 
 def load_pairs(text: str | None = None, **_: Any) -> DatasetDict:
-    """One row {"good", "bad"} a pair of a file that has to be named."""
+    """The same of the pairs in a file that has to be named; the first choice is right."""
     lines = _named(text, "blimp.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{key: pair[key] for key in ("good", "bad")} for pair in map(json.loads, lines)]
+    choices = [[pair["good"], pair["bad"]] for pair in map(json.loads, lines)]
+    rows = [{"context": "", "choices": pair, "label": 0} for pair in choices]
     return DatasetDict({"test": Dataset.from_list(rows)})
 
 
