@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from .. import ops
 from ..distributed import ranks
 from ..errors import CalibrationError, as_rules
-from ..kernels.statistics.naive import weight_amax
 from ..methods import Stats
 from ..nn.experts import ExpertStack
 from ..nn.linear import StoredWeight, quantize_input
+from ..quantization.observers import observer as observing
 from ..quantization.observers.observer import OBSERVERS, feed, new_observer, shared_observer
 from ..quantization.observers.visible_tokens import visible_rows
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics, with_unreached
-from ..record.config import LinearConfig
+from ..record.config import LinearConfig, input_scale_for
 from .recording import Call, Recorded, Stack, hidden_state, offload_hidden_state
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
@@ -72,8 +73,8 @@ class Runner:
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.stage]
         linears = [layer for layer in layers if not layer.stage]
-        largest = _largest_inputs(kept, linears)
-        views = [_view(layer, largest[layer.module]) for layer in linears]
+        ranges = _input_ranges(kept, linears)
+        views = [_view(layer, ranges[layer.module]) for layer in linears]
         for layer in layers:
             module: Any = layer.module
             own = [new_observer(module, layer.config.needs, keep=True)] if layer.stage else []
@@ -91,10 +92,9 @@ class Runner:
                 del layer.module.__dict__[OBSERVERS]
 
         def called(layer: LayerPlan) -> LayerPlan:
-            amax = largest.get(layer.module, layer.stats.input_amax)
-            return dataclasses.replace(
-                layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
-            )
+            own = ranges.get(layer.module, layer.stats)
+            known: dict[str, Any] = {"input_amax": own.input_amax, "magnitudes": own.magnitudes}
+            return dataclasses.replace(layer, stats=dataclasses.replace(layer.stats, **known))
 
         plan = with_unreached(plan)
         return plan.map(called) if kept else plan
@@ -232,16 +232,19 @@ def _quantized(x: Tensor, view: _View) -> Tensor:
     return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)
 
 
-def _largest_inputs(
+def _input_ranges(
     batches: Sequence[_Inputs], layers: Sequence[LayerPlan]
-) -> dict[nn.Module, float]:
-    """Return the largest magnitude that each layer is called with, 0.0 without tokens."""
+) -> dict[nn.Module, Stats]:
+    """Return amax and magnitudes of the inputs that each layer is called with, in all processes."""
     found = []
     for layer in layers:
-        tensors = [x for inputs in batches for x in inputs.get(layer.module, ()) if x.numel()]
-        found.append(max((weight_amax(x) for x in tensors), default=0.0))
-    largest = map(max, zip(*ranks().gather(found), strict=True))
-    return {layer.module: amax for layer, amax in zip(layers, largest, strict=True)}
+        needs = tuple({"magnitudes"} & set(layer.config.needs))
+        found.append(observing.Observer(needs, layer.columns))
+        for x in (x for inputs in batches for x in inputs.get(layer.module, ())):
+            found[-1](x)
+    everywhere = zip(*ranks().gather([each.stats() for each in found]), strict=True)
+    merged = [functools.reduce(Stats.merged, each) for each in everywhere]
+    return {layer.module: stats for layer, stats in zip(layers, merged, strict=True)}
 
 
 def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:
@@ -267,14 +270,9 @@ def _is_viewed(layer: LayerPlan) -> bool:
     return is_paired(layer) and not layer.config.weight_only
 
 
-def _view(layer: LayerPlan, amax: float) -> _View | None:
-    """Return how the converted layer quantizes inputs of this magnitude; None if it does not."""
-    config = layer.config
-    if not _is_viewed(layer):
-        return None
-    if config.rotation:
-        amax = Stats(input_amax=amax).rotated(config.rotation).input_amax
-    return config, config.format.input_scale_for(amax)
+def _view(layer: LayerPlan, stats: Stats) -> _View | None:
+    """Return how the converted layer quantizes inputs of this range; None if it does not."""
+    return (layer.config, input_scale_for(layer.config, stats)) if _is_viewed(layer) else None
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:

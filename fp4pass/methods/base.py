@@ -165,10 +165,7 @@ def method(
 
 
 def resolve_method(choice: object) -> tuple[Method, Any]:
-    """Return the method and its options for a name, or for an options object.
-
-    Options may have needs beyond those of their method. Raises OptionError for anything else.
-    """
+    """Return the method and its options for a name or an options object. Raises OptionError."""
     if isinstance(choice, str):
         if choice not in METHODS:
             raise unknown_name("Method", choice, METHODS)
@@ -187,10 +184,7 @@ def method_to_dict(options: Any) -> dict[str, Any]:
 
 
 def method_from_dict(data: Mapping[str, Any]) -> Any:
-    """Return the options object of a name and options, as in {"name": "gptq", "damping": 0.1}.
-
-    Raises OptionError where the name is missing or unknown, or an option does not exist.
-    """
+    """Return the options object of {"name": "gptq", "damping": 0.1}, or raise OptionError."""
     name = data.get("name")
     if not isinstance(name, str):
         raise OptionError(expected("method", "a name, as in {name: hessian}", dict(data)))

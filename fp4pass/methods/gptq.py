@@ -70,13 +70,11 @@ class Gptq:
 
 
 def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
-    """Return the weight V [N, K] of least |W a - V x|^2 + target_damping |W - V|^2, in float32.
-
-    a are the inputs of the float model, x those of the quantized one. With H the damped sum of
-    x x^T and C that of (a - x) x^T, V = W + W C H^-1. |W a - Q x|^2 is then (V - Q) H (V - Q)^T for
-    each row and a constant, which `gptq` makes small over Q, with its own damping and shrinkage.
-    Without statistics, before a layer is reached, it is the weight.
-    """
+    """Return the weight V [N, K] of least |W a - V x|^2 + target_damping |W - V|^2, in float32."""
+    # a are the inputs of the float model, x those of the quantized one. With H the damped sum of x
+    # x^T and C that of (a - x) x^T, V = W + W C H^-1. |W a - Q x|^2 is then (V - Q) H (V - Q)^T for
+    # each row and a constant, which `gptq` makes small over Q, with its own damping and shrinkage.
+    # Without statistics, before a layer is reached, it is the weight.
     if options.target == "plain" or stats.hessian is None or stats.cross is None:
         return weight
     hessian, cross = stats.hessian.to(weight.device), stats.cross.to(weight.device)

@@ -55,10 +55,7 @@ def search_scales(
 
 
 def may_be_exact(matrix: Tensor, fmt: Format) -> bool:
-    """Return whether a matrix [N, K] may hold numbers that were quantized in a format before.
-
-    One block is looked at, that of the largest number.
-    """
+    """Return whether a matrix [N, K] may be of a format: the block of the largest number is."""
     if not fmt.has_global_scale:
         return False
     place = int(matrix.detach().abs().argmax())
@@ -67,11 +64,8 @@ def may_be_exact(matrix: Tensor, fmt: Format) -> bool:
 
 
 def exact_global_scale(matrices: Sequence[Tensor], fmt: Format, global_scale: float) -> float:
-    """Return the global scale for matrices: twice the given one if "sse" keeps all only with that.
-
-    The given one is for their largest magnitude. Numbers that were quantized before, when one that
-    was clipped was larger, have had the next.
-    """
+    """Return the global scale of matrices: twice the given one if "sse" is exact only with that."""
+    # Numbers that were quantized before, when one that was clipped was larger, have had the next.
     for scale in (global_scale, 2 * global_scale):
         if all(_is_exact(x, fmt, scale) for x in matrices):
             return scale
@@ -154,10 +148,8 @@ def sse(
     options: Sse,
     scale: float | None = None,
 ) -> QuantState:
-    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format.
-
-    For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
-    """
+    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
+    # For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
     return _search(weight, fmt, global_scale, "sse", scale=scale)
 
 
@@ -234,10 +226,8 @@ def hessian(
     options: Hessian,
     scale: float | None = None,
 ) -> QuantState | Result:
-    """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse".
-
-    A row, or a tile of more columns than a block of the Hessian has, has the sum over its blocks.
-    """
+    """Choose the scale of each block that minimizes r^T H r, over the same scales as "sse"."""
+    # A row, or a tile of more columns than a block of the Hessian has, has the sum over its blocks.
     block_hessian = stats.block_hessian
     state = _search(weight, fmt, global_scale, "hessian", block_hessian, scale)
     assert block_hessian is not None, "the search refuses it"

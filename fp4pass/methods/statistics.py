@@ -19,16 +19,18 @@ from ..kernels.common.rounding import bands
 from ..kernels.experts.naive import expert_hessian, hessian_of_all
 from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
 from ..kernels.statistics.naive import (
+    BINS,
     HESSIAN_BLOCK,
     diagonal_blocks,
     ieee_products,
     observe_cross_ref,
+    observe_magnitudes_ref,
 )
 
 # Elements of a weight in one pass: those that fit into a CPU's cache, those that fill a GPU.
 _TILE_CPU, _TILE_GPU = 1 << 19, 1 << 23
 
-Update = Callable[[Tensor, Tensor, Tensor | None], None]
+Update = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 # Inputs x [T, K] or [T, k, K] and the experts ids [T, k] of each batch.
 Inputs = tuple[tuple[Tensor, Tensor], ...]
 
@@ -39,20 +41,17 @@ def _statistic(
     update: Update | None = None,
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
     prior: Callable[[int], float] = lambda columns: 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a field of Stats: a float32 total over the tokens of inputs x [..., K], first zero.
-
-    Args:
-        shape: that of the total, given K.
-        rotate: returns the total of inputs that are rotated in blocks; None if it cannot be told.
-        update: adds x to a total in place, given both and the same tokens in the float model, None
-            outside of layer-by-layer calibration; None for those of the operators `observe`.
-        merge: returns the total of two sequences of inputs.
-        prior: returns the number of average tokens that are added to those of one expert, given K;
-            docs/moe.md has the costs of other numbers.
-    """
+    """Return a field of Stats: a total over the tokens of inputs x [..., K], first zero."""
+    # `shape` is that of the total, given K. `rotate` returns the total of inputs that are rotated
+    # in blocks, None if it cannot be told. `update` adds x to a total in place, given both, the
+    # same tokens in the float model (None outside of layer-by-layer calibration) and bool [T] (None
+    # if all count); None for those of the operators `observe`. `merge` returns the total of
+    # two sequences of inputs. `prior` returns the number of average tokens that are added to those
+    # of one expert, given K (docs/moe.md).
     metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge, "prior": prior}
-    return field(default=None, metadata=metadata)
+    return field(default=None, metadata={**metadata, "dtype": dtype})
 
 
 def _square(columns: int) -> tuple[int, int]:
@@ -63,7 +62,7 @@ def _blocks(columns: int) -> tuple[int, int, int]:
     return math.ceil(columns / HESSIAN_BLOCK), HESSIAN_BLOCK, HESSIAN_BLOCK
 
 
-def _add_cross(total: Tensor, x: Tensor, reference: Tensor | None) -> None:
+def _add_cross(total: Tensor, x: Tensor, reference: Tensor | None, visible: Tensor | None) -> None:
     if reference is not None:
         observe_cross_ref(x, reference, total)
 
@@ -81,6 +80,8 @@ class Stats:
         input_amax: largest magnitude; 0.0 without tokens.
         hessian: float32 [K, K], the whole sum.
         cross: float32 [K, K], the sum of (a - x) x^T, where the float model has the input a.
+        magnitudes: int64 [2048], a histogram of the largest magnitudes of 16 columns, with eight
+            bins an octave.
         counts: int64 [E], tokens of each expert; None for a dense layer.
         routing: float32 [E], the sum of the weights that its tokens gave each expert.
         prior_block_hessian: sums [E, ...] over tokens that each expert was shown, chosen or not;
@@ -100,6 +101,11 @@ class Stats:
     input_amax: float = 0.0
     hessian: Tensor | None = _statistic(_square, rotate_hessian, prior=lambda columns: columns / 2)  # noqa: RUF009
     cross: Tensor | None = _statistic(_square, update=_add_cross)  # noqa: RUF009
+    magnitudes: Tensor | None = _statistic(  # noqa: RUF009
+        lambda columns: (BINS,),
+        update=lambda total, x, reference, visible: observe_magnitudes_ref(x, total, visible),
+        dtype=torch.int64,
+    )
     counts: Tensor | None = None
     routing: Tensor | None = None
     prior_block_hessian: Tensor | None = None
@@ -111,8 +117,9 @@ class Stats:
         return getattr(self, need) is not None
 
     def collected_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that were collected, by name."""
-        return {name: value for name in STATISTICS if (value := getattr(self, name)) is not None}
+        """Return the sums that were collected, by name; histograms are of no matrix."""
+        sums = (name for name, each in STATISTICS.items() if each["dtype"].is_floating_point)
+        return {name: value for name in sums if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device) -> Stats:
         """Return the same statistics on a device."""
@@ -199,17 +206,17 @@ STATISTICS = {each.name: each.metadata for each in dataclasses.fields(Stats) if 
 
 @dataclass(frozen=True, eq=False)
 class ExpertInputs(Stats):
-    """Statistics whose Hessians are made of inputs when they are asked for, one expert at a time.
+    """Statistics whose Hessians are made of inputs when asked for, one expert at a time."""
 
-    `prior_inputs` are those that each expert was shown, chosen or not.
-    """
+    # `prior_inputs` are those that each expert was shown, chosen or not.
 
     inputs: Inputs = ()
     prior_inputs: Inputs = ()
 
     def has(self, need: str) -> bool:
         """Return whether a statistic was collected."""
-        return need in ("hessian", "block_hessian") and bool(self.inputs)
+        is_made = need in ("hessian", "block_hessian")
+        return bool(self.inputs) if is_made else super().has(need)
 
     def _own(self, index: int) -> dict[str, Tensor]:
         return _both(expert_hessian(self.inputs, index, self._device))

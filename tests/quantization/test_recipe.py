@@ -78,6 +78,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
         "weight_only": True,
         "block": 16,
         "activation_scales": "naive",
+        "input_range": "amax",
         "rotation": 0,
         "unreached": "error",
         "expert_prior": None,

@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "weight_only": True,
     "block": 32,
     "activation_scales": "sse",
+    "input_range": "headroom",
     "rotation": 32,
     "unreached": "skip",
     "expert_prior": 4.0,

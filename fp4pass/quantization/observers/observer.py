@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import CalibrationError
 from ...graph.rewrite import OBSERVERS
-from ...kernels.statistics.naive import diagonal_blocks, moved_totals, zeros
+from ...kernels.statistics.naive import BINS, diagonal_blocks, moved_totals, zeros
 from ...methods import STATISTICS, ExpertInputs, Stats
 from ...nn.experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ...nn.input_cache import compute_once
@@ -90,7 +90,8 @@ class Observer(nn.Module):
         with torch.inference_mode(False):
             shape = STATISTICS[self._hessian]["shape"](columns)
             hessian = zeros(*(shape if self._hessian in needs else (0, *shape[1:])))
-            others = [zeros(*STATISTICS[name]["shape"](columns)) for name in self._others]
+            known = [STATISTICS[name] for name in self._others]
+            others = [zeros(*each["shape"](columns), dtype=each["dtype"]) for each in known]
             state = (hessian, zeros(1, dtype=torch.int64), zeros(1), *others)
         self._seen = _Seen(state, is_empty=True)
 
@@ -133,7 +134,7 @@ class Observer(nn.Module):
         # Most batches hide nothing, and graphs of them have no argument more.
         observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
         for name, total in zip(self._others, state[3:], strict=True):
-            STATISTICS[name]["update"](total, x.detach(), reference)
+            STATISTICS[name]["update"](total, x.detach(), reference, visible)
         self._seen.holders -= 1
         self._seen = _Seen(state, is_empty=False)
 
@@ -199,6 +200,7 @@ class ExpertObserver:
         with torch.inference_mode(False):
             self._own = self._empty(shape)
             self._prior = self._empty(shape) if second and (shape[0] or self._keeps) else None
+            self._magnitudes = zeros(BINS, dtype=torch.int64) if "magnitudes" in needs else None
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._prior_inputs: list[tuple[Tensor, Tensor]] = []
         # Whether there was any input, how many experts a token has, tokens shown to all experts.
@@ -230,6 +232,13 @@ class ExpertObserver:
         if len(args) < 3:
             return  # A stack beside a packed one is called, too; `feed` has shown it this.
         self._add(self._own, *args)
+        if self._magnitudes is not None:
+            known = args[1] < self.experts
+            known = known.any(1) if args[0].ndim == 2 else known.flatten()
+            with torch.inference_mode(False):
+                self._magnitudes = self._magnitudes.to(args[0].device)
+                add = STATISTICS["magnitudes"]["update"]
+                add(self._magnitudes, args[0].detach(), None, known)
         if self._keeps:
             # A copy, for the model may change them in place; some rows are for no expert.
             own = (args[1] < self.experts).any(1)
@@ -255,6 +264,7 @@ class ExpertObserver:
         hessians, counts, amax, routing = self._own
         found: dict[str, Any] = {"counts": counts, "routing": routing}
         found |= {"tokens": int(counts.sum()), "input_amax": float(amax)}
+        found["magnitudes"] = self._magnitudes
         if self._prior is not None:
             found["prior_counts"] = self._prior[1]
         if self._keeps:
