@@ -31,10 +31,7 @@ _ARRIVAL = timedelta(minutes=30)
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that quantize one model, each with its own number.
-
-    Every call is made by all of them, in one order. With one process it does nothing.
-    """
+    """The processes that quantize one model; all of them make every call, in one order."""
 
     rank: int = 0
     size: int = 1
@@ -95,22 +92,15 @@ class Ranks:
 
     @contextmanager
     def first_alone(self) -> Iterator[bool]:
-        """Yield whether this rank works for all; the others wait for it.
-
-        An error of it ends all.
-        """
+        """Yield whether this rank works for all, who wait for it; an error of it ends all."""
         with self.together():
             yield self.rank == 0
 
     def exchange(
         self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]
     ) -> list[Tensor]:
-        """Send tensors to other ranks, and return those that others send, all at one time.
-
-        Args:
-            sent: each with the rank that gets it. Two ranks name theirs in one order.
-            received: tensors to fill, contiguous, each with the rank that sends it.
-        """
+        """Send tensors to other ranks, and fill and return those that others send, all at once."""
+        # Each stands with the other rank. Two ranks name theirs in one order.
         raw = [(self._bytes(tensor), rank) for tensor, rank in received]
         calls: list[tuple[Any, Tensor, int]] = [(dist.irecv, *each) for each in raw]
         calls += [(dist.isend, self._bytes(tensor), rank) for tensor, rank in sent]
@@ -157,10 +147,7 @@ _KNOWN: list[tuple[Any, Ranks]] = []
 
 
 def ranks() -> Ranks:
-    """Return the ranks of the process group that is initialized; one without any.
-
-    The first call is made by all of them, and waits for them. Raises RankError if one does not.
-    """
+    """Return the ranks of the process group, one without any; the first call is made by all."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ONE
     default = dist.group.WORLD
@@ -215,18 +202,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:
-    """Assign jobs to ranks: the largest first, to the rank with the least work.
-
-    Jobs of several parts come last. They are taken apart where they are more than a fair share
-    leaves room for, if all are done earlier so.
-
-    Args:
-        jobs: a cost for each rank that does a part of a job, and the costs of its parts.
-        size: the number of ranks.
-
-    Returns:
-        The rank of each part of each job; those of one rank stand together.
-    """
+    """Assign the parts of jobs to ranks, the largest first, to the rank with the least work."""
+    # jobs: a cost for each rank that does a part of a job, and the costs of its parts. Those of
+    # several parts come last, and are taken apart where all are done earlier so.
     apart, latest = _assigned(jobs, size)
     whole, latest_whole = _assigned([(first, [sum(parts)]) for first, parts in jobs], size)
     if latest < latest_whole:
@@ -290,13 +268,8 @@ class Form(NamedTuple):
 
 
 def shared_tensors(group: Ranks, own: Mapping[int, Any], owners: Sequence[int]) -> list[Any]:
-    """Return the results of every rank, in order, on all of them.
-
-    Args:
-        group: the ranks.
-        own: of this rank, by its place: a pair of plain values and tensors by name.
-        owners: the rank that made each.
-    """
+    """Return the results of every rank, in order, on all of them."""
+    # own: of this rank, by place: a pair of plain values and tensors by name. owners: all ranks.
     if group.size == 1:
         return [own[i] for i in range(len(owners))]
     forms = {i: (facts, _mapped(tensors, Form.of)) for i, (facts, tensors) in own.items()}
@@ -316,13 +289,8 @@ def shared_tensors(group: Ranks, own: Mapping[int, Any], owners: Sequence[int]) 
 def whole_tensors(
     group: Ranks, state: Mapping[str, Tensor], ties: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return a state dict whose sharded tensors the first rank has whole, on the CPU.
-
-    Args:
-        group: the ranks; each makes the call, with the same names.
-        state: as `state_dict` returns it.
-        ties: names that stand for that of another name: they get the same tensor again.
-    """
+    """Return a state dict whose sharded tensors the first rank has whole, on the CPU."""
+    # Each rank makes the call. ties: names that stand for another, and get its tensor again.
     # A state dict with such tensors has imported it.
     if not any(map(is_sharded, state.values())):
         return dict(state)
@@ -345,13 +313,9 @@ def whole_tensors(
 
 @dataclass(frozen=True, eq=False)
 class RemoteStats(Stats):
-    """Facts of statistics that another rank has.
+    """Facts of statistics that another rank has."""
 
-    Attributes:
-        collected: the names of those that were collected.
-    """
-
-    collected: frozenset[str] = frozenset()
+    collected: frozenset[str] = frozenset()  # the names of those
 
     def has(self, need: str) -> bool:
         """Return whether a statistic was collected."""
@@ -365,17 +329,10 @@ _Terms = tuple[int, ...]
 def summed_statistics(
     group: Ranks, local: Sequence[Stats], needing: Sequence[Sequence[int]], needs: Sequence[str]
 ) -> list[Stats]:
-    """Return the sums over all ranks: each where it is needed, and its facts elsewhere.
-
-    Terms are added in the order of the ranks, so that a number of ranks has the same sums in every
-    run. Weights that have one object of statistics on each rank have one sum.
-
-    Args:
-        group: the ranks.
-        local: statistics of each weight that this rank saw.
-        needing: the ranks that need each sum; each of them adds it up.
-        needs: the names of all statistics that a method may need.
-    """
+    """Return the sums over all ranks: each where it is needed, and its facts elsewhere."""
+    # Terms are added in the order of the ranks, so that a number of ranks has the same sums in
+    # every run. Weights that have one object of statistics on each rank have one sum. local: of
+    # weights that this rank saw. needing: the ranks that need, and add up, each. needs: all names.
     if group.size == 1:
         return list(local)
     distinct = list({id(stats): stats for stats in local}.values())

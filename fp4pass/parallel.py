@@ -46,10 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class SplitModule(nn.Module):
-    """A part of a module, that of this process.
-
-    A state dict has its parts as DTensors, which torch.distributed.checkpoint writes whole.
-    """
+    """The part of a module in this process; a state dict has its parts as DTensors."""
 
     is_split: ClassVar[bool] = True
     mesh: DeviceMesh
@@ -119,10 +116,7 @@ def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
 def with_shared_scale(
     weight: StoredWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
 ) -> StoredWeight:
-    """Return buffers with one scale for the inputs of all processes, where it is dynamic.
-
-    It is a global scale, or that of each token where tokens have one float32 scale.
-    """
+    """Return buffers with one dynamic scale, or one a token, for the inputs of all processes."""
     fmt = config.format
     of_tokens = fmt.has_float_scale and fmt.block == WHOLE and not config.weight_only
     is_of_tokens = of_tokens and weight.input_global_scale is None
@@ -244,10 +238,7 @@ class SplitExpertStack(SplitModule, QuantizedExpertStack):
 
 
 class SplitExperts(SplitModule, QuantizedExperts):
-    """The experts of a mixture, of which this process has some.
-
-    Each process computes what its experts add to the tokens of all.
-    """
+    """The experts of a mixture that this process has, and adds to the tokens of all."""
 
     first: int  # the id of its first expert
     count: int
@@ -421,12 +412,8 @@ _STYLES: dict[str, ParallelStyle] = {
 
 # Those of modules that every rank has whole; some are for gradients, which there are none of.
 _WHOLE = (
-    "embedding_rowwise",
-    "embedding_colwise",
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-    "moe_identity_expert",
+    *("embedding_rowwise", "embedding_colwise", "replicate", "replicated_with_grad_allreduce"),
+    *("mla_kv_a_proj", "moe_identity_expert"),
 )
 
 
@@ -534,10 +521,7 @@ def fully_shard(module: nn.Module, **options: Any) -> Any:
 
 
 def _require_equal(root: nn.Module, chosen: Mapping[str, object], mesh: DeviceMesh) -> None:
-    """Raise StateError for weights elsewhere, and for a model that another process does not have.
-
-    Of each tensor the first elements are compared.
-    """
+    """Raise StateError for weights elsewhere, and for models of other first elements."""
     facts: list[Any] = [(name, type(style).__name__) for name, style in chosen.items()]
     state = root.state_dict().items()
     for name, tensor in ((n, each) for n, each in state if isinstance(each, Tensor)):
@@ -622,10 +606,9 @@ def _require_whole_heads(root: nn.Module, name: str, style: Any, size: int) -> N
 
 
 def reach_peers(mesh: DeviceMesh) -> bool:
-    """Prepare reductions over a mesh of one dimension; return whether its GPUs reach each other.
-
-    Every process makes the call. Without such memory reductions go through NCCL, and a log says so.
-    """
+    """Prepare reductions over a mesh of one dimension; return whether its GPUs reach each other."""
+    # Every process makes the call. Without such memory reductions go through NCCL, and a log says
+    # so.
     group = mesh.get_group()
     name = group.group_name
     if mesh.device_type != "cuda" or mesh.size() == 1:

@@ -41,7 +41,6 @@ def rooms() -> list[str]:
     files = [path for path in PACKAGE.rglob("*.py") if "\n__all__ =" in path.read_text("utf-8")]
     paths = [path.relative_to(PACKAGE.parent).with_suffix("").as_posix() for path in files]
     names = {path.removesuffix("/__init__").replace("/", ".") for path in paths}
-    names.discard("fp4pass.quantization")
     return sorted(name for name in names if not name.partition(".")[2].startswith(PRIVATE))
 
 
@@ -145,6 +144,7 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
     "fp4pass.allocate": with_stack,
+    "fp4pass.calibration.mixture": language_writer,
     "fp4pass.calibration.sample": language_writer,
     "fp4pass.distill": learned,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,

@@ -27,17 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class Tested(NamedTuple):
-    """Versions of a library.
+    """Versions of a library."""
 
-    Attributes:
-        oldest: the lower bound in pyproject.toml.
-        newest: the newest release that the tests have run with, without the number of its patch.
-        extra: the extra of fp4pass that installs it.
-    """
-
-    oldest: str
-    newest: str
-    extra: str = ""
+    oldest: str  # the lower bound in pyproject.toml
+    newest: str  # the newest that the tests have run with, without the number of its patch
+    extra: str = ""  # of fp4pass, which installs it
 
     def __str__(self) -> str:
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
@@ -114,20 +108,12 @@ FAULTS = (
 
 
 class Part:
-    """A part of fp4pass that works by private things of a library.
-
-    Attributes:
-        library: whose private things it needs.
-        name: what is off without them.
-        cost: a sentence: what that costs.
-        problem: why it is off, None while it is not.
-        is_tested: whether the self-test has run.
-    """
+    """A part of fp4pass that works by private things of a library."""
 
     def __init__(self, library: str, name: str, cost: str, test: Callable[[], object]) -> None:
         """test: raises one of FAULTS unless the private things do what is expected of them."""
         self.library, self.name, self.cost, self.test = library, name, cost, test
-        self.problem: str | None = None
+        self.problem: str | None = None  # why the part is off
         self.is_tested = False
 
     def works(self) -> bool:

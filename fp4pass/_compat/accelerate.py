@@ -47,10 +47,8 @@ def on_device(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def held(layer: nn.Module) -> Iterator[None]:
-    """Bring all that hooks bring of a layer, once, and keep it until the end.
-
-    Its modules are without hooks as long; those that are converted then get new ones.
-    """
+    """Bring all that hooks bring of a layer, once, and keep it until the end."""
+    # Its modules are without hooks as long; those that are converted then get new ones.
     hooks = {module: hook for module in layer.modules() if (hook := hook_of(module)) is not None}
     if not hooks:
         yield

@@ -21,10 +21,8 @@ def is_diffusers(model: object) -> bool:
 
 
 def loading_lora() -> Mapping[str, Any] | None:
-    """Return the LoRA that `load_lora_weights` of a pipeline is loading, None where none runs.
-
-    It looks up dense weights in the state dict of the model.
-    """
+    """Return the LoRA that `load_lora_weights` of a pipeline is loading, None where none runs."""
+    # It looks up dense weights in the state dict of the model.
     for frame in callers("diffusers.loaders.lora_base"):
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "load_lora_weights" and module.startswith("diffusers."):

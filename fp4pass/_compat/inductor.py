@@ -15,21 +15,14 @@ from . import part
 
 @dataclass(frozen=True)
 class CppCall:
-    """A call of a C++ function that is compiled with a graph.
+    """A call of a C++ function that is compiled with a graph."""
 
-    Attributes:
-        source: the function `void NAME(parameters)`, with NAME where its name stands.
-        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result.
-        inputs: tensors of the graph; the function gets their contiguous data.
-        size: the shape of the result.
-        dtype: that of the result.
-    """
-
-    source: str
+    source: str  # the function `void NAME(parameters)`, with NAME where its name stands
+    # The C++ types of its arguments: pointers to `inputs`, then to the result.
     parameters: tuple[str, ...]
-    inputs: tuple[Any, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
+    inputs: tuple[Any, ...]  # tensors of the graph; the function gets their contiguous data
+    size: tuple[int, ...]  # of the result
+    dtype: torch.dtype  # of the result
 
 
 @part(
@@ -61,12 +54,10 @@ def _writes_cpp() -> None:
 
 
 def call_by_name(operators: Iterable[Any]) -> None:
-    """Have generated code call operators as Inductor calls those that it does not know.
-
-    At the first call of an unknown operator, Inductor of torch 2.11 writes its arguments to a
-    string, and what they were computed from, again at each use: after 36 layers that does not end.
-    Operators that Inductor knows stay as they are.
-    """
+    """Have generated code call operators as Inductor calls those that it does not know."""
+    # At the first call of an unknown operator, Inductor of torch 2.11 writes its arguments to a
+    # string, and what they were computed from, again at each use: after 36 layers that does not
+    # end. Operators that Inductor knows stay as they are.
     if not _writes_cpp.works():
         return
     from torch._inductor import lowering
@@ -79,12 +70,10 @@ def call_by_name(operators: Iterable[Any]) -> None:
 
 
 def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) -> None:
-    """Have Inductor make C++ of an operator's calls on a CPU, where `lower` finds some.
-
-    `lower` gets the arguments, whose tensors have a `size` and a `dtype` here, and returns a call
-    for each result, or None to leave the operator as it is. So it stays where a size
-    is symbolic. Registering again changes nothing.
-    """
+    """Have Inductor make C++ of an operator's calls on a CPU, where `lower` finds some."""
+    # `lower` gets the arguments, whose tensors have a `size` and a `dtype` here, and returns a call
+    # for each result, or None to leave the operator as it is. So it stays where a size is symbolic.
+    # Registering again changes nothing.
     from torch._inductor import lowering
 
     if not _writes_cpp.works() or operator in lowering.lowerings:

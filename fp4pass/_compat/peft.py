@@ -241,11 +241,8 @@ def silenced(arounds: Iterable[Any]) -> Iterator[None]:
 
 
 def unload(model: nn.Module, merged: Iterable[Any]) -> nn.Module:
-    """Take all adapters out of a model, in place, and return it without what PEFT is around it.
-
-    Active ones are merged as PEFT does, those of layers that have them in their weight already are
-    dropped. merged: what is put around these.
-    """
+    """Take all adapters out of a model, in place, and return it without what PEFT is around it."""
+    # Active ones are merged as PEFT does; layers in `merged` have them in their weight already.
     tuner: Any = _tuner_in(model)
     if tuner is None:
         # transformers puts adapters in without keeping a tuner.

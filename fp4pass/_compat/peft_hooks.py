@@ -20,11 +20,9 @@ Around = Callable[[Any, Any, str], AbstractContextManager[None]]
 
 
 def around_adapters(around: Around, before_merge: Callable[[Any], None]) -> None:
-    """Have PEFT put adapters into models within a context, once it is imported.
-
-    PEFT has a registry of classes of layers for each config, and none for all configs. Its own
-    merge asks one layer after the other, so `before_merge` is called with its tuner before.
-    """
+    """Have PEFT put adapters into models within a context, once it is imported."""
+    # PEFT has a registry of classes of layers for each config, and none for all configs. Its own
+    # merge asks one layer after the other, so `before_merge` is called with its tuner before.
 
     def wrap(module: ModuleType) -> None:
         tuner = module.BaseTuner

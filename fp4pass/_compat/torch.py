@@ -100,11 +100,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter, type(None), str, bool, int, float))
 
 
 def only_calls_kernel(*args: Any) -> bool:
-    """Return whether the dispatcher would call an operator's kernel for a CPU and do nothing else.
-
-    That is so where nothing is differentiated, traced, profiled or transformed. The first argument
-    is a tensor.
-    """
+    """Return whether the dispatcher would only call a kernel for a CPU; the first is a tensor."""
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)):
         return False
     return _is_free(_is_plain, *args)
@@ -125,10 +121,7 @@ def _is_plain(*args: Any) -> bool:
 
 
 def build_library(source: Path, library: Path) -> None:
-    """Compile C++ to a library, with the compiler and the options that Inductor takes on this CPU.
-
-    Raises BuildError where there is no compiler, or it fails.
-    """
+    """Compile C++ as Inductor does on this CPU; raise BuildError where that fails."""
     try:
         # Importing Inductor takes a second.
         from torch._inductor import cpp_builder
@@ -196,11 +189,8 @@ def _self_test_library() -> torch.library.Library:
 def chain_post_grad_pass(
     run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]
 ) -> None:
-    """Have Inductor call `run` with each functional graph, after the passes installed there.
-
-    `key` returns what stands for `run` in the key of Inductor's cache. Chaining the same function
-    again changes nothing. Importing Inductor takes a second.
-    """
+    """Have Inductor call `run` with each functional graph, after the passes installed there."""
+    # `key` returns what stands for `run` in the key of Inductor's cache.
     require("torch")
 
     def chain() -> None:
@@ -363,10 +353,8 @@ def process_group(name: str) -> Any:
 
 
 def shared_words(count: int, group: Any) -> tuple[Tensor, list[int]]:
-    """Return int64 words of this GPU, and the addresses of those of all processes of a group.
-
-    Every process makes the call. Raises RuntimeError where GPUs do not reach each other.
-    """
+    """Return int64 words of this GPU, and the addresses of those of all processes of a group."""
+    # Every process makes the call. Raises RuntimeError where GPUs do not reach each other.
     from torch.distributed import _symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -396,11 +384,9 @@ def _skips_functions() -> None:
 
 
 def runs_uncompiled(function: Callable[..., Any]) -> None:
-    """Have torch.compile not look into a function that is called outside of its graphs.
-
-    Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
-    of its parts are in its graph.
-    """
+    """Have torch.compile not look into a function that is called outside of its graphs."""
+    # Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and
+    # those of its parts are in its graph.
     _skips_functions.attempt(_skip, function)
 
 
@@ -430,12 +416,10 @@ def _sees_new_hooks() -> None:
 
 
 def recompile_hooked(model: nn.Module) -> None:
-    """Have code that torch.compile made of a model compiled again where modules have hooks.
-
-    Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
-    of the dictionaries that hold their parameters and children, which may be either of two. Code of
-    other models stays.
-    """
+    """Have code that torch.compile made of a model compiled again where modules have hooks."""
+    # Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
+    # of the dictionaries that hold their parameters and children, which may be either of two. Code
+    # of other models stays.
     if "torch._dynamo" not in sys.modules:
         return
     hooked = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
@@ -459,11 +443,9 @@ def add_forward_hooks(
     after: Callable[..., None],
     with_kwargs: bool = False,
 ) -> None:
-    """Call functions before and after each forward of a module, also after one that fails.
-
-    The hooks are known by a name. A number, as torch gives one, is that of another hook once the
-    module is unpickled in another process. with_kwargs: `before` takes keyword arguments, too.
-    """
+    """Call functions before and after each forward of a module, also after one that fails."""
+    # The hooks are known by a name. A number, as torch gives one, is that of another hook once the
+    # module is unpickled in another process. with_kwargs: `before` takes keyword arguments, too.
     remove_forward_hooks(module, name)
     known: Any = module
     known._forward_pre_hooks[name] = before
@@ -502,11 +484,9 @@ def scaled_mm(
     bias: Tensor | None,
     fast: bool = True,
 ) -> Tensor:
-    """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K].
-
-    Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do; unless they are
-    fast, they are added to float32 ones every few columns.
-    """
+    """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K]."""
+    # Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do; unless they are
+    # fast, they are added to float32 ones every few columns.
     bias = None if bias is None else bias.to(torch.bfloat16)
     scales = (x_factors[:, None], factors[None])
     return torch._scaled_mm(
@@ -523,11 +503,9 @@ def has_block_scaled_mm(device: torch.device) -> bool:
 
 
 def block_scaled_mm(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return bfloat16 x W^T of E4M3 x [M, K] and W [N, K] with float32 scales of blocks.
-
-    x_scales [M, K / 128] are of 128 columns of a row, scales [N / 128, K / 128] of 128 x 128. M is
-    a multiple of 4, N of 128, K of 512. Sums of 128 columns keep fewer bits than float32 has.
-    """
+    """Return bfloat16 x W^T of E4M3 x [M, K] and W [N, K] with float32 scales of blocks."""
+    # x_scales [M, K / 128], scales [N / 128, K / 128]. M is a multiple of 4, N of 128, K of 512.
+    # Sums of 128 columns keep fewer bits than float32 has.
     # cuBLAS reads the scales of x column by column, and those of W in rows of a multiple of four.
     # Versions of torch ask for different strides of other rows.
     by_columns = x_scales.t().contiguous().t()

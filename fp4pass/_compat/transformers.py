@@ -95,10 +95,8 @@ def saves_adapters(model: nn.Module) -> bool:
 
 
 def saving_owner() -> object:
-    """Return what another library's `save_pretrained` is writing, None where none runs.
-
-    PEFT asks for the weights of a whole model, and writes those of adapters.
-    """
+    """Return what another library's `save_pretrained` is writing, None where none runs."""
+    # PEFT asks for the weights of a whole model, and writes those of adapters.
     saving = (frame for frame in callers("torch") if frame.f_code.co_name == "save_pretrained")
     frame = next(saving, None)
     if frame is None or frame.f_code is _saving_code():
@@ -207,11 +205,8 @@ def is_split_by_plan(module: nn.Module) -> bool:
 
 
 def held_plan(model: Any) -> dict[str, str] | None:
-    """Return the plan by which `from_pretrained` is to split a model, None without one.
-
-    It loads the model whole then: weights are packed before they are split. Raises OptionError for
-    another plan than the model's, and for another way to split.
-    """
+    """Return the plan by which `from_pretrained` is to split a model, None without one."""
+    # It loads the model whole then: weights are packed before they are split.
     config: Any = getattr(model.config, "distributed_config", None)
     facts = {} if config is None else vars(config)
     sizes = [name for name, n in facts.items() if name.endswith("_size") and (n or 1) > 1]
@@ -264,10 +259,8 @@ def tied(model: Any) -> Iterator[None]:
 
 
 def loading_error(model: Any, packed: Iterable[str]) -> str:
-    """Return how `from_pretrained` fails to make a model whose packed layers have no weight, or "".
-
-    It initializes what a checkpoint lacks after it has packed the layers.
-    """
+    """Return how `from_pretrained` fails for a model whose packed layers have no weight, or ""."""
+    # It initializes what a checkpoint lacks after it has packed the layers.
     require("transformers")
     try:
         plain = meta_model(model_class(model), model.config)
@@ -371,11 +364,9 @@ def output_embeddings(model: nn.Module) -> set[nn.Module]:
 
 
 def task_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """Return every module of the heads of a model, with the class that adds it to its base model.
-
-    A module beside the only model of transformers in a wrapper, which reads as wide an input as its
-    hidden states, is a head of the wrapper.
-    """
+    """Return every module of the heads of a model, and the class that adds it to its base model."""
+    # A module beside the only model of transformers in a wrapper, which reads as wide an input as
+    # its hidden states, is a head of the wrapper.
     models = list(_outermost(model))
     found: dict[nn.Module, str] = {}
     for each in models:
@@ -396,10 +387,8 @@ def unread_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def newly_initialized(model: nn.Module) -> set[str]:
-    """Return the names of parameters that `from_pretrained` may not have read from its files.
-
-    Empty where it did not make the model, and for a copy, which does not tell.
-    """
+    """Return the names of parameters that `from_pretrained` may not have read from its files."""
+    # Empty where it did not make the model, and for a copy, which does not tell.
     unread = set() if _kind_of_models() is None else set(unread_parameters(model))
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return unread if unread < every else set()
@@ -448,10 +437,7 @@ def _heads_of(model: Any) -> dict[nn.Module, str]:
 def _by_base_class(
     model: Any, children: dict[str, nn.Module], others: dict[str, nn.Module]
 ) -> tuple[nn.Module | None, dict[str, nn.Module]]:
-    """Return the base model and the heads of a class that lists the parts of the base model.
-
-    They are told by the names that the base class has for its parts.
-    """
+    """Return the base model and the heads of a class that lists the parts of the base, by name."""
     import transformers
 
     require("transformers")

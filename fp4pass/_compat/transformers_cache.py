@@ -19,11 +19,7 @@ CACHE = "fp4pass_cache"
 
 
 class Decoder(nn.Module):
-    """A decoder-only model with its cache of keys and values inside, for torch.export.
-
-    It has the model's parameters, buffers and children under their names. The cache holds `length`
-    tokens of at most `rows` texts.
-    """
+    """A decoder-only model with a cache of `length` tokens of at most `rows` texts, for export."""
 
     def __init__(self, model: Any, rows: int, length: int) -> None:
         super().__init__()
@@ -175,10 +171,8 @@ MakeCache = Callable[[nn.Module, int | None], Any]
 
 
 def cached_attention(model: Any) -> dict[str, nn.Module]:
-    """Return the attention modules of a decoder by their names, in the order of its cache.
-
-    Raises OptionError for a model whose cache is not one of keys and values of all tokens.
-    """
+    """Return the attention modules of a decoder by name, in the order of its cache."""
+    # Raises OptionError for a model whose cache is not one of keys and values of all tokens.
 
     def require(fits: bool, wanted: str, got: str) -> None:
         if not fits:
@@ -320,11 +314,9 @@ def generate_as_before(model: Any) -> None:
 
 
 class _PrepareCache:
-    """Makes the cache of `generate` for one model.
+    """Makes the cache of `generate` for one model; a copy of the model has a copy of it."""
 
-    It is no method, for pickle would look that up in a model that has no attributes yet. A copy of
-    the model has a copy of it.
-    """
+    # It is no method, for pickle would look that up in a model that has no attributes yet.
 
     def __init__(self, model: Any, make: MakeCache) -> None:
         self.model, self.make = model, make

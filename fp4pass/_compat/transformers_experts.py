@@ -46,20 +46,14 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsAdapter:
-    """The stacks of a class of experts, and its computation; the methods are those of most classes.
+    """The stacks of a class of experts, and its computation; the methods are of most classes."""
 
-    Attributes:
-        stages: the parameters that are stacks, those that read one input together: first the input
-            of the module, then its activations.
-        transposed: those that have [K, N] for each expert.
-        experts: the attribute with the number of experts of a stack, "" for all that it holds.
-        pieces: the linear layers of an expert that other libraries make of a stack, by the stack
-            whose rows they share.
-    """
-
+    # The parameters that are stacks, those that read one input together: first the input of the
+    # module, then its activations.
     stages: tuple[tuple[str, ...], ...] = (("gate_up_proj",), ("down_proj",))
-    transposed: tuple[str, ...] = ()
-    experts: str = ""
+    transposed: tuple[str, ...] = ()  # those that have [K, N] for each expert
+    experts: str = ""  # the attribute with the number of experts, "" for all that it holds
+    # The linear layers that others make of an expert, by the stack whose rows they share.
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property

@@ -18,14 +18,9 @@ from .peft_hooks import after_import
 def names_in_model(
     model: Any, names: Iterable[str], merged: bool = False, known: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Return the name in a model of each tensor of a checkpoint of its architecture.
-
-    Args:
-        model: of transformers.
-        names: of the tensors.
-        merged: whether to name what several tensors are made into, such as a stack of experts.
-        known: by the names that the float model has; by default the state dict.
-    """
+    """Return the name in a model of each tensor of a checkpoint of its architecture."""
+    # merged: whether to name what several tensors are made into, such as a stack of experts.
+    # known: by the names that the float model has; by default the state dict.
     with needed("transformers"):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -58,10 +53,7 @@ def tensors_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name that `save_pretrained` would give to each tensor of a model.
-
-    Tensors that it would merge, split or change otherwise keep their names.
-    """
+    """Return the name on disk of each tensor that `save_pretrained` neither merges nor splits."""
     with needed("transformers"):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -134,10 +126,8 @@ class Pending:
 
 @contextmanager
 def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Have `from_pretrained` read other tensors than those of the files.
-
-    change: returns tensors, or what gives one for `[...]`, for the slices of the files by name.
-    """
+    """Have `from_pretrained` read other tensors than those of the files."""
+    # change: returns tensors, or what gives one for `[...]`, for the slices of the files by name.
     with needed("transformers"):
         from transformers import modeling_utils
 
@@ -161,10 +151,8 @@ def other_tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterato
 
 @contextmanager
 def made_later() -> Iterator[dict[str, Later]]:
-    """Have `from_pretrained` leave what it merges or splits on the meta device, and `Pending` ones.
-
-    Yields what makes each such weight, by its name in the model.
-    """
+    """Have `from_pretrained` leave what it merges or splits, and `Pending`, on the meta device."""
+    # Yields what makes each such weight, by its name in the model.
     with needed("transformers"):
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -221,14 +209,10 @@ Choose = Callable[[Mapping[str, Any], Any], Any]
 
 
 def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choose) -> None:
-    """Have `from_pretrained` ask for the config of folders, once transformers is imported.
-
-    Args:
-        methods: those of a `quant_method` to ask for wherever a config is read.
-        asked: those to ask for where a model is loaded alone; their configs stay transformers'.
-        choose: takes what a folder declares and the `quantization_config` of the call, if there is
-            one, and returns the config, None to leave the folder to transformers.
-    """
+    """Have `from_pretrained` ask for the config of folders, once transformers is imported."""
+    # methods: those of a `quant_method` to ask for wherever a config is read. asked: those to ask
+    # for where a model is loaded alone. choose: takes what a folder declares and the
+    # `quantization_config` of the call, and returns the config, None to leave it to transformers.
 
     def chosen(stock: Any) -> type:
         """Return the class that stands for one of transformers', None where it has none."""
@@ -262,11 +246,9 @@ def choose_config(methods: tuple[str, ...], asked: tuple[str, ...], choose: Choo
 def when_loaded(
     model: Any, fill: Callable[[], None], is_known: Callable[[str], bool], filled: Collection[str]
 ) -> None:
-    """Call a function once transformers has loaded a model, before it adds hooks of devices.
-
-    is_known: whether a tensor that it found no place for is nothing to report.
-    filled: the parameters that the function fills; they are not reported either.
-    """
+    """Call a function once transformers has loaded a model, before it adds hooks of devices."""
+    # is_known: whether a tensor that it found no place for is nothing to report. filled: the
+    # parameters that the function fills; they are not reported either.
     with needed("transformers"):
         adjust = getattr(model, _LOADED)
 
@@ -293,9 +275,7 @@ def mark_initialized(module: Any) -> None:
 
 
 def loads_model() -> bool:
-    """Return whether sentence-transformers is what is loading a model of transformers.
-
-    It passes by the hook in which compressed-tensors makes its weights dense.
-    """
+    """Return whether sentence-transformers is what is loading a model of transformers."""
+    # It passes by the hook in which compressed-tensors makes its weights dense.
     names = (str(f.f_globals.get("__name__")) for f in callers("sentence_transformers"))
     return any(name.startswith("sentence_transformers.") for name in names)

@@ -77,12 +77,10 @@ _WRITTEN = re.compile(
 def files_to_copy(
     source: Path, globs: Sequence[str] = (), written: Collection[str] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Return the files of a folder that go with its model, and the names of those that do not.
-
-    A folder may hold training data and keys, so files go by a list. Hidden files, weights, and what
-    is `written` anew neither go nor are named; links out of the folder are not followed. Raises
-    OptionError for a glob that matches no file.
-    """
+    """Return the files of a folder that go with its model, and the names of those that do not."""
+    # A folder may hold training data and keys, so files go by a list. Hidden files, weights, and
+    # what is `written` anew neither go nor are named; links out of the folder are not followed.
+    # Raises OptionError for a glob that matches no file.
     if isinstance(globs, str):
         raise OptionError(expected("copy_files", "a list of globs", repr(globs)))
     root = source.resolve()
@@ -133,10 +131,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def part_folders(source: Path) -> dict[str, tuple[str, ...]]:
-    """Return the folders of the parts of a pipeline, with patterns of what goes from each.
-
-    sentence-transformers reads parts behind the model, diffusers parts beside it.
-    """
+    """Return the folders of the parts of a pipeline, with patterns of what goes from each."""
     modules, index = _read(source / "modules.json"), _read(source / "model_index.json")
     parts: dict[Any, tuple[str, ...]] = {}
     if isinstance(index, dict):
@@ -208,10 +203,7 @@ def copy_beside(
 
 
 class Beside:
-    """The tokenizer and the source that come along with a model.
-
-    Either is looked for where it is not given. Raises OptionError.
-    """
+    """The tokenizer and the source of a model, looked for where not given. Raises OptionError."""
 
     def __init__(
         self,
@@ -264,11 +256,10 @@ class Beside:
 
 
 def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
-    """Return what a source has and its model has not: the file of each tensor, and a row.
-
-    Tensors of modules that the class does not make, as of multi-token prediction, are copied. Only
-    named are those of modules that it makes without them, of removed layers, of another class.
-    """
+    """Return what a source has and its model has not: the file of each tensor, and a row."""
+    # Tensors of modules that the class does not make, as of multi-token prediction, are copied.
+    # Only named are those of modules that it makes without them, of removed layers, of another
+    # class.
     folder = source_folder(model)
     files = {} if folder is None else tensor_files(folder)
     modules = model.named_modules(remove_duplicate=False)

@@ -78,10 +78,7 @@ class FinishedWork:
 
 
 class FinishedSearches(FinishedWork):
-    """Finished searches of `convert(resume=)`, each in a file that its identity names.
-
-    Threads and processes may share the folder.
-    """
+    """Finished searches, each in a file that its identity names; processes may share the folder."""
 
     option, holds = "resume", "searches"
     # The number that was there.
@@ -114,10 +111,7 @@ class FinishedSearches(FinishedWork):
 def _write_whole(
     path: Path, write: Callable[[Path], object], mark: str = "partial", sync: bool = False
 ) -> None:
-    """Have a file written, whole or not at all, that others can read as far as is usual.
-
-    sync: wait for the disk. Layers do not: a torn file is found by its checksums.
-    """
+    """Have a file written whole or not at all, readable as usual. sync: wait for the disk."""
     partial = path.with_name(f".{path.name}.{mark}")
     try:
         # safetensors makes files that only their owner can read.
@@ -142,13 +136,11 @@ class ConvertedState(ModelState):
 
 
 class FinishedLayers(FinishedWork):
-    """The packed layers of `convert(stream=)`, each in a file from which the model maps it.
+    """The packed layers of `convert(stream=)`, each in a file from which the model maps it."""
 
-    A file is written while the next layer is worked on. It has the identity of its layer, and of
-    the options and shapes of all layers; one of another identity is written again. Of several
-    processes the first writes, and all map that.
-    `rows` has the row of each layer that is packed.
-    """
+    # A file is written while the next layer is worked on. It has the identity of its layer, and of
+    # the options and shapes of all layers; one of another identity is written again. Of several
+    # processes the first writes, and all map that. `rows` has the row of each layer that is packed.
 
     option, holds = "stream", "layers"
 

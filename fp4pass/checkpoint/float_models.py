@@ -113,11 +113,10 @@ def load_float(
     *,
     merge_later: bool = False,
 ) -> Any:
-    """Return the float model of a folder or a hub id, in eval mode, of the class of its config.
-
-    merge_later: what transformers makes of tensors of the folder, as stacks of experts, is made
-    where it is needed, and not kept; all else is mapped from the files, on the CPU in their dtype.
-    """
+    """Return the float model of a folder or a hub id, in eval mode, of the class of its config."""
+    # merge_later: what transformers makes of tensors of the folder, as stacks of experts, is made
+    # where it is needed, and not kept; all else is mapped from the files, on the CPU in their
+    # dtype.
     config, held = load_config(source, trust), open_float_source(source)
     kind = model_class(config)
     reads: Any = nullcontext()
@@ -326,11 +325,7 @@ def load_tokenizer(source: str, trust: bool = False) -> Any:
 
 
 def files_beside(source: str, globs: Sequence[str] = ()) -> Path:
-    """Return the folder with the files of a folder or a hub id that `save` copies.
-
-    Files that the cache lacks are downloaded. Raises OptionError for a glob of further files that
-    matches none.
-    """
+    """Return the folder of what `save` copies of a folder or a hub id, downloaded if need be."""
     _require_there(source)
     folder = Path(source)
     if not folder.is_dir():

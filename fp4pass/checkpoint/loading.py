@@ -19,16 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._compat import transformers as compat
 from .._compat.torch import model_class
-from .._compat.transformers import (
-    config_faults,
-    ignored_tensors,
-    model_from_config,
-    stays_float32,
-    tied_weights,
-    untie,
-    whole_modules,
-)
 from .._compat.transformers_loading import mark_initialized, names_in_model
 from ..core.machine import require_device
 from ..core.progress import current, shown
@@ -160,10 +152,7 @@ def fill_layers(
     layers: Mapping[str, PackedLayer],
     buffers: Callable[[str], Mapping[str, Tensor | None]],
 ) -> None:
-    """Put packed weights into float layers, or into those that have empty buffers.
-
-    buffers: returns those of a layer, by its name; each layer is read when it is filled.
-    """
+    """Put packed weights into layers one by one; `buffers` returns those of a name."""
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     for name, layer in layers.items():
         module = modules[name]
@@ -207,10 +196,7 @@ def empty_buffers(layer: PackedLayer, parts: Container[str]) -> dict[str, Tensor
 
 
 class PackedFolder:
-    """A folder with packed weights under the names of a float model, which it fills.
-
-    is_part: the model may lack heads that the folder has packed.
-    """
+    """A packed folder, for the float model that it fills; is_part: which may lack heads."""
 
     disk: CheckpointReader  # with the names of the model, where experts lie one by one
     layers: dict[str, PackedLayer]  # of the model, with whole stacks once they are joined
@@ -250,13 +236,15 @@ class PackedFolder:
         spare = [join(name, "weight") for name in disk.layers if name not in modules]
         # Others that match the same pattern, as those of multi-token prediction, go with them.
         used = [
-            each for each in ignored_tensors(model) if any(re.search(each, name) for name in spare)
+            each
+            for each in compat.ignored_tensors(model)
+            if any(re.search(each, name) for name in spare)
         ]
 
         def is_ignored(name: str) -> bool:
             return any(re.search(each, name) for each in used)
 
-        gone, keeps = set[str](), stays_float32(model)
+        gone, keeps = set[str](), compat.stays_float32(model)
         for name, layer in disk.layers.items():
             parameter = names.get(join(name, "weight"), join(name, "weight"))
             path, _, key = parameter.rpartition(".")
@@ -289,7 +277,7 @@ class PackedFolder:
 
     def _carried(self) -> dict[str, str]:
         """Return the tensors that go beyond the model, with their names on disk."""
-        known, patterns = self.model.state_dict(), ignored_tensors(self.model)
+        known, patterns = self.model.state_dict(), compat.ignored_tensors(self.model)
         found: Iterable[str] = self.disk.said("carried")
         if self.disk.own is None:
             found = [
@@ -397,7 +385,7 @@ class PackedFolder:
         for name in self._cache_scales:
             path, _, key = name.rpartition(".")
             self.model.get_submodule(path)._non_persistent_buffers_set.add(key)
-        untie(self.model)
+        compat.untie(self.model)
 
     @cached_property
     def expected(self) -> set[str]:
@@ -496,7 +484,7 @@ def _dispatch(model: nn.Module, device_map: Any) -> None:
     from accelerate.utils import get_balanced_memory
 
     if device_map == "auto":
-        whole: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
+        whole: dict[str, Any] = {"no_split_module_classes": compat.whole_modules(model)}
         memory = get_balanced_memory(model, **whole)
         # Packed weights are buffers.
         device_map = infer_auto_device_map(model, max_memory=memory, offload_buffers=True, **whole)
@@ -533,7 +521,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             raise TypeError(f"{architecture} is not a class of models")
         with init_empty_weights(include_buffers=False):
-            model: Any = model_from_config(cls, config)
+            model: Any = compat.model_from_config(cls, config)
     path = folder / "generation_config.json"
     if path.is_file():
         with _made_of(path, "Copy it again, or delete it."):
@@ -549,7 +537,7 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
 
     try:
         yield
-    except config_faults() as error:
+    except compat.config_faults() as error:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} cannot make anything of it: "
             f"{type(error).__name__}: {error}. {advice}"
@@ -574,7 +562,7 @@ def fit_tensors(
 ) -> None:
     """Bring the tensors of another library to those of the model, in place, or raise."""
     # Ties become aliases; what the model ignores goes, and scales of a cache that it has not.
-    for target, source in tied_weights(skeleton).items():
+    for target, source in compat.tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
         packed = target.removesuffix(".weight") in reader.layers
         if not packed and target not in tensors and source in tensors:
@@ -582,9 +570,9 @@ def fit_tensors(
         elif source not in tensors and target in tensors:
             # The name that a model lists first is the written one.
             aliases.setdefault(source, target)
-    patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    patterns, known = compat.ignored_tensors(skeleton), skeleton.state_dict()
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-    is_kept = stays_float32(skeleton)
+    is_kept = compat.stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     rounded = []
     for name in [name for name in tensors if name not in buffers]:

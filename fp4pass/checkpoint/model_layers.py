@@ -17,18 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._compat import transformers as compat
 from .._compat.diffusers import declare, is_diffusers
 from .._compat.torch import model_class
-from .._compat.transformers import (
-    config_faults,
-    is_pretrained,
-    meta_model,
-    own_config,
-    saves_adapters,
-    saving_model,
-    tied_weights,
-    untie,
-)
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from .._version import __version__
@@ -79,7 +70,7 @@ _WEIGHT = ".weight"
 def is_transformers(root: nn.Module) -> bool:
     """Return whether a model is one of transformers, or one that PEFT has wrapped."""
     # Others have a config, too, that of a part of theirs.
-    is_one = is_pretrained(root) or has_adapters(root)
+    is_one = compat.is_pretrained(root) or has_adapters(root)
     return is_one and hasattr(root, "config") and hasattr(root.config, "save_pretrained")
 
 
@@ -138,12 +129,10 @@ def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
 def ignored_layers(
     rows: Iterable[Row], packed: Collection[str], is_module: Callable[[str], bool]
 ) -> list[str]:
-    """Return the names and patterns of skipped layers, as other libraries match them.
-
-    A stacked parameter of experts is a pattern, for there others make a linear of each expert.
-    Other parameters need none: nobody looks for a linear there, and a pattern of what is below
-    their module would cover packed layers.
-    """
+    """Return the names and patterns of skipped layers, as other libraries match them."""
+    # A stacked parameter of experts is a pattern, for there others make a linear of each expert.
+    # Other parameters need none: nobody looks for a linear there, and a pattern of what is below
+    # their module would cover packed layers.
     found: dict[str, None] = {}
     for row in rows:
         path, _, last = row.name.rpartition(".")
@@ -225,11 +214,9 @@ class NamesOnDisk:
         packed: Mapping[str, nn.Module],
         whole: Mapping[str, str],
     ) -> NamesOnDisk:
-        """Return the names on disk of what `save_pretrained` of a float model would rename.
-
-        packed: layers that lie in a folder in one piece. whole: the names on disk of stacks that
-        lie there in pieces, and in one in a folder of the float model.
-        """
+        """Return the names on disk of what `save_pretrained` of a float model would rename."""
+        # packed: layers that lie in a folder in one piece. whole: the names on disk of stacks that
+        # lie there in pieces, and in one in a folder of the float model.
         if not is_transformers(root):
             return cls()
         weights = {weight_name(name, module): module for name, module in packed.items()}
@@ -318,11 +305,8 @@ def _conventional(model: nn.Module, stack: str, disk: str, experts: int, rows: i
 def split_layers(
     model: nn.Module, layers: Mapping[str, PackedLayer]
 ) -> tuple[dict[str, PackedLayer], dict[str, SplitStack], dict[str, str]]:
-    """Return the layers as they are on disk, the stacks that are taken apart, and why others not.
-
-    A stack whose owner has another one that is dense or quantized otherwise stays in one piece:
-    engines want one scheme for all products of an expert.
-    """
+    """Return the layers as on disk, the stacks that are taken apart, and why others are not."""
+    # Engines want one scheme for all products of an expert.
     written: dict[str, PackedLayer] = {}
     split: dict[str, SplitStack] = {}
     whole: dict[str, str] = {}
@@ -379,10 +363,8 @@ def is_left_over(model: nn.Module, name: str) -> bool:
 def require_made_by_config(
     root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError for a model of transformers that its config does not make.
-
-    Modules that a user has added are no such edit, but for further layers in a list of layers.
-    """
+    """Raise CheckpointError for a model of transformers that its config does not make."""
+    # Modules that a user has added are no such edit, but for further layers in a list of layers.
     made = None if has_adapters(root) else _made(root)
     if made is None:
         return
@@ -408,7 +390,7 @@ def require_made_by_config(
     problems += [f"{name} is beyond it" for name in beyond]
     problems += [
         f"{target} is not {source}, to which it is tied"
-        for target, source in tied_weights(made).items()
+        for target, source in compat.tied_weights(made).items()
         if _differ(tensors.get(target), tensors.get(source))
     ]
     if problems:
@@ -423,8 +405,8 @@ def _made(root: nn.Module) -> nn.Module | None:
     if not is_transformers(root) or not hasattr(model_class(root), "_from_config"):
         return None
     try:
-        return meta_model(model_class(root), root.config)
-    except config_faults():
+        return compat.meta_model(model_class(root), root.config)
+    except compat.config_faults():
         # A class that cannot be made so; loading it is tried with memory for its buffers.
         return None
 
@@ -458,12 +440,9 @@ class SaveMethod:
         return inspect.signature(type(self.root).save_pretrained.__get__(self.root))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model, or raise an error for what others cannot load.
-
-        Of a model that transformers has put adapters on `save_pretrained` writes these alone.
-        """
+        """Save the model, or only its adapters, or raise an error for what others cannot load."""
         root, state, of_diffusers = self.root, get_state(self.root), is_diffusers(self.root)
-        if state is not None and (of_diffusers or not saves_adapters(root)):
+        if state is not None and (of_diffusers or not compat.saves_adapters(root)):
             if self.reason:
                 raise CheckpointError(
                     f"{self.reason} Save the model with fp4pass.save(model, dir) instead."
@@ -493,11 +472,11 @@ class DeclaredConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of it; in a folder, with what stock transformers needs beside."""
-        model = None if torch.compiler.is_compiling() else saving_model()
+        model = None if torch.compiler.is_compiling() else compat.saving_model()
         # A forward that looks at its config is traced with it, and saves nothing.
         state = None if model is None else get_state(model)
         entries: Mapping[str, Any] = {}
-        if model is not None and state is not None and not saves_adapters(model):
+        if model is not None and state is not None and not compat.saves_adapters(model):
             entries = of_stock(Facts(model, describe_layers(model, state), self.data))[1]
         return copy.deepcopy({**self.data, **entries})
 
@@ -508,17 +487,15 @@ def finish(
     rows: Sequence[Row],
     carried: Mapping[str, Path] | None = None,
 ) -> None:
-    """Complete a converted or loaded model in place; nothing is known of it as it was before.
-
-    recipe: options, rules and calibration as plain values. rows: of its report. carried: the file
-    of each tensor that a checkpoint of it has beyond the model.
-    """
+    """Complete a converted or loaded model in place; nothing is known of it as it was before."""
+    # recipe: options, rules and calibration as plain values. rows: of its report. carried: the file
+    # of each tensor that a checkpoint of it has beyond the model.
     use_slow_paths(root)
     sharing = [module for module in root.modules() if quantizes_input(module)]
     share_inputs(root, sharing, parents(root))
     finalize_stacks(root)
-    own_config(root)
-    untie(root)
+    compat.own_config(root)
+    compat.untie(root)
     state = ConvertedState(recipe, Report(tuple(rows)), carried or {})
     set_state(root, state)
     enable_cache(root, recipe)
@@ -534,7 +511,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if is_diffusers(root):
         _declare_in_config(root, state)
         return
-    if not is_pretrained(root):
+    if not compat.is_pretrained(root):
         _enable_in_parts(root, state)
         return
     if not is_transformers(root) or not hasattr(root, "save_pretrained"):
@@ -567,13 +544,13 @@ def _enable_in_parts(root: nn.Module, state: ModelState) -> None:
     for name, part in list(root.named_modules()):
         if not name or (inside and name.startswith(inside)):
             continue
-        if not (is_pretrained(part) or is_diffusers(part)):
+        if not (compat.is_pretrained(part) or is_diffusers(part)):
             continue
         inside = f"{name}."
         rows = [row for row in state.report.rows if row.name.startswith(inside)]
         own = [dataclasses.replace(row, name=row.name.removeprefix(inside)) for row in rows]
         if any(row.config is not None for row in own):
-            own_config(part)
+            compat.own_config(part)
             part_state = ConvertedState(state.recipe, Report(tuple(own)))
             set_state(part, part_state)
             _enable_save_pretrained(part, part_state)

@@ -60,10 +60,8 @@ class Facts:
         return loading_error(self.root, self.linears)
 
     def differ(self, layers: Iterable[PackedLayer], are_experts: bool) -> bool:
-        """Return whether transformers would dequantize layers by the scheme of others.
-
-        It takes one group for all layers, and one for all experts.
-        """
+        """Return whether transformers would dequantize layers by the scheme of others."""
+        # It takes one group for all layers, and one for all experts.
         groups = list(self.declared["config_groups"].values())
         apart = [
             any(each.startswith("re:") and "experts" in each for each in group["targets"])
@@ -124,10 +122,8 @@ def of_stock(facts: Facts) -> tuple[str, dict[str, Any]]:
 
 
 def pretrained_problem(facts: Facts, ignore: Sequence[str], refused: str) -> str:
-    """Return why `save_pretrained`, which writes tensors under their names, is refused, or "".
-
-    ignore: names and patterns of what stays dense. refused: why no layout of others holds it.
-    """
+    """Return why `save_pretrained`, which writes tensors under their names, is refused, or ""."""
+    # ignore: names and patterns of what stays dense. refused: why no layout of others holds it.
     layers = facts.layers.values()
     if any(name.startswith("re:") for name in ignore):
         return "transformers would write its dense experts one by one, and not read them again."
@@ -234,10 +230,8 @@ class Readers(NamedTuple):
 def who_reads(
     layout: str, layers: Mapping[str, PackedLayer], architecture: str, stock: str = ""
 ) -> Readers:
-    """Return the programs that read a folder with packed layers.
-
-    architecture: "" for no model of transformers. stock: why transformers cannot load it, or "".
-    """
+    """Return the programs that read a folder with packed layers."""
+    # architecture: "" for no model of transformers. stock: why transformers cannot load it, or "".
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,))
     formats = {layer.fmt.key for layer in layers.values()}

@@ -65,10 +65,8 @@ def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iter
 
 
 def _refuse_foreign(layer: nn.Module, name: str) -> None:
-    """Raise StateError where `save_pretrained` of another library would write a layer undeclared.
-
-    Models of transformers and diffusers that declare it may be asked for, also by a wrapper.
-    """
+    """Raise StateError where another library's `save_pretrained` leaves a layer undeclared."""
+    # Models of transformers and diffusers that declare it may be asked for, also by a wrapper.
     owner = None if _ASKED.get() else saving_owner()
     for part in owner.modules() if isinstance(owner, nn.Module) else ():
         is_known = is_pretrained(part) or is_diffusers(part)

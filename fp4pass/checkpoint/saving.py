@@ -40,6 +40,7 @@ from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
+from . import model_layers, source_files
 from .beside import Beside, copy_beside, read_carried
 from .card import check_card, write_card
 from .finished import ConvertedState
@@ -61,18 +62,6 @@ from .layouts import (
     split_layer,
     written_layouts,
 )
-from .model_layers import (
-    NamesOnDisk,
-    describe_layers,
-    ignored_layers,
-    ignored_names,
-    is_transformers,
-    require_equal_parts,
-    require_made_by_config,
-    require_no_others,
-    require_static_scales,
-    split_layers,
-)
 from .reader import (
     CheckpointReader,
     cache_format_in,
@@ -82,14 +71,6 @@ from .reader import (
 )
 from .readers import DEQUANTIZE, Facts, Readers, judge
 from .savers import asked_for, part_error
-from .source_files import (
-    MANIFEST,
-    require_config,
-    require_writable,
-    well_formed,
-    write_json,
-    write_manifest,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +161,7 @@ def save(
         plan = _plan(root, state, tensors, chosen)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
-        with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
+        with replacing(target, overwrite, marks=(source_files.MANIFEST,)) as folder:
             _write(plan, root, state, folder, limit, beside)
             if evaluations is not None:
                 about = (plan.layout.name, plan.readers, evaluations, beside.source)
@@ -192,9 +173,11 @@ def _plan(
     root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: Layout
 ) -> SavePlan:
     """Decide what a folder holds. Raises CheckpointError for what no folder can hold."""
-    layers = describe_layers(root, state)
-    require_static_scales(root, layers)
-    written, split, left = split_layers(root, layers) if asked.engines else (layers, {}, {})
+    layers = model_layers.describe_layers(root, state)
+    model_layers.require_static_scales(root, layers)
+    written, split, left = (
+        model_layers.split_layers(root, layers) if asked.engines else (layers, {}, {})
+    )
     holds_all = not any(map(asked.problem, written.values()))
     layout = asked if holds_all or not asked.fallback else LAYOUTS[asked.fallback]
     layout.require(written)
@@ -209,12 +192,14 @@ def _plan(
         for name, module in named.items()
         for part in BUFFERS
     }
-    if is_transformers(root):
-        require_no_others(root, records)
+    if model_layers.is_transformers(root):
+        model_layers.require_no_others(root, records)
         if asked.engines:
-            require_made_by_config(root, layers, found)
-        require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
-        require_writable({name: each for name, each in found.items() if name not in packed})
+            model_layers.require_made_by_config(root, layers, found)
+        model_layers.require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
+        source_files.require_writable(
+            {name: each for name, each in found.items() if name not in packed}
+        )
     tensors, aliases = _tensors(root, found, packed)
     # Engines take `k_scale` for FP8's, and refuse tensors that they do not know.
     fmt = CACHE_FORMATS.get(state.recipe.get(KV_CACHE) or "")
@@ -225,7 +210,7 @@ def _plan(
     dense = [name for name in (*tensors, *aliases) if name not in packed]
     apart = {name: module for name, module in named.items() if name not in split}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
-    names = NamesOnDisk.of(root, dense, apart, whole)
+    names = model_layers.NamesOnDisk.of(root, dense, apart, whole)
     pieces = {name: [Piece(names.layers.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
     written = {names.layers.get(name, name): layer for name, layer in written.items()}
@@ -234,7 +219,7 @@ def _plan(
     declared |= cache if declared else {}
     model = Facts(root, layers, declared, [*split], merged, has_cache=bool(cache))
     readers, declared, notes = judge(layout, written, model)
-    if left and not layout.engines and is_transformers(root):
+    if left and not layout.engines and model_layers.is_transformers(root):
         notes.append(
             f"{asked.name} has no place for stacks of experts ({some([*left])}): "
             f"{next(iter(left.values()))}. Only fp4pass.load reads this folder."
@@ -274,19 +259,16 @@ def _declare(
     layout: Layout,
     layers: Mapping[str, PackedLayer],
     written: Mapping[str, PackedLayer],
-    names: NamesOnDisk,
+    names: model_layers.NamesOnDisk,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return names and patterns of what stays dense, and the quantization_config.
-
-    transformers looks for its own names, engines for those on disk.
-    """
-    if not is_transformers(root):
+    """Return the names of what stays dense, here and on disk, and the quantization_config."""
+    if not model_layers.is_transformers(root):
         return [], {}
-    ignored = ignored_names(root, state)
+    ignored = model_layers.ignored_names(root, state)
     ignored += [names.layers[name] for name in ignored if name in names.layers]
     carried = [row for row in state.report.skipped if row.name in state.carried]
     modules = dict(root.named_modules(remove_duplicate=False))
-    ignored += ignored_layers(carried, [*layers], modules.__contains__)
+    ignored += model_layers.ignored_layers(carried, [*layers], modules.__contains__)
     own: dict[str, PackedLayer] = {}
     if isinstance(layout, CompressedTensors):
         own = {name: layers[name] for name in names.layers if name in layers}
@@ -297,8 +279,8 @@ def _write(
     plan: SavePlan, root: nn.Module, state: ConvertedState, folder: Path, limit: int, beside: Beside
 ) -> None:
     writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
-    beside.copy(folder, {MANIFEST, "config.json", *side_files()})
-    if is_transformers(root):
+    beside.copy(folder, {source_files.MANIFEST, "config.json", *side_files()})
+    if model_layers.is_transformers(root):
         model: Any = root
         model.config.save_pretrained(folder)
         data = json.loads((folder / "config.json").read_text())
@@ -329,7 +311,7 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     state = get_state(root)
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
-    if inside is not None and is_transformers(root) and has_adapters(root):
+    if inside is not None and model_layers.is_transformers(root) and has_adapters(root):
         raise StateError(
             "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
             "both. Save the adapters by model.save_pretrained(...). Save the packed model from "
@@ -346,13 +328,11 @@ def _require_converted(root: nn.Module) -> ConvertedState:
 def _tensors(
     root: nn.Module, state: Mapping[str, Any], packed: Container[str]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Return what gives the tensors to write, and the names that stand for that of another name.
-
-    Tied parameters are written once, as transformers does; packed weights that modules share are
-    written under each name, for other loaders do not know that they are shared.
-    """
+    """Return what gives the tensors to write, and the names that stand for that of another name."""
+    # Tied parameters are written once, as transformers does; packed weights that modules share are
+    # written under each name, for other loaders do not know that they are shared.
     elsewhere = offloaded_tensors(root)
-    ties = tied_weights(root) if is_transformers(root) else {}
+    ties = tied_weights(root) if model_layers.is_transformers(root) else {}
     tensors: dict[str, Callable[[], Tensor]] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -401,12 +381,9 @@ def bytes_of(size: int | str) -> int:
 
 
 class CheckpointWriter:
-    """A writer of configs, of tensors one after the other, and of fp4pass.json.
+    """A writer of configs, of tensors in files of at most `limit` bytes, and of fp4pass.json."""
 
-    At most one file of tensors is held in memory. It has at most `limit` bytes, or one tensor. One
-    file is called as the layout says, such as "model.safetensors"; several are numbered as
-    transformers numbers them, with an index.
-    """
+    # At most one file is held in memory; files are named and numbered as transformers does.
 
     def __init__(
         self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
@@ -427,11 +404,8 @@ class CheckpointWriter:
         ignore: Sequence[str],
         declared: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write config.json, unless `config` is empty, and the other files of the layout.
-
-        Its quantization_config is `declared`, by default what the layout says. Raises
-        CheckpointError if readers would take a packed layer for one that `ignore` lists.
-        """
+        """Write config.json, unless `config` is empty, and the other files of the layout."""
+        # Raises CheckpointError if readers would take a packed layer for one that `ignore` lists.
         if covered := [name for name in self.layers if matches(name, ignore)]:
             raise CheckpointError(
                 f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
@@ -440,10 +414,10 @@ class CheckpointWriter:
         if config:
             declared = declared or self.layout.config(self.layers, ignore)
             self.config = {**config, "quantization_config": dict(declared)}
-            write_json(self.folder / "config.json", self.config)
+            source_files.write_json(self.folder / "config.json", self.config)
         self.cache = None if declared is None else self.layout.cache.format(declared)
         for name, data in self.layout.files(self.layers, ignore, self.cache).items():
-            write_json(self.folder / name, data)
+            source_files.write_json(self.folder / name, data)
 
     def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
         """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
@@ -487,7 +461,7 @@ class CheckpointWriter:
                 "metadata": {"total_size": self.total},
                 "weight_map": dict(sorted(index.items())),
             }
-            write_json(self.folder / f"{weights}.index.json", data)
+            source_files.write_json(self.folder / f"{weights}.index.json", data)
         if facts is None:
             return
         own = {
@@ -500,7 +474,7 @@ class CheckpointWriter:
             "tensors": dict(sorted(self.sums.items())),
             "config": self.config,
         }
-        write_manifest(self.folder, own)
+        source_files.write_manifest(self.folder, own)
 
 
 # Dense weights, for which no library of ours is needed.
@@ -549,31 +523,31 @@ def transcode(
     if to not in transcode_targets():
         raise unknown_name("to: Layout", to, transcode_targets())
     limit, reader = bytes_of(max_shard_size), open_checkpoint(source)
-    require_config(reader.folder, reader.config, reader.own)
+    source_files.require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
         require_input_scales(reader)
         layout.cache.config(cache_format_in(reader), layout.name)
         if reader.own is None and not layout.engines:
-            what = f"a folder that fp4pass wrote, with {MANIFEST}"
+            what = f"a folder that fp4pass wrote, with {source_files.MANIFEST}"
             raise CheckpointError(
                 f"{expected(str(reader.folder), what, 'one of another library')} Save what "
                 f"fp4pass.load makes of it, with {as_option('layout', layout.name)}."
             )
-    marks = (MANIFEST, *side_files())
+    marks = (source_files.MANIFEST, *side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
     with shown("transcode", progress), whole as folder:
         current().expect(len(reader.files), "tensors")
         weights = {each.name for each in reader.files.values()}
-        known = {MANIFEST, "config.json", *side_files(), *weights}
+        known = {source_files.MANIFEST, "config.json", *side_files(), *weights}
         copy_beside(reader.folder, folder, known, copy_files)
         if layout is not None:
             _write_packed(reader, folder, layout, limit)
             return
         config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
         if config:
-            write_json(folder / "config.json", config | {"dtype": "bfloat16"})
+            source_files.write_json(folder / "config.json", config | {"dtype": "bfloat16"})
         writer = CheckpointWriter(folder, LAYOUTS[CompressedTensors.name], {}, limit)
         for name, tensor in _dense_tensors(reader):
             writer.add(name, tensor)
@@ -625,12 +599,14 @@ def _ignored(reader: CheckpointReader) -> list[str]:
         renamed = reader.renamed
         known = {*reader.files, *renamed, *reader.own["aliases"]}
         rows = Report.from_dict(reader.own["report"]).skipped
-        found = ignored_layers(rows, reader.layers, lambda name: join(name, "weight") in known)
+        found = model_layers.ignored_layers(
+            rows, reader.layers, lambda name: join(name, "weight") in known
+        )
         weights = (renamed.get(join(name, "weight"), "") for name in found)
         found += [disk.removesuffix(".weight") for disk in weights if disk]
     # For what another layout has no words, the names of what it covers.
     odd = [each for each in found or () if not is_plain(each)]
-    with well_formed(reader.folder / "config.json"):
+    with source_files.well_formed(reader.folder / "config.json"):
         return [*(found or ()), *(name for name in reader.dense_layers() if matches(name, odd))]
 
 

@@ -46,10 +46,7 @@ def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, any_version: bool = False) -> dict[str, Any] | None:
-    """Return what fp4pass.json says, None without one. Raises CheckpointError.
-
-    That of another version is an error, or with `any_version` as none.
-    """
+    """Return what fp4pass.json says, None without one, with `any_version` for others too."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -189,11 +186,9 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its name, file by file, in memory of its own.
-
-    The tensors of safetensors are the file itself: they change with it, a cut of the file ends the
-    process, and its addresses have kernels add up in another order.
-    """
+    """Yield every tensor with its name, file by file, in memory of its own."""
+    # The tensors of safetensors are the file itself: they change with it, a cut of the file ends
+    # the process, and its addresses have kernels add up in another order.
     for path, names in _by_file(files).items():
         with opened(path) as file, path.open("rb") as stream:
             places = _places(path, path.stat().st_mtime_ns)

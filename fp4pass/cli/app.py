@@ -90,7 +90,7 @@ _HELP: dict[str, dict[str, tuple[str, str]]] = {
             "FILE|DATASET",
             "Calibration data: a text file; .jsonl, .csv, .json or .parquet with texts or chats; a "
             "folder of datasets; or name[:config][:split] of a hub dataset. Default: text that the "
-            "model writes, if the method needs any.",
+            "model writes and packaged text, if the method needs any.",
         ),
         "eval.data": ("FILE|DATASET", "Text to measure on, as for quantize; can be repeated."),
         "report.data": ("FILE|DATASET", "Text to measure on, as for quantize; can be repeated."),
@@ -103,7 +103,7 @@ _HELP: dict[str, dict[str, tuple[str, str]]] = {
         "samples": (
             "N",
             "Windows to read, spread evenly; to calibrate 128 by default, or as many as the "
-            "quality has for text that the model writes, to measure all.",
+            "quality has where there is no data, to measure all.",
         ),
         "seq_len": ("N", "Tokens per window; 512 by default, or the context of the model."),
         "stride": ("N", "New tokens in each window; --seq-len by default."),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from ..core.progress import above_bar
 from ..errors import some
+from ..record.rows import percent as percent
 from ..reporting.text import finite
 
 OK, MISMATCH, BAD_INPUT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
@@ -90,8 +91,3 @@ def print_reasons(reasons: Mapping[str, str]) -> None:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         print(f"  {some(names)}: {reason}")
-
-
-def percent(value: float | None) -> str:
-    """Format a share in per cent, `-` for None."""
-    return "-" if value is None else f"{100 * value:.2f} %"

@@ -79,12 +79,10 @@ def parse_file(path: Path) -> Any:
 
 @contextlib.contextmanager
 def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a new folder to fill, which takes the place of `target` unless the body raises.
-
-    A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
-    beside it that `interrupted` finds. A folder is replaced only with `overwrite`, and only if it
-    holds one of the files `marks`. Errors of the disk become a CheckpointError.
-    """
+    """Yield a new folder to fill, which takes the place of `target` unless the body raises."""
+    # A kill at any moment leaves the old folder or the new one whole, under `target` or under a
+    # name beside it that `interrupted` finds. A folder is replaced only with `overwrite`, and only
+    # if it holds one of the files `marks`. Errors of the disk become a CheckpointError.
     occupied = require_free(target, overwrite, marks)
     # A link stays, and what it leads to is replaced.
     target = Path(os.path.realpath(target))

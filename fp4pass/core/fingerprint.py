@@ -87,11 +87,9 @@ class Unknown(Exception):
 
 
 def identity_of(*values: Any) -> str:
-    """Return a digest of values as pickle takes them apart, equal for equal ones in any process.
-
-    Tensors count by dtype, shape and bits, wherever and however they lie; code of libraries by
-    their versions, and other code by itself. Raises Unknown for what pickle cannot keep.
-    """
+    """Return a digest of values as pickle takes them apart, equal for equal ones in any process."""
+    # Tensors count by dtype, shape and bits, wherever and however they lie; code of libraries by
+    # their versions, and other code by itself. Raises Unknown for what pickle cannot keep.
     total = hashlib.sha256()
     pickler = _Pickler(types.SimpleNamespace(write=total.update), protocol=4)
     try:

@@ -121,11 +121,9 @@ class Format(Record):
         return packed_columns * 8 // self.element.bits
 
     def global_scale_for(self, amax: float) -> float:
-        """Return the smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
-
-        k is in [-126, 126]. Formats without a global scale have 1.0, and so has an amax of 0.
-        OptionError is raised for an amax that is negative or not finite.
-        """
+        """Return the smallest power of two 2^k with `2^k * scale.max * element.max >= amax`."""
+        # k is in [-126, 126]. Formats without a global scale have 1.0, and so has an amax of 0.
+        # OptionError is raised for an amax that is negative or not finite.
         if not self.has_global_scale or amax == 0.0:
             return 1.0
         if not math.isfinite(amax) or amax < 0.0:
@@ -148,10 +146,7 @@ class Format(Record):
 
 
 def power_reaching(amax: Tensor, full: float) -> Tensor:
-    """Return the smallest power of two 2^k, float32, with `2^k * full >= amax`; 1 for an amax of 0.
-
-    k is in [-126, 126].
-    """
+    """Return the smallest 2^k, k in [-126, 126], with `2^k * full >= amax`; 1 for an amax of 0."""
     mantissa, exponent = torch.frexp(amax)
     full_mantissa, full_exponent = math.frexp(full)
     k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
@@ -215,11 +210,7 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str, block: int | str = "default") -> Format:
-    """Return the format of a key: `name`, `name:block` or `name:block:multiplier`.
-
-    Raises:
-        OptionError: there is no such format, or it does not have that block.
-    """
+    """Return the format `name`, `name:block` or `name:block:multiplier`, or raise OptionError."""
     # Operators look one up at every call.
     if block == "default" and type(name) is str and name in FORMATS:
         return FORMATS[name]

@@ -56,11 +56,7 @@ class Memory(NamedTuple):
 
 
 def memory_limits() -> list[Memory]:
-    """Return all limits on what this process may take: each of them holds.
-
-    They are the machine's and those of the control group that it is in, as in a container, and of
-    all groups around it. Systems other than Linux have none.
-    """
+    """Return all limits on what this process may take: the machine's and its control groups'."""
     found = []
     if _MEMINFO.is_file():
         kilobytes = _numbers(_MEMINFO)

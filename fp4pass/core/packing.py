@@ -38,11 +38,9 @@ class PackedInput(NamedTuple):
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
-    """Pack codes [..., K] below 2^bits into bytes [..., K * bits / 8], the first code lowest.
-
-    `PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
-    do not fill whole bytes, and OptionError for widths that have no packing.
-    """
+    """Pack codes [..., K] below 2^bits into bytes [..., K * bits / 8], the first code lowest."""
+    # `PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
+    # do not fill whole bytes, and OptionError for widths that have no packing.
     if codes.dtype != torch.uint8:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
     count = _codes_together(bits)

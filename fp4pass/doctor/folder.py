@@ -15,23 +15,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..checkpoint import (
-    LAYOUTS,
-    MANIFEST,
-    WEIGHTS,
-    Layout,
-    PackedLayer,
-    expected_shapes,
-    fused_problems,
-    join,
-    open_checkpoint,
-    read_json,
-    read_layers,
-    read_manifest,
-    side_files,
-    unread_layers,
-    well_formed,
-)
+from .. import checkpoint
 from ..core.formats import FORMATS
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
@@ -242,12 +226,12 @@ class Folder:
     path: Path
     config: Mapping[str, Any]  # {} without one, or where it is damaged
     own: Mapping[str, Any] | None  # fp4pass.json; of another version it is as none
-    layout: Layout  # that of the tensors
+    layout: checkpoint.Layout  # that of the tensors
     declarations: Mapping[str, Mapping[str, Any]]  # the quantization_config in each file of one
     tensors: Mapping[str, Stored]
     findings: list[Finding]
     # The layers whose parts fit each other, and their tensors.
-    records: dict[str, PackedLayer] = field(default_factory=dict)
+    records: dict[str, checkpoint.PackedLayer] = field(default_factory=dict)
     parts: dict[str, dict[str, Stored]] = field(default_factory=dict)
     # The names of the tensors of other layers, and the layers that fp4pass does not read.
     broken: set[str] = field(default_factory=set)
@@ -288,7 +272,7 @@ class Folder:
     def name_of(self, layer: str, part: str) -> str:
         """Return the name on disk of a part of a layer."""
         last = self.layout.parts[part]
-        return layer + last if self.layout.stacks else join(layer, last)
+        return layer + last if self.layout.stacks else checkpoint.join(layer, last)
 
     def dense_layers(self) -> list[str]:
         """Return the layers with a dense matrix and no codes."""
@@ -305,27 +289,30 @@ class Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """Read what a folder has, and note what of it cannot be read or does not fit.
-
-    Raises CheckpointError for a folder without packed weights.
-    """
+    """Read a folder, and note what does not fit. Raises CheckpointError if nothing is packed."""
     findings: list[Finding] = []
     config = _json(path / "config.json", findings) or {}
     files = {"config.json": config.get("quantization_config")}
-    files |= {name: _json(path / name, findings) for name in side_files()}
+    files |= {name: _json(path / name, findings) for name in checkpoint.side_files()}
     own, records = None, {}
     try:
-        if (own := read_manifest(path, any_version=True)) is not None:
-            records = {n: PackedLayer.from_dict(each) for n, each in own["layers"].items()}
+        if (own := checkpoint.read_manifest(path, any_version=True)) is not None:
+            records = {
+                n: checkpoint.PackedLayer.from_dict(each) for n, each in own["layers"].items()
+            }
             dict(own["tensors"])
     except (Fp4PassError, TypeError, ValueError, LookupError, AttributeError) as error:
         own, what = None, f"expected what save wrote: {error}"
-        findings.append(Finding("json-damaged", MANIFEST, MANIFEST, what))
-    with well_formed(path / "config.json"):
+        findings.append(Finding("json-damaged", checkpoint.MANIFEST, checkpoint.MANIFEST, what))
+    with checkpoint.well_formed(path / "config.json"):
         said = {name: each for name, each in files.items() if isinstance(each, Mapping) and each}
-        kinds = [each for each in LAYOUTS.values() if any(map(each.detect, said.values()))]
-        chosen = next(iter(kinds), None) if own is None else LAYOUTS.get(str(own["layout"]))
-        tensors = _tensors(path, WEIGHTS if chosen is None else chosen.weights, findings)
+        kinds = [
+            each for each in checkpoint.LAYOUTS.values() if any(map(each.detect, said.values()))
+        ]
+        chosen = (
+            next(iter(kinds), None) if own is None else checkpoint.LAYOUTS.get(str(own["layout"]))
+        )
+        tensors = _tensors(path, checkpoint.WEIGHTS if chosen is None else chosen.weights, findings)
         layout = _layout_of(path, chosen, said, tensors, findings)
         declared = {name: each for name, each in said.items() if layout.detect(each)}
         found = Folder(path, config, own, layout, declared, tensors, findings)
@@ -338,25 +325,25 @@ def read_folder(path: Path) -> Folder:
 
 def _layout_of(
     path: Path,
-    chosen: Layout | None,
+    chosen: checkpoint.Layout | None,
     said: Mapping[str, Any],
     tensors: Mapping[str, Stored],
     findings: list[Finding],
-) -> Layout:
+) -> checkpoint.Layout:
     """Return the layout of the tensors; note where the config says another one, or none."""
 
-    def codes(layout: Layout) -> list[str]:
+    def codes(layout: checkpoint.Layout) -> list[str]:
         last, scales = layout.parts[PACKED], layout.parts[SCALE]
         names = (n for n, each in tensors.items() if n.endswith(last) and each.kind == "U8")
         return [name for name in names if f"{name.removesuffix(last)}{scales}" in tensors]
 
-    others = [each for each in LAYOUTS.values() if each.engines and each is not chosen]
+    others = [each for each in checkpoint.LAYOUTS.values() if each.engines and each is not chosen]
     fits = next(filter(codes, others), None)
     if chosen is not None and (fits is None or codes(chosen)):
         return chosen
     if fits is None or (said and chosen is None):
         # It says why.
-        open_checkpoint(path, any_version=True)
+        checkpoint.open_checkpoint(path, any_version=True)
         raise CheckpointError(f"{path} holds no packed weight. Load it with transformers.")
     names = some(codes(fits), 2)
     kind = "config-layout" if said else "config-absent"
@@ -369,7 +356,7 @@ def _layout_of(
 
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any] | None:
     try:
-        return read_json(path) if path.is_file() else None
+        return checkpoint.read_json(path) if path.is_file() else None
     except CheckpointError as error:
         what = f"expected JSON of an object: {error}"
         findings.append(Finding("json-damaged", path.name, path.name, what))
@@ -440,11 +427,11 @@ def _read_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def _find_layers(found: Folder, records: Mapping[str, PackedLayer]) -> None:
+def _find_layers(found: Folder, records: Mapping[str, checkpoint.PackedLayer]) -> None:
     """Find the packed layers and note what is wrong with their parts; `records` are of save."""
     if found.own is None and not found.layout.engines:
         what = "expected it, of this version, for it alone says how layers are packed, got none"
-        found.say("file-missing", MANIFEST, what)
+        found.say("file-missing", checkpoint.MANIFEST, what)
         return
     parts = _parts_of(found.layout, found.tensors, records)
     for layer in {**records, **parts}:
@@ -458,11 +445,11 @@ def _find_layers(found: Folder, records: Mapping[str, PackedLayer]) -> None:
     if found.config or found.own is None:
         read = {each.name for held in parts.values() for each in held.values()}
         rest = {n: (t.shape, t.kind) for n, t in found.tensors.items() if n not in read}
-        found.unread.update(unread_layers(rest))
+        found.unread.update(checkpoint.unread_layers(rest))
 
 
 def _parts_of(
-    layout: Layout, tensors: Mapping[str, Stored], layers: Collection[str]
+    layout: checkpoint.Layout, tensors: Mapping[str, Stored], layers: Collection[str]
 ) -> dict[str, dict[str, Stored]]:
     """Return the parts of each layer that has codes or scales, or is among `layers`."""
     ends = {last: part for part, last in layout.parts.items()}
@@ -484,7 +471,7 @@ def _parts_of(
     }
 
 
-def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> PackedLayer | None:
+def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> checkpoint.PackedLayer | None:
     """Return how a layer is packed, by the config and by its shapes; None with a finding."""
     layout, listed = found.layout, [f"{each.name} {each.kind}" for each in held.values()]
     if PACKED not in held:
@@ -514,7 +501,7 @@ def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> PackedLaye
         shapes[codes.name] = (codes.shape, layout.dtypes.get(PACKED, "U8"))
     dtype = str(found.fact("dtype") or found.fact("torch_dtype") or "bfloat16")
     try:
-        known = read_layers(layout, found.declared, shapes, dtype.removeprefix("torch."))
+        known = checkpoint.read_layers(layout, found.declared, shapes, dtype.removeprefix("torch."))
     except UnreadError:
         known = {}
     except CheckpointError as error:
@@ -525,7 +512,7 @@ def _record(found: Folder, layer: str, held: Mapping[str, Stored]) -> PackedLaye
     return known.get(layer)
 
 
-def _record_by_shape(found: Folder, held: Mapping[str, Stored]) -> PackedLayer | None:
+def _record_by_shape(found: Folder, held: Mapping[str, Stored]) -> checkpoint.PackedLayer | None:
     """Return how a layer is packed as far as its tensors alone say, None if they do not."""
     codes, scale, stacks = held[PACKED], held[SCALE], found.layout.stacks
     if len(codes.shape) < 2 or not scale.shape or not scale.shape[-1]:
@@ -539,13 +526,15 @@ def _record_by_shape(found: Folder, held: Mapping[str, Stored]) -> PackedLayer |
         fits = scale.kind == kind and fmt.element.bits == 4 and has_global == fmt.has_global_scale
         if fits and not rest and block in fmt.blocks:
             config = LinearConfig(fmt.name, None, not has_global or INPUT_GLOBAL not in held, block)
-            return PackedLayer(config, "bfloat16", stacks, (*rows, columns))
+            return checkpoint.PackedLayer(config, "bfloat16", stacks, (*rows, columns))
     return None
 
 
-def _fits(found: Folder, layer: str, held: Mapping[str, Stored], record: PackedLayer) -> bool:
+def _fits(
+    found: Folder, layer: str, held: Mapping[str, Stored], record: checkpoint.PackedLayer
+) -> bool:
     """Note parts that are missing or do not fit; return whether the numbers can be looked at."""
-    known, layout, fits = expected_shapes(found.layout, record), found.layout, True
+    known, layout, fits = checkpoint.expected_shapes(found.layout, record), found.layout, True
     for part in known:
         if part in held or part not in layout.parts or part == INPUT_GLOBAL:
             continue
@@ -589,7 +578,7 @@ def _check_names(found: Folder) -> None:
         what = f"expected {count} experts, got none of number {expert}"
         found.say("expert-missing", name, what)
     if found.layout.engines:
-        for parent, problem in fused_problems(found.records, found.dense_layers()):
+        for parent, problem in checkpoint.fused_problems(found.records, found.dense_layers()):
             found.say("fused-schemes", parent, f"expected one, got {problem}", "config.json")
 
 

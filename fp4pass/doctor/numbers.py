@@ -110,10 +110,7 @@ def check_numbers(found: Folder, layer: str) -> Statistics:
 
 
 def _check_scales(found: Folder, layer: str, scale: Tensor, lowest: Tensor) -> bool:
-    """Check block scales, also against those around them; note far lower ones in `lowest`.
-
-    Returns whether their values can be used.
-    """
+    """Note wrong block scales, and far lower ones in `lowest`; return whether they serve."""
     record, stored = found.records[layer], found.parts[layer][SCALE]
     if scale.dtype == torch.uint8:
         bad = int((scale > record.fmt.scale.last).sum())
@@ -247,10 +244,7 @@ def _explained(matrix: Tensor) -> float:
 
 
 def check_sizes(found: Folder, kept: Mapping[str, Statistics], wrong: Collection[str]) -> None:
-    """Note global scales that no trained model has, and those that differ where engines fuse.
-
-    wrong: layers whose numbers are wrong.
-    """
+    """Note odd global scales, and those that differ where engines fuse; wrong: odd layers."""
     odd = _check_weights(found, kept) | _check_inputs(found, kept)
     _check_fused(found, kept, {*wrong, *odd})
 
@@ -406,10 +400,7 @@ class _Pair(NamedTuple):
 
 
 def check_order(found: Folder, kept: Mapping[str, Statistics], norms: Mapping[str, Tensor]) -> None:
-    """Note layers whose codes or scales lie in another order than the layout's.
-
-    norms: the dense vectors of the folder, by their names.
-    """
+    """Note layers in another order than the layout's; norms: the dense vectors by their names."""
     tiled = [name for name, each in kept.items() if each.is_tiled]
     for name in tiled:
         what = "expected scales row by row, got them in tiles of 128 rows and 4 columns"
@@ -470,10 +461,8 @@ def _parts(rows: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def _evidence(columns: Tensor, rows: Tensor) -> tuple[float, float, str] | None:
-    """Return how far two profiles go together, as squares of normal numbers.
-
-    In the stored order and in the best other one, which is named; None if they say nothing.
-    """
+    """Return how far two profiles go together, as stored and in the best other order."""
+    # Both are squares of normal numbers; None if the profiles say nothing.
     first, second = _ranks(columns), _ranks(rows)
     if first is None or second is None:
         return None

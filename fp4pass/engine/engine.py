@@ -30,14 +30,6 @@ from ..methods import resolve_method
 from ..nn.kv_cache import KV_CACHE
 from ..quantization import plan as planning
 from ..quantization.observers.kv_cache import require_cache_statistics, settle_cache
-from ..quantization.plan import (
-    LayerPlan,
-    Plan,
-    plan_layers,
-    with_folded_rotations,
-    with_statistics,
-    with_unreached,
-)
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.recipe import recipe_of
 from ..quantization.scan import forbid_adapter_merge
@@ -60,15 +52,14 @@ class Work:
     index: int
     layer: nn.Module
     name: str
-    own: list[LayerPlan]
+    own: list[planning.LayerPlan]
 
 
 class Conversion:
-    """Carry out one call of `convert`.
+    """Carry out one call of `convert`."""
 
-    A model that is quantized at once has no stacks. With a store, finished layers go to it and come
-    from it, and the next ones are read ahead. Ranks do the same steps together.
-    """
+    # A model that is quantized at once has no stacks. With a store, finished layers go to it and
+    # come from it, and the next ones are read ahead. Ranks do the same steps together.
 
     def __init__(
         self,
@@ -89,20 +80,22 @@ class Conversion:
         planning.require_place(device, by_layers=recording is not None or stream is not None)
         self.config = config_of(given, before)
         self.rules = (*check_rules(rules), *(before.rules if before else ()))
-        plan = plan_layers(root, self.config, self.rules)
+        plan = planning.plan_layers(root, self.config, self.rules)
         planning.require_layers(plan)
         planning.require_one_plan(plan, before)
         if recording is not None:
             recording.require_calls()
             recording.log_given()
         self.stacks = [] if recording is None else recording.stacks
-        first = with_statistics(outside(plan, self.stacks))
+        first = planning.with_statistics(outside(plan, self.stacks))
         if before is not None and any(layer.stats.tokens for layer in first.layers):
-            first = with_unreached(first)
+            first = planning.with_unreached(first)
         planning.require_unpaired(first.layers)
         planning.require_statistics(first, plan, before)
         if recording is not None:
-            planning.require_statistics(with_unreached(recording.passed_by(plan)), plan, before)
+            planning.require_statistics(
+                planning.with_unreached(recording.passed_by(plan)), plan, before
+            )
         self.searches = None if resume is None else FinishedSearches(resume)
         self.plan = plan = plan.update(first)
         planning.require_layers(plan)
@@ -130,7 +123,7 @@ class Conversion:
     def run(self) -> None:
         """Quantize the model in place, and complete it."""
         current().expect(len(self.plan.by_weight()), "weights")
-        self.plan = with_folded_rotations(self.plan, self.root)
+        self.plan = planning.with_folded_rotations(self.plan, self.root)
         if self.is_scaled:
             self.plan = with_shared_scales(self.plan, ranks())
         self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
@@ -176,11 +169,11 @@ class Conversion:
         is_kept = store is not None and store.has(work.name, identity)
         if store is not None and is_kept:
             store.restore(work.name, work.layer, work.own)
-            current().step(len(Plan(tuple(work.own)).by_weight()))
+            current().step(len(planning.Plan(tuple(work.own)).by_weight()))
             if runner is not None:
                 self.device.bring(work.layer, place)
         for group in [] if is_kept else groups:
-            part = Plan(tuple(group)) if runner is None else runner.observe(group)
+            part = planning.Plan(tuple(group)) if runner is None else runner.observe(group)
             planning.require_statistics(part, self.plan, self.before, is_late=True)
             self._quantize(with_shared_scales(part, ranks()))
             # Its Hessians go before those of the next group are collected.
@@ -190,7 +183,7 @@ class Conversion:
         if store is not None and not is_kept:
             store.keep(work.name, work.layer, identity)
 
-    def _quantize(self, part: Plan) -> None:
+    def _quantize(self, part: planning.Plan) -> None:
         rows = quantize_layers(self.root, part, self.searches)
         self.rows.update({row.name: row for row in rows})
 
@@ -209,7 +202,7 @@ class Conversion:
 
     def _decides(self, work: Work) -> Iterator[object]:
         """Yield everything that decides a layer, but for the layers before it."""
-        for members in Plan(tuple(work.own)).by_weight():
+        for members in planning.Plan(tuple(work.own)).by_weight():
             yield [(each.name, each.shape, each.transposed) for each in members]
             config, stats = members[0].config, members[0].stats
             yield [config, resolve_method(config.method)[0], stats]
@@ -229,7 +222,7 @@ class Conversion:
                 yield call.given[work.index]
 
 
-def _schedule(plan: Plan, stacks: Sequence[Stack]) -> list[Work]:
+def _schedule(plan: planning.Plan, stacks: Sequence[Stack]) -> list[Work]:
     """Return the layers of stacks in their order, each with its part of the plan."""
     return [
         Work(stack, index, layer, stack.layer_name(index), own)

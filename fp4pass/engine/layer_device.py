@@ -191,10 +191,7 @@ def _touch(tensor: Tensor) -> None:
 
 
 def _copy_async(source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-    """Copy a tensor to a GPU beside its kernels, once an event is over; return that of the end.
-
-    The thread that calls it waits for the copy, so call it in one beside that which computes.
-    """
+    """Copy a tensor to a GPU beside its kernels once an event is over, while this thread waits."""
     stream = torch.cuda.Stream(target.device)
     with torch.cuda.stream(stream), torch.no_grad():
         stream.wait_event(after)

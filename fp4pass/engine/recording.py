@@ -542,11 +542,9 @@ def _signature(value: Any) -> object:
 
 @opaque
 def offload_hidden_state(state: Tensor, copy: bool = False) -> Tensor:
-    """Return a hidden state on the CPU, in memory of its own if `copy`.
-
-    Where less than a quarter of the memory would be left, it goes to a temporary file, deleted with
-    it. Raises CalibrationError if there is no room for that either.
-    """
+    """Return a hidden state on the CPU, in memory of its own if `copy`."""
+    # Where less than a quarter of the memory would be left, it goes to a temporary file, deleted
+    # with it. Raises CalibrationError if there is no room for that either.
     fits = all(each.available - _LEFT * each.total >= state.nbytes for each in memory_limits())
     if not state.numel() or fits:
         return state.detach().to("cpu", copy=copy)

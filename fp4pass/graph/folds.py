@@ -77,11 +77,9 @@ class ScaleFold:
 def fold_scales(
     graph: fx.Graph, own: Collection[int], choose: Callable[[ScaleFold], Tensor | None]
 ) -> list[tuple[ScaleFold, Tensor]]:
-    """Fold scales into the parameters of a graph; return the folds in its order, and exponents.
-
-    `choose` gives the exponents [K] of the scales of a fold, or None; a channel whose parameters
-    would lose a bit keeps scale 1. `own` are the addresses of parameters that only the graph has.
-    """
+    """Fold scales into the parameters of a graph; return the folds in its order, and exponents."""
+    # `choose` gives the exponents [K] of the scales of a fold, or None; a channel whose parameters
+    # would lose a bit keeps scale 1. `own` are the addresses of parameters that only the graph has.
     done = []
     # The last first: a linear's rows are divided before its columns are looked at.
     for fold in reversed(_Finder(graph, own).find()):
@@ -244,13 +242,12 @@ def _is_exact(tensor: Tensor, exponents: Tensor) -> Tensor:
 def fold_rotations(
     model: fx.GraphModule, rotations: Mapping[nn.Module, int]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Find the linears that can give rotated outputs to those that would rotate them.
-
-    Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
-    and nothing shares their parameters; the bias of the first is a parameter beside its weight. By
-    holder, `rotations` are the columns of its input that it rotates together, and the result the
-    fields of its config that change: `output_rotation` of a first linear, `folded` of the others.
-    """
+    """Find the linears that can give rotated outputs to those that would rotate them."""
+    # Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
+    # and nothing shares their parameters; the bias of the first is a parameter beside its weight.
+    # By holder, `rotations` are the columns of its input that it rotates together, and the result
+    # the fields of its config that change: `output_rotation` of a first linear, `folded` of the
+    # others.
     named = model.named_parameters(remove_duplicate=False)
     shared = Counter(id(parameter) for _, parameter in named)
     linears = find_linears(model.graph)

@@ -94,11 +94,7 @@ _WRITTEN: dict[Any, Callable[..., fx.Node]] = {
 
 
 def write_plain(root: fx.GraphModule) -> int:
-    """Replace the operators of fp4pass in a graph by ATen operators, and return their number.
-
-    Raises:
-        TraceError: an operator has no such form, such as quantized or rotated inputs.
-    """
+    """Replace the operators of fp4pass by ATen ones; return their number, or raise TraceError."""
     graph, count = root.graph, 0
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "fp4pass":

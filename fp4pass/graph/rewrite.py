@@ -79,11 +79,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes just x W^T + b with its own `weight` and `bias`.
-
-    A subclass of nn.Linear may have its own constructor, and a forward that computes just that.
-    Other methods disqualify it: a caller might need them, and they would be lost with its class.
-    """
+    """Return whether a module computes just x W^T + b with its own `weight` and `bias`."""
+    # A subclass of nn.Linear may have its own constructor, and a forward that computes just that.
+    # Other methods disqualify it: a caller might need them, and they would be lost with its class.
     if not isinstance(module, nn.Linear):
         return is_conv1d(module)
     above = itertools.takewhile(lambda cls: cls is not nn.Linear, type(module).__mro__)

@@ -33,17 +33,11 @@ _FAULTS = (Fp4PassError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class DescribedLayers:
-    """The packed layers that a config describes, in the skeleton of a model, on meta.
+    """The packed layers that a config describes, in the skeleton of a model, on meta."""
 
-    Args:
-        model: the skeleton.
-        declared: the quantization_config of a folder that diffusers wrote.
-        on_disk: the names of the tensors of the folder.
-        is_float32: whether a weight stays in float32, whatever the dtype of the model.
-
-    Raises:
-        CheckpointError: the config is damaged, or does not fit the model or the folder.
-    """
+    # declared: the quantization_config of a folder that diffusers wrote; on_disk: the names of its
+    # tensors; is_float32: whether a weight stays in float32, whatever the dtype of the model.
+    # Raises CheckpointError for a config that is damaged, or fits no model or folder.
 
     def __init__(
         self,
@@ -146,11 +140,7 @@ class DescribedLayers:
 
 
 class DescribedConfig:
-    """The quantization_config of a folder that `save_pretrained` of diffusers wrote.
-
-    Attributes:
-        declared: what the folder declares.
-    """
+    """The quantization_config of a folder that `save_pretrained` of diffusers wrote."""
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         self.quant_method = METHOD
@@ -162,10 +152,7 @@ class DescribedConfig:
 
 
 class PackedQuantizer(DiffusersQuantizer):
-    """Loads packed folders as they are, and packs float ones, given a `Fp4PassConfig`, as it reads.
-
-    diffusers documents the methods that it calls, those with an underscore too.
-    """
+    """Loads packed folders as they are, and packs float ones, given a `Fp4PassConfig`."""
 
     # Those that its classes keep in float32 as float models, they keep packed too.
     use_keep_in_fp32_modules = True

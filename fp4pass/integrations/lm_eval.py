@@ -39,13 +39,12 @@ def _in_fast_dtype(name: str) -> Callable[..., Any]:
 
 
 class Fp4PassLM(LoadingHFLM):
-    """lm-eval's `hf` that also reads folders with packed weights, and compiles.
+    """lm-eval's `hf` that also reads folders with packed weights, and compiles."""
 
-    `device` None is a GPU if there is one, `device_map`, in place of it, is as for `fp4pass.load`,
-    and `compile` calls torch.compile with dynamic shapes. A model that is not compiled computes in
-    float32 on a CPU that is slow in bfloat16, see `fp4pass.evaluation.fast_dtype`. All else is as
-    in `hf`.
-    """
+    # `device` None is a GPU if there is one, `device_map`, in place of it, is as for
+    # `fp4pass.load`, and `compile` calls torch.compile with dynamic shapes. A model that is not
+    # compiled computes in float32 on a CPU that is slow in bfloat16, see
+    # `fp4pass.evaluation.fast_dtype`. All else is as in `hf`.
 
     def __init__(
         self,

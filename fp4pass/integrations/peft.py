@@ -24,16 +24,8 @@ _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 @contextmanager
 def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
-    """Let a tuner of PEFT put an adapter on the packed layers of a model.
-
-    Args:
-        tuner: what PEFT puts adapters into models with.
-        model: it has packed layers or stacks.
-        adapter: the name under which the tuner has its config.
-
-    Raises:
-        OptionError: the config wants of a packed layer what only a dense one can do.
-    """
+    """Let a tuner of PEFT put an adapter, whose config it has by name, on packed layers."""
+    # Raises OptionError where the config wants of a packed layer what only a dense one can do.
     config = tuner.peft_config[adapter]
     # That of AdaLoRA is a LoraConfig too.
     is_lora = config.peft_type == peft.PeftType.LORA
@@ -41,7 +33,10 @@ def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
     wanted = peft.all_linear(config, model, lambda each: isinstance(each, QuantizedLinear))
     if wanted is not None:
         config.target_modules = wanted
-    layers, stacks = _packed_layers(model), _stacks(model)
+    # The names under which PEFT finds the packed layers.
+    packed = (name for name, each in model.named_modules() if isinstance(each, QuantizedLinear))
+    layers = list(dict.fromkeys(peft.below_adapter(model, name) for name in packed))
+    stacks = _stacks(model)
 
     def fit(config: Any) -> None:
         targeted = peft.targets(tuner, config, layers)
@@ -58,15 +53,6 @@ def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
 
     with peft.preparing(tuner, fit):
         yield
-
-
-def _packed_layers(model: nn.Module) -> list[str]:
-    """Return the names under which PEFT finds the packed layers of a model."""
-    found: dict[str, None] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            found[peft.below_adapter(model, name)] = None
-    return list(found)
 
 
 def _stacks(model: nn.Module) -> list[str]:
@@ -115,11 +101,7 @@ def _require_dense_copies(config: Any, model: nn.Module) -> None:
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Return a converted model with the adapter of a folder that PEFT wrote.
-
-    Raises:
-        OptionError: the folder has no adapter, or it does not fit the model.
-    """
+    """Return a converted model with the adapter of a folder that PEFT wrote. Raises OptionError."""
     path = path_of(folder, "adapter")
     if not (path / "adapter_config.json").is_file():
         wanted = "a folder that PEFT wrote, with adapter_config.json"

@@ -40,21 +40,10 @@ def serve(
     log_level: str = "error",
     ready: Callable[[str, str], None] = lambda name, address: None,
 ) -> None:
-    """Serve a folder with packed weights until the process is interrupted.
-
-    Args:
-        folder: with packed weights and a tokenizer.
-        host: an address or name of this machine.
-        port: 0 for one that is free.
-        device: "auto" is the GPU, or the CPU without one.
-        log_level: "debug", "info", "warning", "error" or "critical"; requests are logged at "info".
-        ready: called with the name of the model and the address once it answers.
-
-    Raises:
-        CheckpointError: the folder has no packed weights or no tokenizer, or generates no text.
-        OptionError: an option does not fit, or the address is in use.
-        VersionError: a package is missing.
-    """
+    """Serve a folder with packed weights and a tokenizer until the process is interrupted."""
+    # port: 0 for one that is free. device: "auto" is the GPU, or the CPU without one. log_level:
+    # requests are logged at "info". ready: called with the name of the model and the address once
+    # it answers. Raises CheckpointError, OptionError, VersionError where it cannot.
     require("transformers")
     if not is_serve_available():
         needed = "fastapi, openai, pydantic and uvicorn"

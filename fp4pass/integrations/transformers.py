@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from .._compat import require
-from .._compat.transformers import (
-    held_plan,
-    loading_operation,
-    register_quantization,
-    released_mesh,
-    tied,
-    unread_parameters,
-)
+from .._compat import transformers as compat
 from .._compat.transformers_loading import require_filled, when_loaded
 from ..checkpoint.loading import PackedFolder
 from ..checkpoint.reader import open_checkpoint
@@ -122,10 +115,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
 
 
 class _Quantizer(HfQuantizer):
-    """A quantizer whose models are converted ones once they are loaded.
-
-    transformers documents the methods that it calls, those with an underscore too.
-    """
+    """A quantizer whose models are converted ones once they are loaded."""
 
     _split: dict[str, str] | None = None
     # Products have a gradient for their input, so that adapters can be trained.
@@ -134,7 +124,7 @@ class _Quantizer(HfQuantizer):
 
     def hold_plan(self, model: Any) -> None:
         """Take the plan of tensor parallelism from a model, which is split once it is whole."""
-        self._split = held_plan(model)
+        self._split = compat.held_plan(model)
 
     @abstractmethod
     def complete(self, model: Any) -> None:
@@ -150,7 +140,7 @@ class _Quantizer(HfQuantizer):
             # Importing it takes a second.
             from ..parallel import parallelize
 
-            parallelize(model, released_mesh(model, split))
+            parallelize(model, compat.released_mesh(model, split))
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -163,10 +153,7 @@ class _Quantizer(HfQuantizer):
 
 
 class Fp4PassQuantizer(_Quantizer):
-    """Packs weights as they are read, so that only layers that share a scale are ever dense.
-
-    transformers documents the methods that it calls, those with an underscore too.
-    """
+    """Packs weights as they are read, so that only layers that share a scale are ever dense."""
 
     def __init__(self, quantization_config: Fp4PassConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -195,7 +182,7 @@ class Fp4PassQuantizer(_Quantizer):
             dtype: torch.dtype = layer.module.get_parameter("weight").dtype
             return dtype == model.config.dtype
 
-        with tied(model):
+        with compat.tied(model):
             self._weights = PackedAsRead(model, self._recipe, is_final)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -210,11 +197,11 @@ class Fp4PassQuantizer(_Quantizer):
     def get_quantize_ops(self) -> Any:
         """Return what transformers calls with each tensor that needs quantization."""
         assert self._weights is not None, "transformers plans the model first"
-        return loading_operation(self._weights.take)
+        return compat.loading_operation(self._weights.take)
 
     def _without_new(self, model: Any, weights: PackedAsRead) -> Plan:
         """Return the plan without weights that the checkpoint lacks, but those a rule takes."""
-        unread = {id(parameter) for parameter in unread_parameters(model).values()}
+        unread = {id(parameter) for parameter in compat.unread_parameters(model).values()}
 
         def planned(layer: LayerPlan | SkippedLayer) -> LayerPlan | SkippedLayer:
             if isinstance(layer, SkippedLayer) or layer.name in weights.rows:
@@ -233,7 +220,7 @@ class Fp4PassQuantizer(_Quantizer):
         self._weights = None
 
 
-register_quantization(METHOD, Fp4PassConfig, Fp4PassQuantizer)
+compat.register_quantization(METHOD, Fp4PassConfig, Fp4PassQuantizer)
 
 
 # The `quant_method` of configs that keep a folder packed.
@@ -320,4 +307,4 @@ class FolderQuantizer(_Quantizer):
         self._folder = None
 
 
-register_quantization(PACKED, PackedConfig, FolderQuantizer)
+compat.register_quantization(PACKED, PackedConfig, FolderQuantizer)

@@ -141,10 +141,7 @@ class ExpertStack(nn.Module):
 
 
 class QuantizedExpertStack(PackedBlocks):
-    """A stack of packed weights, with the buffers of a QuantizedLinear for each expert.
-
-    Its input may be quantized too, once for all experts unless they have scales of their own.
-    """
+    """A stack of packed weights, with the buffers of a QuantizedLinear for each expert."""
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "view")
     computes: ClassVar[tuple[str, ...]] = ("input",)
@@ -214,11 +211,9 @@ QUANTIZED = (QuantizedLinear, QuantizedExpertStack)
 
 
 class QuantizedExperts(nn.Module):
-    """The experts of a mixture, of which stacks are packed.
+    """The experts of a mixture, of which stacks are packed: the object of the model."""
 
-    It is the object that the model had, with its class swapped; `kind` is the class that it was,
-    whose activation it computes.
-    """
+    # `kind` is the class that it was before it was swapped, whose activation it computes.
 
     kind: Any
 
@@ -362,11 +357,7 @@ def replace_stack(
     weight = stack.holder._parameters.pop(stack.last)
     del stack.__dict__["owner"], stack.__dict__["holder"]
     QuantizedExpertStack.take(stack, tensors, config, weight.dtype, view=stack.view)
-    convert_experts(owner)
-
-
-def convert_experts(owner: nn.Module) -> None:
-    """Turn a module of experts into QuantizedExperts, which call their stacks."""
+    # These call their stacks.
     if not isinstance(owner, QuantizedExperts):
         swap_class(owner, QuantizedExperts, attributes={"kind": type(owner)})
     add_stacks(stacks_of(owner).values())

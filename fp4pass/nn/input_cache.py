@@ -93,12 +93,10 @@ def compute_once(
     compute: Callable[[], _T],
     also: Tensor | None = None,
 ) -> _T:
-    """Return `compute()`, or its result for a sibling of the layer that read the same input `x`.
-
-    `key`, `x` and `also`, as a static scale, decide the result, which requires no gradient. Nothing
-    is kept while operators are traced or captured, in inference mode, which counts no versions, for
-    subclasses of Tensor, once `x` is gone, and once the forward of the caller ends.
-    """
+    """Return `compute()`, or its result for a sibling of the layer that read the same input `x`."""
+    # `key`, `x` and `also`, as a static scale, decide the result, which requires no gradient.
+    # Nothing is kept while operators are traced or captured, in inference mode, which counts no
+    # versions, for subclasses of Tensor, once `x` is gone, and once the forward of the caller ends.
     if torch.compiler.is_compiling():
         return compute()
     slot = _SLOTS.open.get(layer.__dict__.get(_CALLED_BY))

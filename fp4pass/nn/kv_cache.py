@@ -25,17 +25,11 @@ CacheName = Literal["fp8", "fp8_tensor", "nvfp4"]
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """The format of the cached keys, or values, of one layer.
+    """The format of the cached keys, or values, of one layer."""
 
-    Attributes:
-        name: for users, and in recipes.
-        per_head: each head has a scale, [H, 1, 1]; else a layer has one, [1].
-        blocks: the format of blocks along a head, with scales that multiply; None for plain E4M3.
-    """
-
-    name: str
-    per_head: bool = False
-    blocks: Format | None = None
+    name: str  # for users, and in recipes
+    per_head: bool = False  # each head has a scale, [H, 1, 1]; else a layer has one, [1]
+    blocks: Format | None = None  # of blocks along a head, with scales that multiply; None for E4M3
 
     @property
     def scales(self) -> tuple[str, str]:

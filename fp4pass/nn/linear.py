@@ -71,11 +71,10 @@ def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[
 def quantized_linear(
     x: Any, weight: StoredWeight, bias: Any, config: LinearConfig, share: ShareFn = _compute
 ) -> Any:
-    """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x.
-
-    This is the one definition: modules run it, and graph passes trace it with a proxy as x [...,
-    K]. Results that layers with the same x may share go through `share`, as "rotate" or "quantize".
-    """
+    """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x."""
+    # This is the one definition: modules run it, and graph passes trace it with a proxy as x [...,
+    # K]. Results that layers with the same x may share go through `share`, as "rotate" or
+    # "quantize".
     stored = (weight.packed, weight.scale, weight.global_scale)
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
@@ -227,11 +226,10 @@ class PackedBlocks(PackedLinear, ABC):
 
 
 class QuantizedLinear(PackedBlocks):
-    """A linear layer whose weight is packed blocks; its input may be quantized too.
+    """A linear layer whose weight is packed blocks; its input may be quantized too."""
 
-    It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
-    class swapped. Its buffers have the names of compressed-tensors.
-    """
+    # It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
+    # class swapped. Its buffers have the names of compressed-tensors.
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "transposed")
 

@@ -29,10 +29,7 @@ _MOVED_TO = "_fp4pass_moved_to"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is kept as packed buffers: they move with it, and are never cast.
-
-    A subclass computes `weight` from them when it is read, and `forward` from `checked_input`.
-    """
+    """A linear layer in packed buffers, never cast, of which a subclass computes `weight`."""
 
     # Whether this process has a part (`fp4pass.parallel`).
     is_split: ClassVar[bool] = False

@@ -34,28 +34,26 @@ from .registration import call as call
 
 search = operator(
     search_ref,
-    triton="kernels.search.triton:search_triton",
+    triton="kernels.search.triton",
     shapes=empty_weight,
     checks=(checks.require_objective, checks.require_block_hessian),
 )
-search_stack = operator(
-    search_stack_ref, triton="kernels.search.triton:search_stack_triton", shapes=empty_weight
-)
+search_stack = operator(search_stack_ref, triton="kernels.search.triton", shapes=empty_weight)
 joint = operator(
     joint_ref,
-    triton="kernels.search.joint_triton:joint_triton",
+    triton="kernels.search.joint_triton",
     shapes=empty_weight,
     checks=(checks.require_block_scales, checks.require_block_hessian),
 )
 gptq = operator(
     gptq_ref,
-    triton="kernels.search.joint_triton:gptq_triton",
+    triton="kernels.search.joint_triton",
     shapes=lambda weight, fmt, start, stop: empty_weight(weight[start:stop], fmt),
     checks=(checks.require_block_scales, checks.require_hessian),
 )
 observe = operator(
     observe_ref,
-    triton="kernels.statistics.triton:observe_triton",
+    triton="kernels.statistics.triton",
     shapes=lambda: None,
     checks=(checks.require_observed,),
     mutates=("hessian", "count", "amax"),
@@ -69,8 +67,8 @@ observe_full = operator(
 )
 dequantize = operator(
     dequantize_ref,
-    triton="kernels.dequantize.triton:dequantize_triton",
-    cpu="kernels.cpu.operators:dequantize_cpu",
+    triton="kernels.dequantize.triton",
+    cpu=True,
     shapes=lambda packed, fmt, dtype: packed.new_empty(
         (*packed.shape[:-1], fmt.columns(packed.shape[-1])), dtype=dtype
     ),
@@ -114,22 +112,22 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 dynamic_global_scale = operator(
     quantizers.dynamic_global_scale_ref,
-    triton="kernels.quantize.triton:dynamic_global_scale_triton",
+    triton="kernels.quantize.triton",
     shapes=lambda x: x.new_empty(1, dtype=torch.float32),
     backward=ROUNDING,
 )
 quantize = operator(
     quantizers.quantize_ref,
-    triton="kernels.quantize.triton:quantize_triton",
-    cpu="kernels.cpu.operators:quantize_cpu",
+    triton="kernels.quantize.triton",
+    cpu=True,
     shapes=empty_blocks,
     checks=(checks.require_quantizable,),
     backward=ROUNDING,
 )
 norm_quantize = operator(
     quantizers.norm_quantize_ref,
-    triton="kernels.quantize.triton:norm_quantize_triton",
-    cpu="kernels.cpu.operators:norm_quantize_cpu",
+    triton="kernels.quantize.triton",
+    cpu=True,
     shapes=lambda x, residual, fmt: (
         x.new_empty(0 if residual is None else x.shape),
         *empty_blocks(x, fmt),
@@ -139,51 +137,47 @@ norm_quantize = operator(
 )
 activate_quantize = operator(
     quantizers.activate_quantize_ref,
-    triton="kernels.quantize.triton:activate_quantize_triton",
-    cpu="kernels.cpu.operators:activate_quantize_cpu",
+    triton="kernels.quantize.triton",
+    cpu=True,
     shapes=empty_blocks,
     checks=(checks.require_quantizable,),
     backward=ROUNDING,
 )
 # Those without gradients or checks are put into graphs by passes, which have both made.
 activate_round = operator(
-    activate_round_ref,
-    triton="kernels.compute_fp8.operands_triton:activate_round_triton",
-    shapes=_rounded,
+    activate_round_ref, triton="kernels.compute_fp8.operands_triton", shapes=_rounded
 )
 norm_round = operator(
     norm_round_ref,
-    triton="kernels.compute_fp8.operands_triton:norm_round_triton",
+    triton="kernels.compute_fp8.operands_triton",
     shapes=lambda x, residual: (x.new_empty(0 if residual is None else x.shape), *_rounded(x)),
 )
 rotate = operator(
     rotate_ref,
-    triton="kernels.rotate.triton:rotate_triton",
+    triton="kernels.rotate.triton",
     shapes=lambda x: x.new_empty(x.shape),
     checks=(checks.require_float, checks.require_rotation),
     backward=Backward(_rotate_gradients, _setup_rotate),
 )
 rotate_quantize = operator(
     rotate_quantize_ref,
-    triton="kernels.rotate.triton:rotate_quantize_triton",
-    cpu="kernels.cpu.operators:rotate_quantize_cpu",
+    triton="kernels.rotate.triton",
+    cpu=True,
     shapes=empty_blocks,
     checks=(checks.require_quantizable, checks.require_rotation),
     backward=ROUNDING,
 )
 rms_norm = operator(
-    rms_norm_ref,
-    triton="kernels.norm.triton:rms_norm_triton",
-    shapes=lambda x: x.new_empty(x.shape),
+    rms_norm_ref, triton="kernels.norm.triton", shapes=lambda x: x.new_empty(x.shape)
 )
 add_rms_norm = operator(
     add_rms_norm_ref,
-    triton="kernels.norm.triton:add_rms_norm_triton",
+    triton="kernels.norm.triton",
     shapes=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )
 attention_span = operator(
     attentions.attention_span_ref,
-    triton="kernels.attention.triton:attention_span_triton",
+    triton="kernels.attention.triton",
     shapes=lambda mask: (
         mask.new_empty((mask.shape[0], 2), dtype=torch.int32),
         mask.new_empty(attentions.COUNTERS, dtype=torch.int32),
@@ -191,26 +185,24 @@ attention_span = operator(
 )
 attention = operator(
     attentions.attention_ref,
-    triton="kernels.attention.triton:attention_triton",
+    triton="kernels.attention.triton",
     shapes=lambda q, cache: q.new_empty(
         (q.shape[0], q.shape[2], q.shape[1], cache.values.shape[3])
     ),
 )
 rotary_attention = operator(
     attentions.rotary_attention_ref,
-    triton="kernels.attention.triton:rotary_attention_triton",
+    triton="kernels.attention.triton",
     shapes=lambda q, cache: q.new_empty((*q.shape[:3], cache.values.shape[3])),
     mutates=("keys", "values"),
 )
 all_reduce = operator(
-    all_reduce_ref,
-    triton="kernels.reduce.triton:all_reduce_triton",
-    shapes=lambda x: x.new_empty(x.shape),
+    all_reduce_ref, triton="kernels.reduce.triton", shapes=lambda x: x.new_empty(x.shape)
 )
 # Only a pass makes calls of it.
 all_reduce_add = operator(
     all_reduce_add_ref,
-    triton="kernels.reduce.triton:all_reduce_add_triton",
+    triton="kernels.reduce.triton",
     shapes=lambda x: (x.new_empty(x.shape), sums_of_squares(x)),
 )
 
@@ -266,16 +258,16 @@ def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
 
 linear = operator(
     products.linear_ref,
-    triton="kernels.linear.triton:linear_triton",
-    cpu="kernels.cpu.operators:linear_cpu",
+    triton="kernels.linear.triton",
+    cpu=True,
     shapes=_product,
     checks=(checks.require_float, checks.require_compute),
     backward=_blocks_gradients(bias=4),
 )
 linear_quantized = operator(
     products.linear_quantized_ref,
-    triton="kernels.linear.triton:linear_quantized_triton",
-    cpu="kernels.cpu.operators:linear_quantized_cpu",
+    triton="kernels.linear.triton",
+    cpu=True,
     shapes=_product,
     checks=(checks.require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
@@ -283,15 +275,12 @@ linear_quantized = operator(
 # Passes put these into graphs whose gradients are made already, in place of operators that have
 # checked their arguments: they have no gradients and no checks of their own.
 linear_group = operator(
-    products.linear_group_ref,
-    triton="kernels.linear.triton:linear_group_triton",
-    cpu="kernels.cpu.operators:linear_group_cpu",
-    shapes=_products,
+    products.linear_group_ref, triton="kernels.linear.triton", cpu=True, shapes=_products
 )
 linear_quantized_group = operator(
     products.linear_quantized_group_ref,
-    triton="kernels.linear.triton:linear_quantized_group_triton",
-    cpu="kernels.cpu.operators:linear_quantized_group_cpu",
+    triton="kernels.linear.triton",
+    cpu=True,
     shapes=lambda x, weights: _products(x, weights),
 )
 
@@ -347,14 +336,14 @@ def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 experts_linear = operator(
     mixtures.experts_linear_ref,
-    triton="kernels.experts.triton:experts_linear_triton",
+    triton="kernels.experts.triton",
     shapes=_expert_products,
     checks=(checks.require_float, checks.require_pairs, checks.require_stack),
     backward=_expert_gradients(ids=1),
 )
 experts_linear_quantized = operator(
     mixtures.experts_linear_quantized_ref,
-    triton="kernels.experts.triton:experts_linear_quantized_triton",
+    triton="kernels.experts.triton",
     shapes=_expert_products,
     checks=(checks.require_float, checks.require_pairs_of_codes, checks.require_stack),
     backward=_expert_gradients(ids=4),
@@ -362,8 +351,8 @@ experts_linear_quantized = operator(
 # The inputs of experts that have a global scale each, as some libraries calibrate them.
 experts_quantize = operator(
     mixtures.experts_quantize_ref,
-    triton="kernels.experts.triton:experts_quantize_triton",
-    cpu="kernels.cpu.operators:experts_quantize_cpu",
+    triton="kernels.experts.triton",
+    cpu=True,
     shapes=lambda x, ids, fmt: empty_rows(x, ids.shape, fmt),
     checks=(checks.require_quantizable, checks.require_pairs),
     backward=ROUNDING,
@@ -372,7 +361,7 @@ experts_quantize = operator(
 # compiled graphs calls it, in place of operators that have checked their arguments.
 experts_mixture = operator(
     mixtures.experts_mixture_ref,
-    triton="kernels.experts.triton:experts_mixture_triton",
+    triton="kernels.experts.triton",
     shapes=lambda x, down_weight: x.new_empty((x.shape[0], down_weight.packed.shape[1])),
     checks=(checks.require_float, checks.require_pairs, checks.require_stack),
 )
@@ -398,7 +387,7 @@ experts_outer = operator(
 )
 observe_experts = operator(
     mixtures.observe_experts_ref,
-    triton="kernels.statistics.triton:observe_experts_triton",
+    triton="kernels.statistics.triton",
     shapes=lambda: None,
     checks=(checks.require_pairs,),
     mutates=("hessian", "count", "amax", "routing"),

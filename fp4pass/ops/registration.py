@@ -59,12 +59,13 @@ class Operator:
         reference: Callable[..., Any],
         shapes: Callable[..., Any],
         triton: str | None,
-        cpu: str | None,
+        cpu: bool,
         checks: Sequence[Callable[..., None]],
         mutates: Sequence[str],
     ) -> None:
-        self.reference, self.triton, self.cpu = reference, triton, cpu
-        self.name = reference.__name__.removesuffix("_ref")
+        self.reference, self.name = reference, reference.__name__.removesuffix("_ref")
+        self.triton = triton and f"{triton}:{self.name}_triton"
+        self.cpu = f"kernels.cpu.operators:{self.name}_cpu" if cpu else None
         hints = get_type_hints(reference)
         # Keyword-only arguments are between the reference and the kernel.
         parameters = [
@@ -195,7 +196,7 @@ def operator(
     *,
     shapes: Callable[..., Any],
     triton: str | None = None,
-    cpu: str | None = None,
+    cpu: bool = False,
     checks: Sequence[Callable[..., None]] = (),
     mutates: Sequence[str] = (),
     backward: Backward | None = None,
@@ -207,10 +208,10 @@ def operator(
             crosses as its key and another record, as `x_rows`, as its fields, with the prefix
             `x_`; keyword-only arguments do not cross.
         shapes: makes uninitialized results for the fake, from the arguments that it names.
-        triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
-            a GPU needs it. Without one, the reference runs on GPUs too, as it does for formats
-            that `supports` of the kernel's module, or of kernels/common/tiles.py, says no to.
-        cpu: the same for CPUs, with C++ where it can be compiled.
+        triton: the module of the kernel `<name>_triton` with the same signature, imported when a
+            GPU needs it. Without one, the reference runs on GPUs too, as it does for formats
+            that `supports` of the module, or of kernels/common/tiles.py, says no to.
+        cpu: whether `<name>_cpu` serves CPUs, with C++ where it can be compiled.
         checks: raise errors for a caller, from the arguments that they name.
         mutates: the arguments that it changes in place.
         backward: its gradients; without it there are none.

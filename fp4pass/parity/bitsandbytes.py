@@ -33,15 +33,7 @@ from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.replace import use_slow_paths
 from ..quantization.scan import SkippedLayer
 from ..record import LinearConfig, Rules, check_rules
-from .codebooks import (
-    CODEBOOKS,
-    Codebook,
-    CodebookState,
-    dequantize_codebook,
-    get_codebook,
-    linear_codebook,
-    table_of,
-)
+from . import codebooks
 
 __all__ = [
     "dequantize_4bit",
@@ -63,18 +55,18 @@ Layer = TypeVar("Layer", bound="PackedWeight")
 
 def quantize_4bit(
     A: Tensor, *, blocksize: int = 64, quant_type: str = "fp4"
-) -> tuple[Tensor, CodebookState]:
+) -> tuple[Tensor, codebooks.CodebookState]:
     """Quantize a tensor to "fp4" or "nf4".
 
     It returns the packed codes, uint8 [ceil(n / 2), 1], and the record from which `dequantize_4bit`
     makes the tensor again.
     """
     state = quantize(A, _checked(quant_type), blocksize)
-    assert isinstance(state, CodebookState)
+    assert isinstance(state, codebooks.CodebookState)
     return state.qdata.unsqueeze(1), state
 
 
-def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
+def dequantize_4bit(A: Tensor, quant_state: codebooks.CodebookState) -> Tensor:
     """Return the tensor of what `quantize_4bit` returned, in its shape and dtype."""
     return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
 
@@ -85,8 +77,8 @@ dequantize_fp4 = dequantize_nf4 = dequantize_4bit
 
 
 def _checked(quant_type: str) -> str:
-    if quant_type not in CODEBOOKS:
-        raise unknown_name("quant_type", quant_type, CODEBOOKS)
+    if quant_type not in codebooks.CODEBOOKS:
+        raise unknown_name("quant_type", quant_type, codebooks.CODEBOOKS)
     return quant_type
 
 
@@ -184,7 +176,7 @@ class Linear4bit(PackedWeight):
     packed_buffers = (PACKED, ABSMAX, CODEBOOK)
     packed_attributes = ("codebook", "compute_dtype", "weight_dtype")
 
-    codebook: Codebook
+    codebook: codebooks.Codebook
     weight_packed: Tensor
     weight_absmax: Tensor
 
@@ -202,7 +194,7 @@ class Linear4bit(PackedWeight):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.codebook = get_codebook(_checked(quant_type), block_size)
+        self.codebook = codebooks.get_codebook(_checked(quant_type), block_size)
         self.compute_dtype = compute_dtype
         self._make_buffers(bias, device, dtype)
 
@@ -246,24 +238,26 @@ class Linear4bit(PackedWeight):
         return f"expected {CODEBOOK} to be {self.codebook.name}, got another table"
 
     def _table(self, device: torch.device) -> Tensor:
-        return table_of(self.codebook, "values", device)
+        return codebooks.table_of(self.codebook, "values", device)
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         state = quantize(weight, self.codebook.key)
-        assert isinstance(state, CodebookState)
+        assert isinstance(state, codebooks.CodebookState)
         table = self._table(weight.device).clone()
         return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         shape = (self.out_features, self.in_features)
         stored = (self.weight_packed, self.weight_absmax)
-        weight: Tensor = dequantize_codebook(*stored, self.codebook.key, shape, dtype)
+        weight: Tensor = codebooks.dequantize_codebook(*stored, self.codebook.key, shape, dtype)
         return weight
 
     def _multiply(self, x: Tensor) -> Tensor:
         stored = (self.weight_packed, self.weight_absmax, self.bias)
         wide = x.to(self.compute_dtype or x.dtype)
-        return linear_codebook(wide, *stored, self.out_features, self.codebook.key).to(x.dtype)
+        return codebooks.linear_codebook(wide, *stored, self.out_features, self.codebook.key).to(
+            x.dtype
+        )
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""
@@ -506,12 +500,12 @@ def swap(
                 "of Linear4bit."
             )
         make: Any = partial(Linear8bitLt.from_linear, threshold=threshold)
-    elif kind in CODEBOOKS:
-        get_codebook(kind, block_size)
+    elif kind in codebooks.CODEBOOKS:
+        codebooks.get_codebook(kind, block_size)
         options: dict[str, Any] = {"block_size": block_size, "compute_dtype": compute_dtype}
         make = partial(Linear4bit.from_linear, quant_type=kind, **options)
     else:
-        raise unknown_name("kind", kind, [*CODEBOOKS, INT8])
+        raise unknown_name("kind", kind, [*codebooks.CODEBOOKS, INT8])
     given = check_rules(rules)
     if wrong := [glob for glob, each in given if each]:
         raise OptionError(f"rules: expected None or {{}} for {wrong[0]!r}, got options.")

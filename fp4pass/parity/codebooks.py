@@ -41,10 +41,7 @@ LEAST_ABSMAX = 1e-38
 
 @dataclass(frozen=True, repr=False)
 class Codebook(Record):
-    """A table of values in [-1, 1], one for each code, under the name that it is registered with.
-
-    A quotient `x / absmax` is rounded to the nearest value, ties to the lower one.
-    """
+    """A table of values in [-1, 1], by code, to the nearest of which quotients round, ties down."""
 
     name: str
     values: tuple[float, ...]  # 16, in the order of the codes
@@ -98,11 +95,7 @@ CODEBOOKS = {codebook.name: codebook for codebook in (NF4, FP4)}
 
 
 def get_codebook(name: str, block: int | str | None = "default") -> Codebook:
-    """Return the codebook of a name like "nf4" or "nf4:128", and a block size.
-
-    Raises:
-        OptionError: the name is unknown, or the codebook does not allow the block size.
-    """
+    """Return the codebook of "nf4" or "nf4:128" and a block size, or raise OptionError."""
     base, colon, size = str(name).partition(":")
     if base not in CODEBOOKS or (colon and not size.isdecimal()):
         raise unknown_name("Scheme", name, [*CODEBOOKS, *FORMATS])
@@ -202,13 +195,13 @@ def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 quantize_codebook = operator(
     quantize_codebook_ref,
-    triton="parity.codebook_triton:quantize_codebook_triton",
+    triton="parity.codebook_triton",
     shapes=_codes_and_absmax,
     checks=(require_float,),
 )
 dequantize_codebook = operator(
     dequantize_codebook_ref,
-    triton="parity.codebook_triton:dequantize_codebook_triton",
+    triton="parity.codebook_triton",
     shapes=lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
     checks=(_require_packed,),
 )

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
 from ..core.machine import moved
 from ..core.packing import unpack_codes
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import OptionError, ShapeError
 from ..quantization.functional import element_values, error_metrics, quantize_blocks, require_float
 
 _OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
@@ -60,16 +60,11 @@ def _quantize(
 
 def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tensor:
     """Multiply scales and quants, which are packed codes if they are uint8."""
-    if not -quants.ndim <= dim < quants.ndim:
+    fits = -quants.ndim <= dim < quants.ndim
+    if not fits or scales.shape != quants.movedim(dim, -1).shape[:-1]:
         raise ShapeError(
-            f"{fmt}_dequantize: expected dim to be a dimension of quants {tuple(quants.shape)}, "
-            f"got dim={dim}."
-        )
-    outer = quants.movedim(dim, -1).shape[:-1]
-    if scales.shape != outer:
-        raise ShapeError(
-            f"{fmt}_dequantize: expected scales of shape {tuple(outer)}, that of quants without "
-            f"dimension {dim}, got {tuple(scales.shape)}."
+            f"{fmt}_dequantize: expected scales of the shape of quants, {tuple(quants.shape)}, "
+            f"without dim={dim}, got {tuple(scales.shape)}."
         )
     if quants.dtype == torch.uint8:
         element = get_format(fmt).element
@@ -153,15 +148,13 @@ def snap_to_table(x: Tensor, sorted_table: Tensor) -> Tensor:
     Entry i stands for byte i + 1, as in the tables above, and ties go to the even byte, so that
     with the table of E4M3 this is the cast to it.
     """
-    if not x.is_floating_point():
-        raise DtypeError(f"snap_to_table: expected x of a floating-point dtype, got {x.dtype}.")
-    if sorted_table.ndim != 1 or not len(sorted_table):
-        raise ShapeError(
-            f"snap_to_table: expected a table of shape [n], got {tuple(sorted_table.shape)}."
-        )
     table = sorted_table.to(x.device, torch.float64)
-    if not (table[1:] > table[:-1]).all():
-        raise OptionError("snap_to_table: expected an ascending table. Sort it before the call.")
+    is_ascending = table.ndim == 1 and len(table) and (table[1:] > table[:-1]).all()
+    if not x.is_floating_point() or not is_ascending:
+        raise OptionError(
+            "snap_to_table: expected x of a floating-point dtype and an ascending table [n], got "
+            f"{x.dtype} and a table {tuple(table.shape)}."
+        )
     number = x.double().contiguous()
     middle = (table[1:] + table[:-1]) / 2
     index = torch.bucketize(number, middle)

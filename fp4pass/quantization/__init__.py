@@ -1,5 +1,7 @@
 """The flow from a model to packed weights: plan, statistics, scales, search, report."""
 
+# ruff: noqa: F401
+
 from . import scan as adapters
 from .observers.batches import call_arguments, device_of, in_float32
 from .observers.observer import collect
@@ -18,29 +20,3 @@ from .quantize import pack_layer, stored_amax
 from .recipe import Recipe
 from .replace import attach_observers, quantizes_input, remove_observers, share_inputs
 from .scan import LinearLayer, caller_of
-
-__all__ = [
-    "LayerPlan",
-    "LinearLayer",
-    "Plan",
-    "Recipe",
-    "adapters",
-    "attach_observers",
-    "call_arguments",
-    "caller_of",
-    "collect",
-    "count_tokens",
-    "device_of",
-    "in_float32",
-    "joined",
-    "matching_rule",
-    "pack_layer",
-    "plan_layers",
-    "quantizes_input",
-    "remove_observers",
-    "require_float",
-    "require_layers",
-    "scale_groups",
-    "share_inputs",
-    "stored_amax",
-]

@@ -41,17 +41,8 @@ from ..ops.checks import weight_problem
 from ..record.config import LinearConfig, Rule, check_rules
 from ..record.rows import Row
 from ..record.state import PreparedState, get_state, source_folder, tensor_files
+from . import scan
 from .observers.observer import collect
-from .scan import (
-    EMBEDDINGS,
-    LinearLayer,
-    SkippedLayer,
-    caller_of,
-    is_router,
-    operator_of,
-    scan_layers,
-    skip,
-)
 
 # A matrix of a weight, and the rows of it; None for all.
 Part = tuple[int, slice | None]
@@ -70,26 +61,18 @@ UNREACHED = "calibration never reached it"
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of.
+    """The codes and scales that the weight of a linear layer, or of stacked experts, is made of."""
 
-    Attributes:
-        fmt: the key of their format, as the source has it.
-        stored: the key of the format that holds them in a layer.
-        read: returns them, for each matrix.
-        input_scales: returns the scales of inputs that lie beside: one, one for each expert, or
-            none.
-        problem: why a layer cannot hold them, or "".
-    """
-
-    fmt: str
-    stored: str
-    read: Callable[[], Sequence[QuantState]]
+    fmt: str  # the key of their format, as the source has it
+    stored: str  # the key of the format that holds them in a layer
+    read: Callable[[], Sequence[QuantState]]  # returns them, for each matrix
+    # Returns the scales of inputs that lie beside: one, one for each expert, or none.
     input_scales: Callable[[], tuple[float, ...]]
-    problem: str = ""
+    problem: str = ""  # why a layer cannot hold them, or ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LayerPlan(LinearLayer):
+class LayerPlan(scan.LinearLayer):
     """A layer to quantize, and how."""
 
     config: LinearConfig
@@ -134,7 +117,7 @@ class LayerPlan(LinearLayer):
 class Plan:
     """The plan of every linear layer of a model, in the order of its modules."""
 
-    entries: tuple[LayerPlan | SkippedLayer, ...]
+    entries: tuple[LayerPlan | scan.SkippedLayer, ...]
 
     @property
     def layers(self) -> list[LayerPlan]:
@@ -142,9 +125,9 @@ class Plan:
         return [entry for entry in self.entries if isinstance(entry, LayerPlan)]
 
     @property
-    def skipped(self) -> list[SkippedLayer]:
+    def skipped(self) -> list[scan.SkippedLayer]:
         """The layers that stay as they are."""
-        return [entry for entry in self.entries if isinstance(entry, SkippedLayer)]
+        return [entry for entry in self.entries if isinstance(entry, scan.SkippedLayer)]
 
     def by_weight(self) -> list[list[LayerPlan]]:
         """Return the layers to quantize, those that share one weight together."""
@@ -153,7 +136,7 @@ class Plan:
             found.setdefault(layer.weight_key, []).append(layer)
         return list(found.values())
 
-    def map(self, change: Callable[[LayerPlan], LayerPlan | SkippedLayer]) -> Plan:
+    def map(self, change: Callable[[LayerPlan], LayerPlan | scan.SkippedLayer]) -> Plan:
         """Return a plan with each layer changed."""
         return Plan(tuple(change(e) if isinstance(e, LayerPlan) else e for e in self.entries))
 
@@ -169,20 +152,18 @@ class Plan:
             for e in self.entries
         ]
 
-    def where(self, wanted: Callable[[LinearLayer], bool]) -> Plan:
+    def where(self, wanted: Callable[[scan.LinearLayer], bool]) -> Plan:
         """Return a plan with only some of the entries."""
         return Plan(tuple(entry for entry in self.entries if wanted(entry)))
 
 
 def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = ()) -> Plan:
-    """Decide for every linear layer how it is quantized, or why it is skipped.
-
-    The first rule that matches wins; built-in rules come last. Raises RuleError if a rule matches
-    nothing or takes a weight apart, ShapeError if one names a layer that cannot be quantized.
-    """
+    """Decide for every linear layer how it is quantized, or why it is skipped."""
+    # The first rule that matches wins; built-in rules come last. Raises RuleError if a rule matches
+    # nothing or takes a weight apart, ShapeError if one names a layer that cannot be quantized.
     built_in = BuiltInRules(model)
-    found = scan_layers(model)
-    entries: list[LayerPlan | SkippedLayer] = []
+    found = scan.scan_layers(model)
+    entries: list[LayerPlan | scan.SkippedLayer] = []
     for layer in found:
         rule = matching_rule(layer.name, rules)
         if rule is None:
@@ -190,10 +171,10 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
             continue
         pattern, options = rule
         if options is None:
-            entries.append(skip(layer, f"rule ({pattern!r}, None)"))
+            entries.append(scan.skip(layer, f"rule ({pattern!r}, None)"))
             continue
         entries.append(_plan_layer(layer, config.override(options)))
-        if pattern == layer.name and isinstance(entries[-1], SkippedLayer):
+        if pattern == layer.name and isinstance(entries[-1], scan.SkippedLayer):
             raise ShapeError(
                 f"{layer.name}: {entries[-1].skip_reason}. Skip this layer with "
                 f"{as_rules(layer.name)}, or choose a format with a smaller block or a smaller "
@@ -205,13 +186,13 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
 
 
 def _plan_layer(
-    layer: LinearLayer, config: LinearConfig, reason: str = ""
-) -> LayerPlan | SkippedLayer:
-    if isinstance(layer, SkippedLayer):
+    layer: scan.LinearLayer, config: LinearConfig, reason: str = ""
+) -> LayerPlan | scan.SkippedLayer:
+    if isinstance(layer, scan.SkippedLayer):
         return layer
     reason = reason or _weight_reason(layer, config)
     if reason:
-        return skip(layer, reason)
+        return scan.skip(layer, reason)
     if (kept := kept_weight(layer.module, config)) is not None:
         if kept.problem:
             note = f"quantized again, not kept as in the source: {kept.problem}"
@@ -222,7 +203,7 @@ def _plan_layer(
     return LayerPlan(**vars(layer), config=config)
 
 
-def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
+def _weight_reason(layer: scan.LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
     if layer.stage and "cross" in config.needs:
         raise OptionError(
@@ -238,10 +219,10 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     return problem or ""
 
 
-def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
+def _require_equal_configs(entries: Iterable[LayerPlan | scan.SkippedLayer]) -> None:
     """Raise RuleError for layers of one weight in several configs: it is packed once."""
     first: dict[int, LayerPlan] = {}
-    for entry in sorted(entries, key=lambda entry: isinstance(entry, SkippedLayer)):
+    for entry in sorted(entries, key=lambda entry: isinstance(entry, scan.SkippedLayer)):
         if isinstance(entry, LayerPlan):
             differs = entry.config != first.setdefault(entry.weight_key, entry).config
         else:
@@ -305,11 +286,9 @@ def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
 
 
 def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
-    """Return the layers, those that share a global scale together.
-
-    Children of one parent with equal in_features and format form a group, for serving engines fuse
-    them; layers that share a weight join their groups.
-    """
+    """Return the layers, those that share a global scale together."""
+    # Children of one parent with equal in_features and format form a group, for serving engines
+    # fuse them; layers that share a weight join their groups.
 
     def keys(layer: LayerPlan) -> set[object]:
         readers = (layer.parent, layer.columns, layer.stage, layer.config.format.key)
@@ -337,12 +316,12 @@ def joined(
 def with_unreached(plan: Plan) -> Plan:
     """Return the plan with layers that were not reached skipped, or quantized by "sse"."""
 
-    def settled(layer: LayerPlan) -> LayerPlan | SkippedLayer:
+    def settled(layer: LayerPlan) -> LayerPlan | scan.SkippedLayer:
         config = layer.config
         if layer.stats.tokens or config.unreached == "error" or _has_statistics(layer):
             return layer
         if config.unreached == "skip":
-            return skip(layer, UNREACHED)
+            return scan.skip(layer, UNREACHED)
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 
@@ -397,7 +376,7 @@ def _place(module: nn.Module) -> tuple[nn.Module, str]:
     return module, "weight"
 
 
-def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
+def planned_row(layer: LayerPlan | scan.SkippedLayer) -> Row:
     """Return the row of a layer that is not converted."""
     return Row(layer.name, layer.shape, skip_reason=getattr(layer, "skip_reason", ""))
 
@@ -412,9 +391,9 @@ class BuiltInRules:
         self._new, self._tied = _new_weights(model), _embedding_weights(model)
         self._routers = _routers(model)
 
-    def reason(self, layer: LinearLayer) -> str:
+    def reason(self, layer: scan.LinearLayer) -> str:
         """Return why a layer is skipped, or ""."""
-        caller = caller_of(layer.module)
+        caller = scan.caller_of(layer.module)
         traced = self._traced.get(layer.name)
         if caller in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
             return "output embedding; add a rule to quantize it"
@@ -424,7 +403,7 @@ class BuiltInRules:
             return NEW
         if layer.weight_key in self._tied:
             return "its weight is an embedding's; add a rule to quantize it"
-        if is_router(layer.name) or layer.module in self._routers:
+        if scan.is_router(layer.name) or layer.module in self._routers:
             return "a router; add a rule to quantize it"
         return ""
 
@@ -457,7 +436,7 @@ def _routers(model: nn.Module) -> set[nn.Module]:
 def _chooses(name: str, module: nn.Module, counts: Container[int]) -> bool:
     """Return whether a module beside experts chooses among them, whatever it does before."""
     # Here a "gate" is no gated MLP.
-    if is_router(name) or isinstance(vars(module).get("top_k"), int):
+    if scan.is_router(name) or isinstance(vars(module).get("top_k"), int):
         return True
     linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
     return bool(linears) and linears[-1].out_features in counts
@@ -478,7 +457,7 @@ def _embedding_weights(model: nn.Module) -> set[int]:
     found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if isinstance(model, fx.GraphModule):
         for node in model.graph.find_nodes(op="get_attr"):
-            if not EMBEDDINGS.isdisjoint(map(operator_of, weight_readers(node))):
+            if not scan.EMBEDDINGS.isdisjoint(map(scan.operator_of, weight_readers(node))):
                 path, _, name = node.target.rpartition(".")
                 found.add(id(model.get_submodule(path)._parameters.get(name)))
     return found
@@ -489,7 +468,7 @@ def matching_rule(name: str, rules: Iterable[Rule]) -> Rule | None:
     return next((rule for rule in rules if fnmatch.fnmatchcase(name, rule[0])), None)
 
 
-def require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> None:
+def require_matches(rules: Sequence[Rule], layers: Sequence[scan.LinearLayer]) -> None:
     """Raise RuleError for a rule that matches nothing, or asks only for what is impossible."""
     names = [layer.name for layer in layers]
     for pattern, options in rules:
@@ -499,7 +478,7 @@ def require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> Non
                 f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
                 f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
             )
-        reasons = [layer.skip_reason for layer in matched if isinstance(layer, SkippedLayer)]
+        reasons = [layer.skip_reason for layer in matched if isinstance(layer, scan.SkippedLayer)]
         if options is not None and len(reasons) == len(matched):
             raise RuleError(
                 f"The rule for {pattern!r} matches only what cannot be quantized, as "
@@ -613,14 +592,17 @@ def require_statistics(
     if not lacking:
         return
     config = lacking[0].config
-    name, sse = config.method_name, as_option("method", "sse")
-    rotation = f", rotation={config.rotation}" if config.rotation else ""
-    call = f"fp4pass.prepare(model, {name!r}{rotation})"
+    name, other = config.method_name, as_option("method", "sse")
+    what, given = f"Method {name!r}", f", rotation={config.rotation}" if config.rotation else ""
+    if "magnitudes" in config.needs:
+        given += f", fmt={config.scheme!r}, input_range={config.input_range!r}"
+        what, other = (as_option("input_range", each) for each in (config.input_range, "amax"))
+    call = f"fp4pass.prepare(model, {name!r}{given})"
     if before is None:
         raise CalibrationError(
-            f"Method {name!r} needs calibration data. Give {as_option('quality', 'good')} and "
+            f"{what} needs calibration data. Give {as_option('quality', 'good')} and "
             f"{as_option('tokenizer')}, which calibrate too; or call {call} and run some batches "
-            f"through the model before convert; or choose {sse}."
+            f"through the model before convert; or choose {other}."
         )
     names = [layer.name for layer in lacking]
     labels = some([layer.label for layer in lacking], 5)
@@ -628,7 +610,7 @@ def require_statistics(
     if is_less or any(layer.stats.tokens for layer in lacking):
         raise CalibrationError(
             f"{labels}: the model was prepared for a method or a rotation that does not collect "
-            f"what {name!r} needs. Prepare a fresh copy with {call}."
+            f"what {what.removeprefix('Method ')} needs. Prepare a fresh copy with {call}."
         )
     if before.recording is None and not any(layer.stats.tokens for layer in part.layers):
         raise CalibrationError(

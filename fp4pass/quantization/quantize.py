@@ -32,7 +32,7 @@ from ..methods.base import Certificate, Result, result_of
 from ..methods.search import exact_global_scale, may_be_exact
 from ..nn.experts import QUANTIZED
 from ..nn.linear import INPUT_GLOBAL, PACKED, PackedBlocks
-from ..record.config import Compute, LinearConfig
+from ..record.config import Compute, LinearConfig, input_scale_for
 from ..record.rows import Report, Row
 from ..record.state import get_state, set_state, unwrap
 from .functional import dequantize
@@ -176,14 +176,18 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     states, kind = [state for state, _, _ in found], packed_class(first.module)
     if len(states) > first.matrices:
         states = [joined_rows(states)]
-    errors = _relative_errors([each for *_, squares in found for each in squares])
+    # |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks.
+    squares = zip(*(each for *_, part in found for each in part), strict=True)
+    sums = [math.sqrt(sum(each)) for each in squares]
+    errors = [a / b if b else 0.0 for a, b in zip(sums[::2], sums[1::2], strict=True)]
     stats = first.stats
     config, note = resolve_compute(config, [(each.qdata, each.scale) for each in states], kind)
     if first.kept is not None:
         config = dataclasses.replace(config, method=None)
     note = "; ".join(filter(None, (first.note, note)))
     members = [dataclasses.replace(layer, config=config) for layer in members]
-    facts: dict[str, Any] = {"weight_error": errors[0], "output_error": errors[1], "note": note}
+    facts: dict[str, Any] = {"weight_error": errors[0], "note": note}
+    facts["output_error"] = errors[1] if len(errors) > 1 else None
     facts |= {"bits": config.format.bits_per_weight(first.shape), "tokens": stats.tokens}
     if proof := Certificate.joined([proof for _, proof, _ in found]):
         facts |= {"proved": proof.proved, "gap": proof.gap}
@@ -191,9 +195,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
     if not config.weight_only and stats.tokens:
-        amax = Stats(input_amax=stats.input_amax)
-        amax = amax.rotated(config.rotation) if config.rotation else amax
-        scale = config.format.input_scale_for(amax.input_amax)
+        scale = input_scale_for(config, stats)
         input_scales = () if scale is None else (scale,)
     if first.kept is not None and not config.weight_only:
         input_scales = first.kept.input_scales()
@@ -227,13 +229,6 @@ def _replace(
     for layer in members:
         forget_kept(layer.module)
         store_packed(layer.module, tensors, config, transposed=layer.transposed)
-
-
-def _relative_errors(squares: Sequence[list[float]]) -> tuple[float, float | None]:
-    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
-    sums = [math.sqrt(sum(each)) for each in zip(*squares, strict=True)]
-    ratios = [a / b if b else 0.0 for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    return ratios[0], ratios[1] if len(ratios) > 1 else None
 
 
 def resolve_compute(
@@ -517,12 +512,10 @@ def joined_rows(states: Sequence[QuantState]) -> QuantState:
 def shared_tensor_scales(
     layers: Sequence[LayerPlan], largest: Mapping[str, Sequence[float]], group: Ranks
 ) -> dict[int, float]:
-    """Return the scale of each weight that shares one, by its key.
-
-    Engines keep one for the layers that they fuse, and round the codes of the others again. It is
-    the best of those that a search tries for all of them as one matrix. Layers whose statistics are
-    missing share none. All ranks must make the call; largest: the magnitudes of each layer.
-    """
+    """Return the scale of each weight that shares one, by its key."""
+    # Engines keep one for the layers that they fuse, and round the codes of the others again. It is
+    # the best of those that a search tries for all of them as one matrix. Layers whose statistics
+    # are missing share none. All ranks must make the call; largest: the magnitudes of each layer.
     fused = _fused(layers)
     candidates = [_candidates(members, largest) for members in fused]
     own: dict[str, list[float] | None] = {}

@@ -185,10 +185,7 @@ def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
 def _read(
     data: Any, source: str, given: str | None = None, weight_only: bool | None = None
 ) -> Recipe:
-    """Read plain values as a recipe; errors name their source.
-
-    given, weight_only: a quality, and weights alone in rules, as if the values said so.
-    """
+    """Read plain values, of a source that errors name, as a recipe; given: a quality."""
     if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
         data = data["recipe"]
     if isinstance(data, list | tuple):

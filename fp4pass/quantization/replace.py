@@ -18,35 +18,14 @@ from .._compat.transformers import conv1d_class, forget_quantized, is_pretrained
 from ..core.quant_state import TensorRecord
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
+from ..graph import rewrite
 from ..graph.inductor import install_passes
-from ..graph.rewrite import (
-    find_linears,
-    insert_observers,
-    is_conv1d,
-    rewrite_linears,
-    share_quantize,
-)
-from ..nn.experts import (
-    QUANTIZED,
-    ExpertStack,
-    QuantizedExperts,
-    QuantizedExpertStack,
-    finalize_stacks,
-    replace_stack,
-    restore_stacks,
-)
+from ..nn import experts
 from ..nn.input_cache import share_among, share_nothing
 from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear
 from ..nn.packed_linear import swap_class
+from ..record import state
 from ..record.config import LinearConfig
-from ..record.state import (
-    forget_state,
-    get_state,
-    has_adapters,
-    is_interrupted,
-    set_interrupted,
-    unwrap,
-)
 from .functional import dequantize as dequantize_tensor
 from .observers.kv_cache import drop_cache, unobserve_cache
 from .observers.observer import (
@@ -88,7 +67,7 @@ def attach_observers(
     for holder in holders:
         holder.__dict__.setdefault(OBSERVERS, [])
     if isinstance(model, fx.GraphModule):
-        insert_observers(
+        rewrite.insert_observers(
             model.graph,
             lambda linear: not linear.called and linear.holder in chosen,
             lambda group: shared_observer(
@@ -96,7 +75,7 @@ def attach_observers(
             ),
         )
         model.recompile()
-        linears = find_linears(model.graph)
+        linears = rewrite.find_linears(model.graph)
         chosen -= {linear.holder for linear in linears if not linear.called}
         chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
     for holder in holders:
@@ -131,7 +110,7 @@ def remove_observers(model: nn.Module) -> None:
 def begin_replacing(model: nn.Module) -> None:
     """Take the observers out and mark the model as interrupted: its first weight is about to go."""
     remove_observers(model)
-    set_interrupted(model)
+    state.set_interrupted(model)
     recompile_hooked(model)
 
 
@@ -142,19 +121,17 @@ def store_packed(
     *,
     transposed: bool = False,
 ) -> None:
-    """Replace the weight of a module by packed buffers, in place, and offloaded if it was.
-
-    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
-    `transposed`), becomes a QuantizedLinear, and a stack a QuantizedExpertStack; any other holder
-    of a weight only gets the buffers.
-    """
+    """Replace the weight of a module by packed buffers, in place, and offloaded if it was."""
+    # A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
+    # `transposed`), becomes a QuantizedLinear, and a stack a QuantizedExpertStack; any other holder
+    # of a weight only gets the buffers.
     hook = remove_hook(module)
     is_bare = type(module) is nn.Module and not module._modules
-    if isinstance(module, ExpertStack):
-        replace_stack(module, tensors, config)
-    elif isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
+    if isinstance(module, experts.ExpertStack):
+        experts.replace_stack(module, tensors, config)
+    elif isinstance(module, nn.Linear) or rewrite.is_conv1d(module) or is_bare:
         dtype = module.get_parameter("weight").dtype
-        transposed = transposed or is_conv1d(module)
+        transposed = transposed or rewrite.is_conv1d(module)
         QuantizedLinear.take(module, tensors, config, dtype, transposed=transposed)
     else:
         del module.weight
@@ -166,14 +143,16 @@ def store_packed(
 
 def packed_class(module: nn.Module) -> type[PackedBlocks]:
     """Return the class that a layer in floating point has once it is packed."""
-    return QuantizedExpertStack if isinstance(module, ExpertStack) else QuantizedLinear
+    return (
+        experts.QuantizedExpertStack if isinstance(module, experts.ExpertStack) else QuantizedLinear
+    )
 
 
 def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfig]) -> int:
     """Run the passes on a graph module whose holders have been converted."""
     graph = model.graph
-    count = rewrite_linears(graph, lambda linear: configs.get(linear.holder))
-    share_quantize(graph)
+    count = rewrite.rewrite_linears(graph, lambda linear: configs.get(linear.holder))
+    rewrite.share_quantize(graph)
     graph.lint()
     model.recompile()
     return count
@@ -224,7 +203,7 @@ def share_inputs(
 
 
 def _width(layer: nn.Module) -> int:
-    if is_conv1d(layer):
+    if rewrite.is_conv1d(layer):
         return int(layer.get_parameter("weight").shape[0])
     width = getattr(layer, "in_features", None)
     return width if isinstance(width, int) else 0
@@ -277,8 +256,8 @@ def dequantize(x: Any) -> Any:
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
     """Make every packed layer of a model dense, in place; what has its dtype gets another one."""
-    root: Any = unwrap(model)
-    get_state(root)
+    root: Any = state.unwrap(model)
+    state.get_state(root)
     _require_whole(root)
     # Saving leaves a string in the config of a model.
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -293,22 +272,22 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -
         for module in root.modules():
             if isinstance(module, QuantizedLinear):
                 alike.setdefault(id(module.weight_packed), []).append(module)
-        trains = not has_adapters(root)
+        trains = not state.has_adapters(root)
         for layers in alike.values():
             weight = layers[0].weight_as(new or layers[0].weight_dtype).contiguous()
             dense = nn.Parameter(weight, trains)
             for layer in layers:
                 swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
         for module in list(root.modules()):
-            if isinstance(module, QuantizedExperts):
-                restore_stacks(module, new)
+            if isinstance(module, experts.QuantizedExperts):
+                experts.restore_stacks(module, new)
         for parameter in root.parameters():
             if dtype is not None and parameter.dtype in before:
                 parameter.data = parameter.data.to(dtype)
     if peft := peft_of(root):
         peft.let_merge(root, refuse_merge)
     for module in root.modules():
-        forget_state(module)
+        state.forget_state(module)
         # Where there is no layout for others, `convert` has it refuse.
         for name in ("save_pretrained", _METHOD):
             module.__dict__.pop(name, None)
@@ -329,13 +308,15 @@ def enable_dequantize(root: Any) -> None:
 
 def _require_whole(root: nn.Module) -> None:
     """Raise StateError unless all packed tensors of a model are here, and there are some."""
-    packed = {name: each for name, each in root.named_modules() if isinstance(each, QUANTIZED)}
+    packed = {
+        name: each for name, each in root.named_modules() if isinstance(each, experts.QUANTIZED)
+    }
     if not packed:
         raise StateError(
             "dequantize: the model has no packed layer. Convert it first, or leave the call out."
         )
     graphs = (each for each in root.modules() if isinstance(each, fx.GraphModule))
-    if any(isinstance(each, QUANTIZED) for graph in graphs for each in graph.modules()):
+    if any(isinstance(each, experts.QUANTIZED) for graph in graphs for each in graph.modules()):
         raise StateError(
             "dequantize: expected a live model, got a graph, whose nodes multiply by packed "
             "weights. Dequantize the model that it was traced from."
@@ -352,10 +333,7 @@ def _require_whole(root: nn.Module) -> None:
 
 @contextmanager
 def unprepared(root: nn.Module, *, always: bool) -> Iterator[None]:
-    """Have a float model that is prepared in between be as it was, always or after an error.
-
-    One whose first weight was replaced stays as it is.
-    """
+    """Have a float model that is prepared meanwhile be as before, unless it was converted."""
     before = [
         (module, name, module.__dict__[name])
         for module in root.modules()
@@ -367,12 +345,12 @@ def unprepared(root: nn.Module, *, always: bool) -> Iterator[None]:
         yield
         done = True
     finally:
-        if always or not (done or is_interrupted(root)):
+        if always or not (done or state.is_interrupted(root)):
             remove_observers(root)
             unobserve_cache(root)
-            forget_state(root)
+            state.forget_state(root)
             share_nothing(root)
-            finalize_stacks(root)
+            experts.finalize_stacks(root)
             for module, name, value in before:
                 setattr(module, name, value)
             recompile_hooked(root)

@@ -30,12 +30,8 @@ def relative_error(original: Tensor, other: Tensor) -> float:
 def compare(
     stored: CheckpointReader, model: nn.Module, reference: nn.Module, max_error: float
 ) -> tuple[dict[str, float], int, dict[str, str]]:
-    """Compare every tensor of a packed model, loaded of a folder, with a float model's.
-
-    The weight error of a layer is that of the report where there is one, and at most `max_error`.
-    All other tensors are equal to the bit. Returns the errors, the number of other tensors, and
-    what is wrong by the name of a layer or tensor.
-    """
+    """Compare every tensor of a packed model, loaded of a folder, with a float model's."""
+    # Returns the errors of layers, the number of other tensors, and what is wrong by its name.
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
     reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
     originals = dict(reference.named_parameters(remove_duplicate=False))

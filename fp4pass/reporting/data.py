@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,14 +200,9 @@ def gather(
     if isinstance(source, nn.Module):
         with _saved(source) as folder:
             kind = type(unwrap(source)).__name__
-            data = gather(
-                folder,
-                name=name or kind,
-                reference=reference,
-                reference_name=reference_name,
-                evaluations=evaluations,
-                progress=progress,
-            )
+            known: Any = {"reference": reference, "reference_name": reference_name}
+            known |= {"evaluations": evaluations, "progress": progress}
+            data = gather(folder, name=name or kind, **known)
         return data | {"layout": "in memory", "architecture": kind}
     model = Contents.of(source)
     stored, before = model.stored, None
@@ -271,11 +266,7 @@ def _saved(model: nn.Module) -> Iterator[Path]:
 
 
 def layer_facts(row: Row) -> Facts:
-    """Return the fields of a row and of its config, and more that the page says of a layer.
-
-    `label` is its scheme in a table, `legend` its name in a legend; `stack`, `depth` (None outside
-    of a stack) and `projection` are its place in the model.
-    """
+    """Return the fields of a row and its config: `label` for tables, `legend`, and its place."""
     facts = {**row.to_dict(), "label": "", "legend": ""}
     config = facts.pop("config")
     if row.config is not None:
@@ -414,30 +405,18 @@ def _unknown(
     ours: bool, compared: bool, packed: Sequence[Facts], evaluations: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Return a line for each number that is missing, with the way to get it."""
-    missing: Iterable[tuple[bool, str]] = (
-        (
-            not ours,
-            "Another library quantized this model: its recipe, methods and reasons for skipped "
-            "layers are unknown.",
+    lacks_weight, lacks_output = (any(each[key] is None for each in packed) for key in ERRORS)
+    lines = {
+        "Another library quantized this model: its recipe, methods and reasons for skipped layers "
+        "are unknown.": not ours,
+        "Weight errors are unknown. --reference ORIGINAL measures them.": lacks_weight,
+        "Output errors are unknown for layers that were converted without calibration, or by "
+        "another library.": lacks_output,
+        "Without --reference ORIGINAL, the size before assumes the same tensors with dense linear "
+        "layers.": not compared,
+        "No text was read. --data FILE measures perplexity.": not evaluations,
+        "The original was not evaluated. --reference ORIGINAL adds KL and top-1.": any(
+            row.get("kl") is None for row in evaluations
         ),
-        (
-            any(layer["weight_error"] is None for layer in packed),
-            "Weight errors are unknown. --reference ORIGINAL measures them.",
-        ),
-        (
-            any(layer["output_error"] is None for layer in packed),
-            "Output errors are unknown for layers that were converted without calibration, or by "
-            "another library.",
-        ),
-        (
-            not compared,
-            "Without --reference ORIGINAL, the size before assumes the same tensors with dense "
-            "linear layers.",
-        ),
-        (not evaluations, "No text was read. --data FILE measures perplexity."),
-        (
-            any(row.get("kl") is None for row in evaluations),
-            "The original was not evaluated. --reference ORIGINAL adds KL and top-1.",
-        ),
-    )
-    return [line for is_missing, line in missing if is_missing]
+    }
+    return [line for line, is_missing in lines.items() if is_missing]

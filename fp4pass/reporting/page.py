@@ -119,16 +119,11 @@ def render(data: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["show"] = written
-    sides = dict.fromkeys(("rows", "columns", "method"))
-    rows = [
-        {
-            **sides,
-            **layer,
-            **dict(zip(("rows", "columns"), layer["shape"], strict=False)),
-            "bits": layer["bits"] or None,
-        }
-        for layer in data["layers"]
-    ]
+    rows = []
+    for layer in data["layers"]:
+        n, k = [*layer["shape"], None, None][:2]
+        facts = {"rows": n, "columns": k, "bits": layer["bits"] or None}
+        rows.append({"method": None, **layer, **facts})
     return environment.get_template("page.html").render(
         data=data,
         rows=rows,

@@ -47,10 +47,7 @@ class Measure(NamedTuple):
 
 
 def written(value: float | None, style: str) -> str:
-    """Return a number in a format of Python, or in one of our own.
-
-    These are "percent", "signed" (percent), "change" (of a ratio, in percent) and "size".
-    """
+    """Return a number in a format of Python, or as "percent", "signed", "change" or "size"."""
     if value is None:
         return DASH
     if style == "percent":
@@ -63,10 +60,7 @@ def written(value: float | None, style: str) -> str:
 
 
 def measures(row: Mapping[str, Any]) -> list[Measure]:
-    """Return every measure of a row of `Evaluation.row` that is known.
-
-    Intervals over fewer than VERDICT_UNITS units say too little to be shown.
-    """
+    """Return each known measure of a row of `Evaluation.row`, with intervals of enough units."""
     is_enough = row["units"] >= VERDICT_UNITS
     ends = row["intervals"] if is_enough else {}
     of_original = (row.get("reference_intervals") or {}) if is_enough else {}

@@ -74,7 +74,6 @@ SAVE_AND_DIE = """
             os.rename, os.fsync = deadly(os.rename, at), deadly(os.fsync, at)
             os.open, shutil.rmtree = deadly(os.open, at), deadly(shutil.rmtree, at)
             saving.save_file = deadly(saving.save_file, at)
-            saving.write_json = deadly(saving.write_json, at)
             files.write_json = deadly(files.write_json, at)
             fp4pass.save(model, target, overwrite=True)
             os._exit(0)
@@ -147,7 +146,7 @@ def test_a_failed_rename_puts_the_old_folder_back(
 
 FULL = {
     "safetensors": ("fp4pass.checkpoint.saving.save_file", SafetensorError("disk full")),
-    "configs": ("fp4pass.checkpoint.saving.write_json", OSError(28, "disk full")),
+    "configs": ("fp4pass.checkpoint.source_files.write_json", OSError(28, "disk full")),
     "tokenizers": ("transformers.PreTrainedTokenizerBase.save_pretrained", Exception("disk full")),
 }
 

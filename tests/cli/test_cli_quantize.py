@@ -148,9 +148,9 @@ def test_a_quality_is_printed_recorded_and_shown(
     out, smoothed = tmp_path / "q", []
 
     @contextmanager
-    def note(root: Any, strength: float, batches: list[Any]) -> Iterator[list[Any]]:
-        smoothed.append((strength, len(batches)))
-        yield []
+    def note(root: Any, strength: float, batches: list[Any], label: str) -> Iterator[None]:
+        smoothed.append((strength, len(batches), label))
+        yield
 
     # Tracing takes longer than all else.
     monkeypatch.setattr("fp4pass.calibration.smoothing.smoothed_unless_it_fails", note)
@@ -158,7 +158,7 @@ def test_a_quality_is_printed_recorded_and_shown(
     run("quantize", TINY, "-o", out, *options)
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
-    assert smoothed == [(0.5, 1)]
+    assert smoothed == [(0.5, 1, 'quality "good"')]
     assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
     run("report", out, "-o", tmp_path / "r.html")
     assert json.loads((tmp_path / "r.json").read_text())["recipe"]["quality"] == "good"
@@ -201,6 +201,29 @@ def test_numbers_of_windows_hold_for_text_that_the_model_writes(
     stream = {"stream": tmp_path / "layers"} if more else {}
     fp4pass.convert(model, data=text, rules=list(RULES.items()), progress=False, **stream)
     assert_same_bits(found, model)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own text", "data"])
+def test_the_command_and_python_write_the_same_bytes_of_best(
+    own: bool, tmp_path: Path, rules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def mixture(model: Any, tokenizer: Any, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return tokens(8)
+
+    monkeypatch.setattr("fp4pass.calibration.mixture", mixture)
+    given = () if own else CALIBRATED
+    run("quantize", TINY, "-o", tmp_path / "cli", "--quality", "best", "--rules", rules, *given)
+    reader, model = tokenizer(), language_model()
+    made = None if own else batches(CALIBRATED[1], reader, samples=4, seq_len=64)
+    fp4pass.convert(model, quality="best", data=made, tokenizer=reader, rules=list(RULES.items()))
+    fp4pass.save(model, tmp_path / "python", tokenizer=reader)
+    cli, python = (load_file(tmp_path / name / "model.safetensors") for name in ("cli", "python"))
+    assert list(cli) == list(python) and asked == [*asked[1:], *asked[1:]]
+    for name, tensor in cli.items():
+        assert torch.equal(tensor.view(torch.uint8), python[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(
@@ -387,7 +410,7 @@ def test_without_data_the_model_writes_its_own(
     skipped = [{f"model.layers.{i}.*": None} for i in (2, 3)]
     rules.write_text(json.dumps({"method": {"name": "naive"}, "rules": skipped}))
     written = tokens(8, 32)
-    monkeypatch.setattr("fp4pass.calibration.to_batches.sample", lambda *args, **options: written)
+    monkeypatch.setattr("fp4pass.calibration.to_batches.mixture", lambda *args, **options: written)
     options = ("--budget", "0.1kl", "--schemes", "nvfp4a16,bf16", "--rules", rules)
     result = run("quantize", TINY, "-o", out, *options)
     assert result.stdout.startswith("kl=0.1: 4.5")

@@ -151,6 +151,9 @@ def together(folder: Path) -> dict[str, Any]:
     for method in ("hessian", "gptq"):
         one = quantized(Fused(), share(integers()), method, fmt="fp8_tensora16")
         found[f"{method}, one scale"] = facts(one)
+    found["headroom"] = facts(
+        quantized(Readers(), share(integers()), "sse", input_range="headroom")
+    )
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
     normed = nn.Sequential(nn.LayerNorm(64), Readers()).to(DEVICE).eval()
     with torch.no_grad():
@@ -161,7 +164,8 @@ def together(folder: Path) -> dict[str, Any]:
         found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     cross = fp4pass.Gptq(target="cross", damping=0.5)
     for name, method in (("sequential", "gptq"), ("cross", cross)):
-        found[name] = facts(quantized(decoder(), share(texts()), method, sequential=True))
+        given: dict[str, Any] = {"input_range": "headroom"} if name == "cross" else {}
+        found[name] = facts(quantized(decoder(), share(texts()), method, sequential=True, **given))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     for name, sequential in (("experts", False), ("experts, one by one", True)):
         mixture = decoder("Qwen3Moe", **experts)

@@ -72,7 +72,17 @@ def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str)
 
 @pytest.mark.parametrize(
     "name",
-    ["hessian", "gptq", "hessian, one scale", "gptq, one scale", "sse", "smooth", "rows", "kept"],
+    [
+        "hessian",
+        "gptq",
+        "hessian, one scale",
+        "gptq, one scale",
+        "headroom",
+        "sse",
+        "smooth",
+        "rows",
+        "kept",
+    ],
 )
 def test_sums_that_are_exact_give_the_bits_of_one_process(
     two: list[dict[str, Any]], one: dict[str, Any], name: str

@@ -239,6 +239,7 @@ VALUES: dict[str, Any] = {
     "weight_only": False,
     "block": 32,
     "activation_scales": "sse",
+    "input_range": "headroom",
     "rotation": 64,
     "unreached": "skip",
     "expert_prior": 4.0,

@@ -107,6 +107,7 @@ NOT_RUN = {
     "torch.compile(model.forward": "compiles for minutes, as tests/test_compiled_model.py does",
     "generate_batch": "takes long on a CPU; tests/integrations/test_serving.py does",
     "fp4pass.distill(": "trains for minutes; tests/lab/test_distill.py does",
+    'quality="tuned"': "trains for minutes; tests/engine/test_one_call.py does",
     "fp4pass merge": "needs an adapter; tests/cli/test_cli_merge.py does",
     "fp4pass.merge(": "needs an adapter; tests/lab/test_merge.py does",
     "PackedConfig(": "needs a folder of another library; tests/integrations/test_packed_folders.py",

@@ -236,10 +236,8 @@ class Layout:
     def files(
         self, layers: Mapping[str, PackedLayer], ignore: Sequence[str], cache: str | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return the JSON of each of `side_files`, by its name.
-
-        Arguments are as for `config`; cache: the format of the key-value cache.
-        """
+        """Return the JSON of each of `side_files`, by its name."""
+        # Arguments are as for `config`; cache: the format of the key-value cache.
         return {}
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
@@ -359,10 +357,9 @@ def side_files() -> tuple[str, ...]:
 
 @register_layout
 class Own(Layout):
-    """The buffers under their own names; only fp4pass.json says what they are.
+    """The buffers under their own names; only fp4pass.json says what they are."""
 
-    Under the usual file name transformers would load the folder with random weights.
-    """
+    # Under the usual file name transformers would load the folder with random weights.
 
     name = "fp4pass"
     engines = False

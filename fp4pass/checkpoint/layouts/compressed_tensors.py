@@ -200,11 +200,9 @@ class CompressedTensors(Layout):
 
 
 def _targets(groups: Collection[list[str]]) -> Iterator[list[str]]:
-    """Yield the targets of several groups: names, and a pattern where all experts are in one.
-
-    transformers looks for that pattern, and vLLM for names of experts that are its own. Layers that
-    engines fuse are there under the name of all, too.
-    """
+    """Yield the targets of several groups: names, and a pattern where all experts are in one."""
+    # transformers looks for that pattern, and vLLM for names of experts that are its own. Layers
+    # that engines fuse are there under the name of all, too.
     experts = [[name for name in names if matches(name, [_EXPERTS])] for names in groups]
     together = sum(map(bool, experts)) == 1
     for names, those in zip(groups, experts, strict=True):

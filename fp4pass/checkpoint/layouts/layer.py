@@ -160,10 +160,8 @@ def fused_problems(
     dense: Collection[str],
     scales: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the parents of layers that engines fuse though they differ, and how.
-
-    `dense` are the names of other layers; `scales` the global scales of each, by their names.
-    """
+    """Yield the parents of layers that engines fuse though they differ, and how."""
+    # `dense` are the names of other layers; `scales` the global scales of each, by their names.
     names = dict.fromkeys((*layers, *dense))
     for name in names:
         parent, _, last = name.rpartition(".")
@@ -306,11 +304,9 @@ def join_layers(
     whole: PackedLayer,
     state: Mapping[str, Tensor],
 ) -> tuple[PackedLayer, dict[str, Tensor]]:
-    """Return the record and the buffers of a stack whose pieces are linear layers on disk.
-
-    whole: its record in the model, but for its config. state: the buffers of the layers; some may
-    be missing. Raises CheckpointError for layers that a stack cannot hold.
-    """
+    """Return the record and the buffers of a stack whose pieces are linear layers on disk."""
+    # whole: its record in the model, but for its config. state: the buffers of the layers; some may
+    # be missing. Raises CheckpointError for layers that a stack cannot hold.
     records = [layers[piece.name] for piece in pieces]
     # Which way a number goes may differ by expert, as some are powers of two by chance.
     multiplies = any(each.config.multiplies for each in records)
@@ -367,10 +363,7 @@ def join_layers(
 
 
 def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor:
-    """Return the scales of inputs, [1] for all experts or [E], for those of parts [E, R].
-
-    NaN stands for none. Raises CheckpointError for parts of an expert that differ.
-    """
+    """Return the scales of inputs, [1] or [E], for those of parts [E, R]; NaN stands for none."""
     missing = table.isnan()
     least, most = table.nan_to_num(math.inf).amin(1), table.nan_to_num(-math.inf).amax(1)
     if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():

@@ -25,10 +25,7 @@ _ELSEWHERE = "Load the folder with the library that wrote it."
 
 @register_layout
 class FineGrainedFp8(Layout):
-    """`weight` and `weight_scale_inv`, which multiplies in spite of its name.
-
-    Everything but the layers that `modules_to_not_convert` lists is in FP8.
-    """
+    """`weight` in FP8 and `weight_scale_inv`, which multiplies in spite of its name."""
 
     name = "finegrained-fp8"
     parts: ClassVar[Mapping[str, str]] = {
@@ -93,10 +90,7 @@ class FineGrainedFp8(Layout):
 
 @register_layout
 class DeepSeek(Layout):
-    """`weight` and `scale` beside it: experts in int8 for two codes of mxfp4, the others in E4M3.
-
-    All scales are powers of two in E8M0, those of blocks in FP8 too.
-    """
+    """`weight` and `scale` in E8M0: experts in int8 for two codes of mxfp4, the others in E4M3."""
 
     name = "deepseek-v4"
     is_written = False
@@ -263,11 +257,10 @@ def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
 
 @register_layout
 class GptOss(Layout):
-    """`*_blocks` [E, N, K / 32, 16] and `*_scales` [E, N, K / 32] beside no module of their own.
+    """`*_blocks` [E, N, K / 32, 16] and `*_scales` [E, N, K / 32] beside no module of their own."""
 
-    A layer is a parameter such as model.layers.0.mlp.experts.gate_up_proj, whose rows are gate and
-    up in turn; transformers computes with it as [E, K, N].
-    """
+    # A layer is a parameter such as model.layers.0.mlp.experts.gate_up_proj, whose rows are gate
+    # and up in turn; transformers computes with it as [E, K, N].
 
     name = "gpt-oss"
     parts: ClassVar[Mapping[str, str]] = {PACKED: "_blocks", SCALE: "_scales"}

@@ -61,17 +61,8 @@ def _layer_norm(weight: bool, bias: bool) -> Any:
     return Narrow(result)
 
 
-def _silu() -> Any:
-    by_exp = call(
-        aten.div.Tensor, WIDE, add(call(aten.exp.default, call(aten.neg.default, WIDE)), 1)
-    )
-    by_sigmoid = mul(WIDE, call(aten.sigmoid.default, WIDE))
-    return Narrow(Either((by_exp, by_sigmoid)))
-
-
-def _gelu() -> Any:
-    erf = call(aten.erf.default, mul(WIDE, 0.7071067811865476))
-    return Narrow(mul(mul(WIDE, 0.5), add(erf, 1)))
+_BY_EXP = call(aten.div.Tensor, WIDE, add(call(aten.exp.default, call(aten.neg.default, WIDE)), 1))
+_ERF = call(aten.erf.default, mul(WIDE, 0.7071067811865476))
 
 
 def _gelu_by_tanh(x: Any, cube: Any) -> Any:
@@ -103,8 +94,8 @@ def is_activation(source: fx.Node, bound: Bound) -> bool:
 
 # By the names that `activate_quantize` takes.
 ACTIVATIONS = {
-    "silu": _silu(),
-    "gelu": _gelu(),
+    "silu": Narrow(Either((_BY_EXP, mul(WIDE, call(aten.sigmoid.default, WIDE))))),
+    "gelu": Narrow(mul(mul(WIDE, 0.5), add(_ERF, 1))),
     "gelu_tanh": Narrow(_gelu_by_tanh(WIDE, mul(mul(WIDE, WIDE), WIDE))),
     # GPT-2's, which rounds after every step.
     "gelu_new": _gelu_by_tanh(X, call(aten.pow.Tensor_Scalar, X, 3)),
@@ -126,22 +117,18 @@ FEW_ROWS = 8
 
 @dataclass(frozen=True)
 class Fusion:
-    """One way to compute the input of a quantizer together with its codes.
+    """One way to compute the input of a quantizer together with its codes."""
 
-    Attributes:
-        pattern: computes the input from a tensor called `x`.
-        check: whether a match is valid, given the input's node and the bound variables.
-        operator: returns the codes and scales of the input; its arguments are x, `operands`, and
-            those of the quantizer but its input.
-        operands: variables of the pattern, None for one that is not in it, or plain values.
-        adds: whether the operator has a residual after x and returns their sum first, so that
-            x = a + b can be computed there too.
-    """
-
-    pattern: Any
+    pattern: Any  # computes the input from a tensor called `x`
+    # Whether a match is valid, given the input's node and the bound variables.
     check: Callable[[fx.Node, Bound], bool]
+    # Returns the codes and scales of the input; its arguments are x, `operands`, and those of the
+    # quantizer but its input.
     operator: Any
+    # Variables of the pattern, None for one that is not in it, or plain values.
     operands: tuple[Any, ...]
+    # Whether the operator has a residual after x and returns their sum first, so that x = a + b can
+    # be computed there too.
     adds: bool = False
 
 

@@ -89,11 +89,9 @@ def add(a: Any, b: Any) -> Call:
 
 
 def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
-    """Yield what the variables of a pattern stand for, for every way in which a value matches.
-
-    A plain value in a pattern must be equal, a list in each of its places. Nodes have a fake tensor
-    in `meta["val"]`; `bound` has the values of variables that are known.
-    """
+    """Yield what the variables of a pattern stand for, for every way in which a value matches."""
+    # A plain value in a pattern must be equal, a list in each of its places. Nodes have a fake
+    # tensor in `meta["val"]`; `bound` has the values of variables that are known.
     bound = {} if bound is None else bound
     if isinstance(pattern, Var):
         if pattern.name not in bound:

@@ -27,17 +27,7 @@ from ...kernels.linear.naive import ALONE, Around
 from ...kernels.norm.naive import WIDEST
 from ...kernels.reduce.naive import LARGEST
 from ...ops.registration import unserved
-from .fusions import (
-    ACTIVATIONS,
-    UP,
-    X,
-    addends_of,
-    has_few_rows,
-    is_activation,
-    is_like,
-    norm_of,
-    on_gpu,
-)
+from . import fusions
 from .pattern import (
     CAST,
     FLOAT_DTYPES,
@@ -60,7 +50,7 @@ from .pattern import (
 
 aten = torch.ops.aten
 
-GATES = {name: mul(activation, UP) for name, activation in ACTIVATIONS.items()}
+GATES = {name: mul(activation, fusions.UP) for name, activation in fusions.ACTIVATIONS.items()}
 
 # Of `linear`, after x: packed codes, scales, a global scale and a bias; then format and `compute`.
 # A group has lists of the first four, and what is around the products (`Around`) last.
@@ -72,7 +62,7 @@ AROUND: Any = Around
 
 def has_kernels(product: fx.Node) -> bool:
     """Return whether a product is computed by the kernels for packed weights."""
-    if not on_gpu(product):
+    if not fusions.on_gpu(product):
         return False
     return unserved(product.meta["val"].device, format_of(product)) is None
 
@@ -99,7 +89,7 @@ def put_group(node: fx.Node, x: Any, products: Sequence[fx.Node], around: Around
 @node_pass
 def fuse_gates(node: fx.Node, eligible: Callable[[fx.Node], bool] = has_kernels) -> bool:
     """Make one call of two products, or of one with halves, and a gate of few rows; count these."""
-    if dtype_of(node) is None or not has_few_rows(node):
+    if dtype_of(node) is None or not fusions.has_few_rows(node):
         return False
     for name, gate in GATES.items():
         for bound in match(gate, node):
@@ -113,7 +103,7 @@ def fuse_gates(node: fx.Node, eligible: Callable[[fx.Node], bool] = has_kernels)
 def _products(gate: Any, up: Any, last: fx.Node) -> tuple[fx.Node, ...]:
     """Return the one or two products whose gate is `last`, if nothing else reads them."""
     shape = last.meta["val"].shape
-    if not all(is_like(each, last, shape) for each in (gate, up)):
+    if not all(fusions.is_like(each, last, shape) for each in (gate, up)):
         return ()
     if calls(gate, ops.linear) and calls(up, ops.linear):
         alike = gate.args[0] is up.args[0] and gate.args[_OPTIONS] == up.args[_OPTIONS]
@@ -186,8 +176,10 @@ class Formula:
 
 def _limited() -> Any:
     """GPT-OSS's, which limits both halves and adds 1 to the second."""
-    x = Narrow(call(aten.clamp_max.default, Wide(X), LIMIT))
-    up = Narrow(call(aten.clamp_max.default, call(aten.clamp_min.default, Wide(UP), LEAST), LIMIT))
+    x = Narrow(call(aten.clamp_max.default, Wide(fusions.X), LIMIT))
+    up = Narrow(
+        call(aten.clamp_max.default, call(aten.clamp_min.default, Wide(fusions.UP), LEAST), LIMIT)
+    )
     inner = mul(x, SLOPE)
     sigmoid = Either(
         (call(aten.sigmoid.default, inner), Narrow(call(aten.sigmoid.default, Wide(inner))))
@@ -197,7 +189,10 @@ def _limited() -> Any:
 
 # The kernels know these; gelu_new rounds after every step.
 EXPERT_GATES = (
-    *(Formula(mul(ACTIVATIONS[name], UP), name) for name in ("silu", "gelu", "gelu_tanh")),
+    *(
+        Formula(mul(fusions.ACTIVATIONS[name], fusions.UP), name)
+        for name in ("silu", "gelu", "gelu_tanh")
+    ),
     Formula(_limited(), "silu", shift=1.0),
 )
 
@@ -210,7 +205,7 @@ _STACK = slice(2, 6)
 
 
 @node_pass
-def fuse_experts(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
+def fuse_experts(node: fx.Node, eligible: Callable[[fx.Node], bool] = fusions.on_gpu) -> bool:
     """Make one call of the products of experts, their gate and sum; return how many were made."""
     if dtype_of(node) != torch.bfloat16 or not eligible(node):
         return False
@@ -263,7 +258,7 @@ def is_one_row(product: fx.Node, normed: bool) -> bool:
     x: Any
     packed: Any
     x, packed = product.args[:2]
-    if not on_gpu(x):
+    if not fusions.on_gpu(x):
         return False
     if product.target is ops.all_reduce:
         value = x.meta["val"]
@@ -303,11 +298,11 @@ def _place(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
             return None
         if around_of(user).residual is not None:
             return None
-    bound = norm_of(norm) if norm.users else None
+    bound = fusions.norm_of(norm) if norm.users else None
     total: Any = None if bound is None else bound["x"]
     if bound is None or total.target is not aten.add.Tensor or total.kwargs:
         return None
-    if not all(is_like(each, total, total.meta["val"].shape) for each in total.args):
+    if not all(fusions.is_like(each, total, total.meta["val"].shape) for each in total.args):
         return None
     for product, residual in (total.args, total.args[::-1]):
         is_sum = product.target is ops.all_reduce and not product.args[2]
@@ -349,17 +344,17 @@ def _added(product: fx.Node, residual: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 @node_pass
-def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = on_gpu) -> bool:
+def fuse_norms(node: fx.Node, eligible: Callable[[fx.Node], bool] = fusions.on_gpu) -> bool:
     """Make one call of each RMSNorm of few rows that products read, and its sum; count these."""
-    if dtype_of(node) not in FLOAT_DTYPES or not has_few_rows(node):
+    if dtype_of(node) not in FLOAT_DTYPES or not fusions.has_few_rows(node):
         return False
     if not any(user.target in PRODUCTS and user.args[0] is node for user in node.users):
         return False
-    bound = norm_of(node)
+    bound = fusions.norm_of(node)
     if bound is None or not eligible(node):
         return False
     graph, x, weight = node.graph, bound["x"], bound["weight"]
-    terms = addends_of(x, {weight})
+    terms = fusions.addends_of(x, {weight})
     if terms is None:
         replace(node, ops.rms_norm, (x, weight, bound["eps"]))
         return True
@@ -420,7 +415,7 @@ def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Compute x, if it is an activation times a factor, and round it in one call, as `_round`."""
     for name, gate in GATES.items():
         for bound in match(gate, x):
-            if is_activation(x, bound):
+            if fusions.is_activation(x, bound):
                 both = insert(graph, x, ops.activate_round, bound["x"], bound["up"], name)
                 values, factors = (insert(graph, x, operator.getitem, both, i) for i in (0, 1))
                 return values, factors
@@ -429,11 +424,11 @@ def _with_gate(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _with_norm(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Compute x, if it is an RMSNorm, and the sum before, and round it in one call, as `_round`."""
-    bound = norm_of(x)
+    bound = fusions.norm_of(x)
     if bound is None or x.meta["val"].shape[-1] > WIDEST:
         return None
     before, weight, eps = bound["x"], bound["weight"], bound["eps"]
-    terms = addends_of(before, {weight})
+    terms = fusions.addends_of(before, {weight})
     # A sum has the place of the one before, which others read too.
     place = graph.inserting_after(max(before, weight)) if terms else nullcontext()
     with place:

@@ -12,16 +12,10 @@ COUNTERS = 264
 
 
 def attention_span_ref(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and last key that a mask lets any query read.
-
-    Args:
-        mask: [B, heads, T, S], bool (True: is read) or added to the products; any size may be 1.
-
-    Returns:
-        span: [B, 2] int32: the first such key and the one behind the last; 0 and 0 if there is
-            none.
-        counters: [COUNTERS] int32, zeros, with which the programs of `attention` count.
-    """
+    """Return the first and last key that a mask [B, heads, T, S] lets any query read."""
+    # mask: bool (True: is read) or added to the products; any size may be 1. Returns int32 [B, 2],
+    # the first such key and the one behind the last, 0 and 0 if there is none; and [COUNTERS] int32
+    # zeros, with which the programs of `attention` count.
     read = mask if mask.dtype == torch.bool else mask != -torch.inf
     read = read.flatten(1, 2).any(1)
     keys = torch.arange(read.shape[1], device=mask.device, dtype=torch.int32)
@@ -32,61 +26,34 @@ def attention_span_ref(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Cache(NamedTuple):
-    """Keys and values, and which of them queries read.
+    """Keys and values, and which of them queries read."""
 
-    Attributes:
-        keys: [B, groups, S, D].
-        values: [B, groups, S, E].
-        mask: [B, heads, T, S], bool or added to the products; any size but S may be 1.
-        span: [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read.
-        counters: the zeros of `attention_span`. A kernel may change them and leaves zeros, so calls
-            with the same counters are made on one stream.
-        scale: factor of the products.
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor
-    span: Tensor
+    keys: Tensor  # [B, groups, S, D]
+    values: Tensor  # [B, groups, S, E]
+    mask: Tensor  # [B, heads, T, S], bool or added to the products; any size but S may be 1
+    span: Tensor  # [B, 2] or [1, 2] int32 of `attention_span`; no other keys are read
+    # The zeros of `attention_span`. A kernel may change them and leaves zeros, so calls with the
+    # same counters are made on one stream.
     counters: Tensor
-    scale: float
+    scale: float  # factor of the products
 
 
 class NewTokens(NamedTuple):
-    """New keys and values for a cache, and what turns them and the queries.
+    """New keys and values for a cache, and what turns them and the queries."""
 
-    Attributes:
-        k: [B, T, groups, D].
-        v: [B, T, groups, E].
-        q_weight: [D] of the norm, or None without one.
-        k_weight: the same for keys.
-        eps: added by the norms to the mean of squares.
-        cos: [B, T, D] or [1, T, D].
-        sin: the same.
-        places: [T] int64, the positions of the tokens in the cache; or [], that of the first, which
-            the others follow.
-    """
-
-    k: Tensor
-    v: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    cos: Tensor
-    sin: Tensor
-    places: Tensor
+    k: Tensor  # [B, T, groups, D]
+    v: Tensor  # [B, T, groups, E]
+    q_weight: Tensor | None  # [D] of the norm, or None without one
+    k_weight: Tensor | None  # the same for keys
+    eps: float  # added by the norms to the mean of squares
+    cos: Tensor  # [B, T, D] or [1, T, D]
+    sin: Tensor  # the same
+    places: Tensor  # [T] int64, positions of the tokens in the cache; or [], that of the first
 
 
 def attention_ref(q: Tensor, cache: Cache) -> Tensor:
-    """Return softmax(q k^T scale + mask) v, where several heads of q read one of k and v.
-
-    Args:
-        q: [B, heads, T, D].
-        cache: the keys and values; heads is a multiple of its groups.
-
-    Returns:
-        [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
-    """
+    """Return softmax(q k^T scale + mask) v of q [B, heads, T, D]: [B, T, heads, E] in its dtype."""
+    # Several heads of q read one of k and v. The result is 0 where a query reads no key.
     k, v, mask, span, _, scale = cache
     count = q.shape[1] // k.shape[1]
     keys = torch.arange(k.shape[2], device=k.device)
@@ -102,19 +69,10 @@ def attention_ref(q: Tensor, cache: Cache) -> Tensor:
 
 
 def rotary_attention_ref(q: Tensor, new: NewTokens, cache: Cache) -> Tensor:
-    """Write new keys and values into a cache, and return attention that reads it.
-
-    Keys and queries go through an RMSNorm of each head, where there is one, and the rotary
-    embedding, whose pairs are columns j and j + D / 2. Rounds where eager PyTorch does.
-
-    Args:
-        q: [B, T, heads, D].
-        new: the new tokens.
-        cache: as of `attention`; rows `places` of keys and values are written.
-
-    Returns:
-        [B, T, heads, E] in the dtype of q, 0 where a query reads no key.
-    """
+    """Write new keys and values into a cache, and return attention that reads it."""
+    # q is [B, T, heads, D], the result [B, T, heads, E] in its dtype, 0 where a query reads no key.
+    # Keys and queries go through an RMSNorm of each head, where there is one, and the rotary
+    # embedding, whose pairs are columns j and j + D / 2. Rounds where eager PyTorch does.
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
     places, cos, sin, eps = new.places, new.cos, new.sin, new.eps
     if places.ndim == 0:

@@ -152,13 +152,8 @@ def are_of_rows(scale: Tensor, shape: tuple[int, ...]) -> bool:
 
 def row_amax(x: Tensor, fmt: Format) -> Tensor:
     """Return the largest magnitudes [..., J] of the columns of rows [..., K] that share a scale."""
-    return _sharing(x, fmt).abs().amax(-1)
-
-
-def _sharing(x: Tensor, fmt: Format) -> Tensor:
-    """Return rows [..., K] as [..., J, B], by their scale, filled with zeros."""
     block = x.shape[-1] if fmt.block == WHOLE else fmt.block
-    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).abs().amax(-1)
 
 
 def bands(shape: Sequence[int], fmt: Format, numbers: int) -> Iterator[slice]:

@@ -101,10 +101,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """Return the memory of x, copied unless contiguous and aligned, as int64 words [W].
-
-    A last word that x does not fill ends in zeros.
-    """
+    """Return the memory of x, copied if need be, as int64 words [W]; zeros end the last one."""
     # Four 16-bit floats are a word, or two float32; float64 is rounded to float32 first.
     x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
     if rest := x.numel() % (8 // x.element_size()):
@@ -113,10 +110,7 @@ def as_words(x: Tensor) -> Tensor:
 
 
 def wider(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x [..., K] as words [..., W] of a wider dtype, copied unless contiguous and aligned.
-
-    K elements are whole words.
-    """
+    """Return x [..., K] as words [..., W] of a wider dtype, copied if it must be."""
     x, size = x.contiguous(), dtype.itemsize
     # A view must start at a whole word of the storage, which itself may start anywhere.
     if x.data_ptr() % size or x.storage_offset() * x.element_size() % size:
@@ -392,10 +386,7 @@ def value_of(code):
 
 @triton.jit
 def scale_of_amax(amax_bits, FMT: tl.constexpr):
-    """Return the stored scales and the factors of codes, for the bits of amax.
-
-    amax is a magnitude, its bits int32. Both results are NaN where it is not finite.
-    """
+    """Return stored scales and factors of codes for the int32 bits of amax; NaN if not finite."""
     finite = amax_bits < 0x7F800000
     amax = float_of(tl.where(finite, amax_bits, 0))
     if FMT.has_float_scale:

@@ -63,10 +63,7 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_of(scale: Tensor, fmt: Format) -> Tensor:
-    """Return the exponents int32 [R] of the powers of two that multiply rows of scale bits.
-
-    Each is the largest that keeps the codes within 448.
-    """
+    """Return the largest exponents int32 [R] of factors that keep codes of rows within 448."""
     # Bytes ascend with the scales they stand for.
     largest = scale_values(scale.amax(1), fmt.scale) * fmt.element.max
     bits = largest.view(torch.int32) + BELOW_MAX

@@ -52,11 +52,9 @@ def empty_rows(count: int, k: int, device: torch.device) -> Rows:
 def operands(
     x: Tensor | PackedInput, weight: PackedWeight, fmt: Format, group: int
 ) -> tuple[Rows, Powers]:
-    """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch.
-
-    The columns of each `group` words of eight are sorted as decoded codes lie: by their place in a
-    word. Zeros fill the last group.
-    """
+    """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch."""
+    # The columns of each `group` words of eight are sorted as decoded codes lie: by their place in
+    # a word. Zeros fill the last group.
     m, k = len(x.packed if isinstance(x, PackedInput) else x), 2 * weight.packed.shape[1]
     n, words = len(weight.packed), kit.cdiv(k // 8, group) * group
     device = weight.packed.device
@@ -77,12 +75,10 @@ def operands(
 def sorted_rows(
     x: Tensor | PackedInput, k: int, tile: int, fmt: Format, zeros: Tensor | None
 ) -> Rows:
-    """Return rows x [M, K] as operands of `wide_kernel`, fours of columns sorted in each 64.
-
-    They lie by their place in sixteen, and zeros fill the last 64. There is room for whole tiles of
-    rows: loading a tile that ends early took up to 1.4 times as long. zeros: int32, set to 0 in the
-    same launch.
-    """
+    """Return rows x [M, K] as operands of `wide_kernel`, fours of columns sorted in each 64."""
+    # They lie by their place in sixteen, and zeros fill the last 64. There is room for whole tiles
+    # of rows: loading a tile that ends early took up to 1.4 times as long. zeros: int32, set to 0
+    # in the same launch.
     first = x.packed if isinstance(x, PackedInput) else x
     m, words = len(first), kit.cdiv(k, 64) * 8
     values = torch.empty(

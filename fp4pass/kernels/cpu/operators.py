@@ -80,10 +80,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @lru_cache(maxsize=1)
 def load() -> tuple[dict[tuple[str, torch.dtype], Any], str | None]:
-    """Return the functions by name and dtype, and the reason if there are none.
-
-    The first call on a machine compiles them in two seconds.
-    """
+    """Return the functions by name and dtype, compiled in two seconds, or the reason for none."""
     try:
         library = ctypes.CDLL(str(_built()))
     except (BuildError, OSError) as error:

@@ -19,21 +19,13 @@ from ..statistics.naive import observe_full_ref, observe_ref
 
 @dataclass(frozen=True)
 class Gate:
-    """The step between two products: `activation(gate) * (up + shift)`.
+    """The step between two products: `activation(gate) * (up + shift)`."""
 
-    Attributes:
-        activation: a name of ACTIVATIONS.
-        interleaved: whether gates are the even columns of a product, else they are its first half.
-        slope: of the activation: activation(slope * gate) / slope.
-        shift: added to the other half.
-        limit: largest gate, and largest magnitude of the other half; None for any.
-    """
-
-    activation: str
-    interleaved: bool = False
-    slope: float = 1.0
-    shift: float = 0.0
-    limit: float | None = None
+    activation: str  # a name of ACTIVATIONS
+    interleaved: bool = False  # gates are the even columns of a product, else its first half
+    slope: float = 1.0  # of the activation: activation(slope * gate) / slope
+    shift: float = 0.0  # added to the other half
+    limit: float | None = None  # largest gate, and magnitude of the other half; None for any
 
     def __call__(self, both: Tensor) -> Tensor:
         """Return the gate [..., I] of products [..., 2 I]."""

@@ -156,10 +156,7 @@ def e4m3_row_kernel(
     K: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row x [K] and a weight [N, K], both in words of four columns.
-
-    x_scales: of the codes of x, else None. A program has BN rows, of one tile of the weight.
-    """
+    """Multiply one row x [K] and a weight [N, K], in words of four columns; BN rows a program."""
     kit.wait(OVERLAP, RELEASES)
     WORDS: tl.constexpr = K // 4
     start_n = tl.program_id(0).to(tl.int64) * BN
@@ -207,10 +204,7 @@ def e4m3_row_kernel(
 
 @triton.jit
 def times_powers(values, scales, start, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply columns of rows, float32 from `start` on, by the powers of two of their blocks.
-
-    scales: where the bytes of each row begin.
-    """
+    """Multiply float32 columns from `start` on by the powers of two of their blocks in each row."""
     ROWS: tl.constexpr = values.shape[0]
     COUNT: tl.constexpr = values.shape[1] // BLOCK
     at = start // BLOCK + tl.arange(0, COUNT)
@@ -225,11 +219,9 @@ def e4m3_tiles_kernel(
     K: tl.constexpr, FMT: tl.constexpr, OPERAND: tl.constexpr, SIZES: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows x [M, K] and a weight [N, K].
-
-    x_scales: of the codes of x, else None. OPERAND: the dtype in which the tiles are multiplied, in
-    which both are exact; if it is E4M3 they are so in memory.
-    """
+    """Multiply rows x [M, K] and a weight [N, K]."""
+    # x_scales: of the codes of x, else None. OPERAND: the dtype in which the tiles are multiplied,
+    # in which both are exact; if it is E4M3 they are so in memory.
     kit.wait(OVERLAP, RELEASES)
     BM: tl.constexpr = SIZES.m
     BN: tl.constexpr = SIZES.n

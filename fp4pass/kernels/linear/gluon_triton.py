@@ -46,10 +46,8 @@ def runs_wide(k: int, device: torch.device) -> bool:
 
 
 def in_words(weight: PackedWeight) -> PackedWeight:
-    """Return a weight whose codes are int64 words, and whose scales begin at a word, as copies.
-
-    Make them before the kernel that sorts x: `wide_kernel` reads them while that one runs.
-    """
+    """Return a weight whose codes are int64 words, and whose scales begin at a word, as copies."""
+    # Make them before the kernel that sorts x: `wide_kernel` reads them while that one runs.
     words, scale = kit.wider(weight.packed, torch.int64), kit.wider(weight.scale, torch.int32)
     return weight._replace(packed=words, scale=scale.view(torch.uint8))
 

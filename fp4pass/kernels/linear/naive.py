@@ -97,11 +97,9 @@ def linear_group_ref(
     *,
     linear: Callable[..., Tensor] = linear_ref,
 ) -> list[Tensor]:
-    """Multiply activations and several packed weights, and compute what is around the products.
-
-    Return the products; the one gate with `around.gate`; the sum and its `square_sums_ref` with
-    `around.residual`.
-    """
+    """Multiply activations and several packed weights, and compute what is around the products."""
+    # Return the products; the one gate with `around.gate`; the sum and its `square_sums_ref` with
+    # `around.residual`.
     if around.factors is not None:
         rows = (x.reshape(-1, x.shape[-1]), around.factors.reshape(-1))
         found = (multiply_ref(rows, weight, fmt).to(torch.bfloat16) for weight in weights)

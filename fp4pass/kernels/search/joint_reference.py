@@ -62,10 +62,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Solution:
-    """Rows of a weight that are quantized block after block; q, residual and byte change.
-
-    Tensors are flat and hold rows in parts, one after the other, [K, R] or [J, R] each.
-    """
+    """Rows of a weight, quantized block after block, flat in parts of [K, R] or [J, R]."""
 
     part: int  # the rows of a part; the last part may have fewer
     unit: Tensor  # [N], what scales are multiplied by
@@ -327,11 +324,9 @@ _ROUNDING = 2.0**-23
 
 @dataclass(frozen=True)
 class Problem:
-    """The damped Hessian of a layer, factored in the order in which blocks are visited.
+    """The damped Hessian of a layer, factored in the order in which blocks are visited."""
 
-    Both pairs are what the residuals of other columns add to a target, float32 [K, K], and the
-    metrics of blocks.
-    """
+    # Both pairs are what residuals add to a target, float32 [K, K], and the metrics of blocks.
 
     order: Tensor  # int64 [J], the block columns
     columns: Tensor  # int64 [K], the columns in them
@@ -340,12 +335,10 @@ class Problem:
 
 
 def damp(hessian: Tensor, damping: float, shrinkage: float = 0.0, block: int = 1) -> Tensor:
-    """Return (1 - a) H + a (its diagonal blocks) + damping * mean * I, float64 [K, K].
-
-    a is the shrinkage, mean that of H's diagonal; the result is divided by that mean. Few texts
-    determine how columns of different blocks correlate, and chance correlations would decide,
-    through the inverse, which blocks compensate for an error.
-    """
+    """Return (1 - a) H + a (its diagonal blocks) + damping * mean * I, float64 [K, K]."""
+    # a is the shrinkage, mean that of H's diagonal; the result is divided by that mean. Few texts
+    # determine how columns of different blocks correlate, and chance correlations would decide,
+    # through the inverse, which blocks compensate for an error.
     # Columns that no token excited have only the damping, and round to nearest.
     full = hessian.to(torch.float64)
     full = (full + full.mT) / 2
