@@ -3,14 +3,15 @@
     python -m eval.quality.distillation write --model FOLDER --out OWN.pt --seconds 90 \
         --chat-share 0 [--seed 1]
     python -m eval.quality.distillation train --model FOLDER --json OUT --minutes 6 \
-        --own plain=OWN.pt --own chats=OWN2.pt [--mix FILE] --runs A B ... \
+        --own plain=OWN.pt --own chats=OWN2.pt [--mix FILE] --runs NAME:FIELD=VALUE,... ... \
         --text WikiText-2=FILE --text documents=FILE ...
 
 `write` has the original write text. `train` trains converted models on it by
-`fp4pass.lab.distill.Training`; each run of `RUNS` with one scheme, quality and text of calibration
-begins with the same model. KL is measured on windows of texts that nobody trains on, and on the
-last windows of each text of `--own`, which are left out for it. The windows are those of every run,
-so that the interval of a change, a bootstrap over windows, is of pairs.
+`fp4pass.lab.distill.Training`; the fields of a run are those of `Run`. Runs with one scheme,
+quality and text of calibration begin with the same model. KL is measured on windows of texts that
+nobody trains on, and on the last windows of each text of `--own`, which are left out for it. The
+windows are those of every run, so that the interval of a change, a bootstrap over windows, is of
+pairs.
 
 A run begins only if it should end within `--minutes`. What is measured is printed at once, and each
 run is in OUT when it ends. `--shrink N` divides the tokens and the batches of all runs by N, to try

@@ -99,6 +99,7 @@ class OneCall:
                 "one process, and no stream. Choose another quality."
             )
         self.root, self.quality, self.config, self.kv_cache = root, quality, config, kv_cache
+        self.device = device
         # Those given, and those of the recipe for layers that it does not fit.
         self.rules, self.plan = rules, plan
 
@@ -109,8 +110,10 @@ class OneCall:
         """
         if not self.distilled:
             return None
-        model, batch = copy.deepcopy(self.root), batches[-1]
-        args, kwargs = call_arguments(batch, device_of(model))
+        # Where it learns, which is where its time is measured.
+        place = device_of(self.root) if self.device is None else torch.device(self.device)
+        model, batch = copy.deepcopy(self.root).to(place), batches[-1]
+        args, kwargs = call_arguments(batch, place)
         seconds = 0.0
         for _ in range(2):
             began = time.perf_counter()
@@ -130,16 +133,12 @@ class OneCall:
         _log.warning("%s trains for about %.1f minutes after the search.", self._label, minutes)
         return model
 
-    def distill(
-        self, original: nn.Module, data: Any, tokenizer: Any, device: torch.device | str | None
-    ) -> None:
+    def distill(self, original: nn.Module, data: Any, tokenizer: Any) -> None:
         """Train the converted model on the given data, or on a larger mixture."""
         from .. import distill
 
         home = device_of(self.root)
-        place = home if device is None else torch.device(device)
-        self.root.to(place)
-        original.to(place)
+        self.root.to(device_of(original))
         if data is None or isinstance(data, OwnText):
             text = data or OwnText()
             tokens = self.distilled * text.seq_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -258,5 +258,6 @@ def _convert_whole(
     call.record()
     if original is not None:
         with shown("", progress):
-            call.distill(original, data, tokenizer, places["device"])
+            # An iterator has been read.
+            call.distill(original, batches if isinstance(data, Iterator) else data, tokenizer)
     return model

@@ -1,8 +1,8 @@
 """Make batches of calibration data: texts, chats, rows, images, files and data sets.
 
 `fp4pass.calibrate` calls `batches` for data in other forms. `mixture` is the text where there is
-none, most of which the model writes by `sample`. `smooth` moves what a text shows to be large in
-inputs into weights.
+none: the model writes most of it, by `sample`. `smooth` moves large channels of inputs into
+weights.
 """
 
 from typing import Any

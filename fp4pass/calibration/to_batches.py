@@ -108,8 +108,8 @@ def mixture(
     """Return text to calibrate a causal language model on where there is no other.
 
     A third each are plain text and conversations that the model samples, and packaged text of many
-    kinds (code, encyclopaedia, web, prose, maths, other languages; texts.md names authors and
-    licences), of which each piece is taken twice at most. Plain text fills up what is missing.
+    kinds: code, encyclopaedia, web, prose, maths, other languages. texts.md names its sources and
+    licenses. Each piece of it is taken twice at most, and plain text fills up the rest.
 
     Args:
         model: as for `sample`.

@@ -111,8 +111,7 @@ def distill(
         model: converted or loaded, in eval mode.
         original: the float model that was converted, in eval mode; it may be on another device.
         batches: data as for `calibrate`: text, token windows [n, window], or batches; shuffled anew
-            each time all were read. By default up to 8192 windows, most of which the original
-            writes.
+            each time all were read. By default up to 8192 windows of `calibration.mixture`.
         tokenizer: of the original, for text.
         held_out: as batches; by default one in twelve of these, at most 64, which are not trained
             on.

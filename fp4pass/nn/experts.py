@@ -211,7 +211,7 @@ QUANTIZED = (QuantizedLinear, QuantizedExpertStack)
 
 
 class QuantizedExperts(nn.Module):
-    """The experts of a mixture, of which stacks are packed: the object of the model."""
+    """The experts of a mixture, whose stacks are packed: the object of the model."""
 
     # `kind` is the class that it was before it was swapped, whose activation it computes.
 

@@ -266,6 +266,9 @@ def test_tuned_is_best_and_then_distilled(
     in_one(quality="tuned", data=None, tokenizer=Reader, weight_only=True)
     assert [each["tokens"] for each in writes] == [1 << 15, 1 << 22]
     assert calls[1][2].equal(tokens(3))
+    # An iterator can be read once.
+    in_one(quality="tuned", data=iter(BATCHES), weight_only=True, tokenizer=Reader, device="cpu")
+    assert torch.equal(torch.cat(calls[2][2]), torch.cat(BATCHES))
 
 
 def test_what_cannot_be_tuned(tmp_path: Path) -> None:

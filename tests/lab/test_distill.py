@@ -20,8 +20,9 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
-from fp4pass.lab import Distillation, kl_loss
-from fp4pass.lab.distill import draw
+from fp4pass.lab import Distillation, kl_loss, trainable
+from fp4pass.lab import divergence as kls
+from fp4pass.lab.distill import Training, draw
 
 OPTIONS: dict[str, Any] = {"steps": 24, "rate": 0.045, "batch_size": 4, "progress": False}
 
@@ -94,6 +95,30 @@ def test_the_start_is_kept_where_no_step_is_better() -> None:
     assert found.best == found.history[0] and found.codes_changed == 0
     assert "no step was better than the start" in str(found)
     assert_same_bits(model, before)
+
+
+def test_a_step_that_memory_has_no_room_for_is_taken_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (model, original), (other, _) = pair(), pair()
+    expected = distilled(model, original, steps=2)
+    logits_of, sizes = kls.logits_of, list[int]()
+
+    def scarce(model: nn.Module, batch: Tensor) -> Any:
+        if model is other and torch.is_grad_enabled():
+            sizes.append(len(batch))
+            if len(batch) > 1:
+                raise torch.OutOfMemoryError("out of memory")
+        return logits_of(model, batch)
+
+    monkeypatch.setattr(kls, "logits_of", scarce)
+    found = distilled(other, original, steps=2)
+    # The size that fits is kept for the next step.
+    assert sizes == [4, 2, *[1] * 8]
+    assert found.tokens == expected.tokens and found.best.kl == pytest.approx(expected.best.kl)
+    monkeypatch.setattr(kls, "logits_of", lambda *args: scarce(other, windows(2)))
+    with pytest.raises(torch.OutOfMemoryError):
+        Training(trainable(pair()[0], original), 0.1)._gradients(original, [windows(1)])
 
 
 def test_an_evaluation_before_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
