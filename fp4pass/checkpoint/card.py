@@ -27,12 +27,6 @@ _NAME = "README.md"
 # Keys of the float model's card that hold for the packed one, too.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
-# The commands by which each program that may read the folder serves it.
-_COMMANDS = {
-    "vLLM": "vllm serve {name}",
-    "SGLang": "python -m sglang.launch_server --model-path {name}",
-}
-
 
 def check_card(given: Any) -> Mapping[str, Any] | None:
     """Return the evaluations of the card that is asked for, None for none. Raises OptionError."""
@@ -91,7 +85,7 @@ def write_card(
     ]
     where = "path/to/this/folder"
     model = ")" if is_transformers(root) else f", model=model)  # a float {kind}"
-    commands = [_COMMANDS[each].format(name=where) for each in readers.names if each in _COMMANDS]
+    commands = readers.commands(where)
     lines = [
         f"# {title}\n",
         f"{made_of} in 4-bit floating point. fp4pass {__version__} packed {counts}.\n",

@@ -214,11 +214,26 @@ READERS: dict[str, dict[str, Reads]] = {
 }
 
 
+# The commands by which programs serve a folder.
+_SERVE = {
+    "vLLM": "vllm serve {}",
+    "SGLang": "python -m sglang.launch_server --model-path {}",
+    _OWN: "fp4pass serve {}",
+}
+
+
 class Readers(NamedTuple):
     """The programs that read a folder, and why others do not."""
 
     names: tuple[str, ...]
     reasons: tuple[str, ...] = ()
+    writes_text: bool = False
+
+    def commands(self, folder: str) -> list[str]:
+        """Return the commands that serve a folder: those of engines, else fp4pass's own."""
+        engines = [name for name in self.names if name in _SERVE and name != _OWN]
+        own = [_OWN] if self.writes_text else []
+        return [_SERVE[name].format(folder) for name in engines or own]
 
     def __str__(self) -> str:
         if self.names == (_OWN,) and not self.reasons:
@@ -232,8 +247,9 @@ def who_reads(
 ) -> Readers:
     """Return the programs that read a folder with packed layers."""
     # architecture: "" for no model of transformers. stock: why transformers cannot load it, or "".
+    writes_text = architecture.endswith("ForCausalLM")
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
-        return Readers((_OWN,))
+        return Readers((_OWN,), writes_text=writes_text)
     formats = {layer.fmt.key for layer in layers.values()}
     names, reasons = [_OWN], []
     for program, layouts in READERS.items():
@@ -253,7 +269,7 @@ def who_reads(
             reasons.append(f"{name} ({why})")
         else:
             names.append(name)
-    return Readers(tuple(names), tuple(reasons))
+    return Readers(tuple(names), tuple(reasons), writes_text)
 
 
 def judge(

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def save(
     is split over them it gets the parts first, into its memory.
 
     A transformers model is written with its config, for others to load; any other model as tensors
-    for `load(dir, model=...)`. The readers of the folder are logged, at level INFO.
+    for `load(dir, model=...)`. The readers of the folder and the command that serves it are logged,
+    at level INFO.
 
     Args:
         model: converted.
@@ -167,6 +169,8 @@ def save(
                 about = (plan.layout.name, plan.readers, evaluations, beside.source)
                 write_card(folder, root, state, *about)
         _log.info("%s: %s", target, plan.readers)
+        for command in plan.readers.commands(shlex.quote(str(target)))[:1]:
+            _log.info("Serve it: %s", command)
 
 
 def _plan(

@@ -143,8 +143,25 @@ def test_save_logs_who_reads_the_folder(
 ) -> None:
     caplog.set_level("INFO", "fp4pass")
     fp4pass.save(packed("mxfp4"), tmp_path / "q")
-    line = caplog.messages[-1]
+    line, command = caplog.messages[-2:]
     assert line.startswith(f"{tmp_path / 'q'}: read by fp4pass, transformers, vLLM; not by SGLang")
+    assert command == f"Serve it: vllm serve {tmp_path / 'q'}"
+    fp4pass.save(packed("mxfp4"), tmp_path / "a folder", layout="fp4pass")
+    assert caplog.messages[-1] == f"Serve it: fp4pass serve '{tmp_path / 'a folder'}'"
+
+
+@pytest.mark.core
+def test_only_programs_that_read_a_folder_serve_it() -> None:
+    layers = {"a": PackedLayer(LinearConfig("nvfp4", None, True), "bfloat16", False, (32, 64))}
+
+    def commands(layout: str, architecture: str) -> list[str]:
+        return who_reads(layout, layers, architecture).commands("out")
+
+    engines = ["vllm serve out", "python -m sglang.launch_server --model-path out"]
+    assert commands("compressed-tensors", "AForCausalLM") == engines
+    assert commands("compressed-tensors-hadamard", "AForCausalLM") == engines[:1]
+    assert commands("fp4pass", "AForCausalLM") == ["fp4pass serve out"]
+    assert commands("fp4pass", "AForMaskedLM") == commands("compressed-tensors", "") == []
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "readers.md"

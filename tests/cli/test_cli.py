@@ -194,7 +194,8 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; add a rule to quantize it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
-    loaded, left, card, saved = result.stderr.splitlines()
+    loaded, left, card, saved, served = result.stderr.splitlines()
+    assert served == f"fp4pass: Serve it: vllm serve {tmp_path / 'q'}"
     assert card == f"fp4pass: README.md: the model card replaces that of {TINY}"
     assert left.endswith(
         "not copied: calib.txt, eval.txt, training.json (--copy-files takes globs)"
