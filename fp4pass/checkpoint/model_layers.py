@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from .._compat import transformers as compat
 from .._compat.diffusers import declare, is_diffusers, loading_lora
 from .._compat.torch import model_class
-from .._compat.transformers import is_pretrained, saves_adapters, saving_model, saving_owner
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from .._version import __version__
@@ -32,15 +31,7 @@ from ..core.names import without_numbers
 from ..distributed import is_sharded
 from ..errors import CheckpointError, OptionError, ShapeError, StateError, as_option, expected, some
 from ..graph.inductor import install_passes
-from ..nn.experts import (
-    ExpertStack,
-    QuantizedExperts,
-    QuantizedExpertStack,
-    finalize_stacks,
-    packed_stacks,
-    stacks_of,
-    weight_name,
-)
+from ..nn import experts as mixtures
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL, PACKED
 from ..nn.packed_linear import AROUND_STATE, PackedLinear
@@ -111,7 +102,7 @@ def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, .
     return view.shape
 
 
-def whole_record(piece: PackedLayer, stack: ExpertStack) -> PackedLayer:
+def whole_record(piece: PackedLayer, stack: mixtures.ExpertStack) -> PackedLayer:
     """Return the record of a stack in a model, packed as a layer that is a piece of it."""
     view, shape = stack.view, tuple(stack.dense.shape)
     stored = stored_shape(view, shape)
@@ -224,12 +215,12 @@ class NamesOnDisk:
         # lie there in pieces, and in one in a folder of the float model.
         if not is_transformers(root):
             return cls()
-        weights = {weight_name(name, module): module for name, module in packed.items()}
+        weights = {mixtures.weight_name(name, module): module for name, module in packed.items()}
         # Each once, in the order of the model.
         names = names_on_disk(root, dict.fromkeys([*dense, *weights]))
         tensors, layers, stacks = dict[str, str](), dict[str, str](), dict[str, str]()
         for name, disk in ((name, disk) for name, disk in names.items() if disk != name):
-            if isinstance(weights.get(name), QuantizedExpertStack):
+            if isinstance(weights.get(name), mixtures.QuantizedExpertStack):
                 stacks[name] = disk
                 continue
             if name not in weights:
@@ -287,9 +278,11 @@ def _all_stacks(
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the name of every stack of a model, and how many experts and rows it has."""
     for path, owner in model.named_modules():
-        for key in packed_stacks(owner) if isinstance(owner, QuantizedExperts) else ():
+        for key in (
+            mixtures.packed_stacks(owner) if isinstance(owner, mixtures.QuantizedExperts) else ()
+        ):
             yield join(path, key), layers[join(path, key)].shape[:2]
-        for key, stack in stacks_of(owner).items():
+        for key, stack in mixtures.stacks_of(owner).items():
             yield join(path, key), stack.dense.shape[:2]
 
 
@@ -383,7 +376,7 @@ def require_made_by_config(
         for name, tensor in tensors.items()
         if name not in buffers and isinstance(tensor, Tensor)
     }
-    own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
+    own |= {mixtures.weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
         f"{name} {shape} is {own.get(name, 'not in the model')}"
         for name, shape in wanted.items()
@@ -498,7 +491,7 @@ def finish(
     use_slow_paths(root)
     sharing = [module for module in root.modules() if quantizes_input(module)]
     share_inputs(root, sharing, parents(root))
-    finalize_stacks(root)
+    mixtures.finalize_stacks(root)
     compat.own_config(root)
     compat.untie(root)
     state = ConvertedState(recipe, Report(tuple(rows)), carried or {})
@@ -604,8 +597,8 @@ def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iter
     saving = None
     if packed:
         _refuse_foreign(layer, name)
-        saving = saving_model()
-        if saving is not None and saves_adapters(saving):
+        saving = compat.saving_model()
+        if saving is not None and compat.saves_adapters(saving):
             saving = None
     if saving is not None and getattr(saving.config, "quantization_config", None) is None:
         raise part_error(name)
@@ -634,9 +627,9 @@ def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iter
 def _refuse_foreign(layer: nn.Module, name: str) -> None:
     """Raise StateError where another library's `save_pretrained` leaves a layer undeclared."""
     # Models of transformers and diffusers that declare it may be asked for, also by a wrapper.
-    owner = None if _ASKED.get() else saving_owner()
+    owner = None if _ASKED.get() else compat.saving_owner()
     for part in owner.modules() if isinstance(owner, nn.Module) else ():
-        is_known = is_pretrained(part) or is_diffusers(part)
+        is_known = compat.is_pretrained(part) or is_diffusers(part)
         config = getattr(part, "config", None) if is_known else None
         if getattr(config, "quantization_config", None) is not None and layer in part.modules():
             return

@@ -16,19 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import checkpoint
 from .._compat.transformers import config_faults, meta_model, tied_weights, vocabulary_files
 from .._compat.transformers_loading import names_in_model
-from ..checkpoint import (
-    CACHE_SCALES,
-    MANIFEST,
-    TOKENIZER_FILES,
-    config_changes,
-    dense_problem,
-    matches,
-    model_class,
-    read_json,
-    well_formed,
-)
 from ..core.files import path_of
 from ..core.fingerprint import fingerprint as checksum
 from ..core.progress import track
@@ -146,13 +136,13 @@ def _check_sums(found: Folder) -> None:
     for name, facts in listed.items():
         if name not in found.tensors:
             if not found.lost_files:
-                what = f"expected it, as {MANIFEST} says, got no such tensor"
-                found.say("tensor-missing", name, what, MANIFEST)
+                what = f"expected it, as {checkpoint.MANIFEST} says, got no such tensor"
+                found.say("tensor-missing", name, what, checkpoint.MANIFEST)
         elif checksum(found.tensors[name].read()) != facts:
             what = "it is not what was saved (its checksum, shape or dtype differs)"
             found.say("checksum", found.tensors[name], what)
     for name in set(found.tensors) - set(listed) if found.own is not None else ():
-        what = f"expected none of this name, as {MANIFEST} says, got one"
+        what = f"expected none of this name, as {checkpoint.MANIFEST} says, got one"
         found.say("checksum", found.tensors[name], what)
 
 
@@ -163,11 +153,11 @@ def _check_dense(found: Folder) -> dict[str, Tensor]:
         if name in packed or stored.kind not in ("F64", "F32", "F16", "BF16"):
             continue
         tensor = stored.read()
-        if name.endswith(CACHE_SCALES):
+        if name.endswith(checkpoint.CACHE_SCALES):
             if not ((tensor > 0) & tensor.isfinite()).all():
                 got = tensor.flatten()[:4].tolist()
                 found.say("cache-scale", stored, f"expected positive finite numbers, got {got}")
-        elif problem := dense_problem(tensor, not name.endswith(("weight", "bias"))):
+        elif problem := checkpoint.dense_problem(tensor, not name.endswith(("weight", "bias"))):
             found.say("dense-bad", stored, problem)
         if tensor.ndim == 1:
             norms[name] = tensor.float()
@@ -183,19 +173,21 @@ def _check_dense(found: Folder) -> dict[str, Tensor]:
 def _check_config(found: Folder, model: FloatModel | None) -> None:
     """Note what the config and the files beside say, and is not so."""
     for file, said in found.declarations.items():
-        with well_formed(found.path / file):
+        with checkpoint.well_formed(found.path / file):
             ignored = found.layout.ignored(said) or ()
-            for name in (name for name in found.records if ignored and matches(name, ignored)):
-                pattern = next(each for each in ignored if matches(name, [each]))
+            for name in (
+                name for name in found.records if ignored and checkpoint.matches(name, ignored)
+            ):
+                pattern = next(each for each in ignored if checkpoint.matches(name, [each]))
                 what = f"expected a dense layer, as {pattern!r} says, got a packed one"
                 found.say("ignore-packed", name, what, file)
     for name in _missed(found, model):
         what = "expected a packed layer, as the quantization_config says, got a dense one"
         found.say("ignore-misses", name, what, "config.json")
-    for key, (was, now) in config_changes(found.config, found.own).items():
+    for key, (was, now) in checkpoint.config_changes(found.config, found.own).items():
         what = f"expected {was:.80}, as saved, got {now:.80}"
         found.say("config-changed", key, what, "config.json")
-    with well_formed(found.path / "config.json"):
+    with checkpoint.well_formed(found.path / "config.json"):
         for kind, check in CHECKS.items():
             for where, what, file in check(found):
                 found.say(kind, where, what, file)
@@ -226,7 +218,7 @@ def _missed(found: Folder, model: FloatModel | None) -> Iterator[str]:
             found.layout.scheme(name, found.declared)
         except Fp4PassError:
             continue
-        if not matches(name, ignored):
+        if not checkpoint.matches(name, ignored):
             yield name
 
 
@@ -272,7 +264,7 @@ def build_model(found: Folder) -> tuple[FloatModel | None, str]:
         # Else transformers asks on the terminal whether it may run the files of a folder.
         config: Any = transformers.AutoConfig.from_pretrained(found.path, trust_remote_code=False)
         config.__dict__.pop("quantization_config", None)
-        model = meta_model(model_class(config), config)
+        model = meta_model(checkpoint.model_class(config), config)
         names = names_in_model(model, _float_shapes(found), merged=True)
     except config_faults() as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -286,7 +278,7 @@ def _float_shapes(found: Folder) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes that the tensors of a folder have in the float model's."""
     packed = found.packed | found.broken
     plain = {n: each.shape for n, each in found.tensors.items() if n not in packed}
-    result = {n: shape for n, shape in plain.items() if not n.endswith(CACHE_SCALES)}
+    result = {n: shape for n, shape in plain.items() if not n.endswith(checkpoint.CACHE_SCALES)}
     for layer, record in found.records.items():
         result[layer if record.is_stacked else f"{layer}.weight"] = record.dense_shape
     renamed = (found.own or {}).get("renamed") or {}
@@ -382,7 +374,7 @@ def _has_text(found: Folder) -> bool:
 
 def _tokenizer_config(found: Folder) -> Mapping[str, Any]:
     try:
-        return read_json(found.path / "tokenizer_config.json")
+        return checkpoint.read_json(found.path / "tokenizer_config.json")
     except CheckpointError:
         return {}
 
@@ -390,7 +382,7 @@ def _tokenizer_config(found: Folder) -> Mapping[str, Any]:
 def _tokenizer_missing(found: Folder) -> Faults:
     kind = str(_tokenizer_config(found).get("tokenizer_class"))
     # By its class, else any will do.
-    for files in (TOKENIZER_FILES, vocabulary_files(kind)) if _has_text(found) else ():
+    for files in (checkpoint.TOKENIZER_FILES, vocabulary_files(kind)) if _has_text(found) else ():
         if files and not any((found.path / name).exists() for name in files):
             yield min(files), f"expected {' or '.join(sorted(files))}, got none", ""
             return

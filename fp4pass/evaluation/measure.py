@@ -20,13 +20,7 @@ from ..core.progress import current, shown
 from ..errors import ABOVE_0, OptionError, ShapeError, StateError, expected, require_number
 from ..nn import experts
 from ..nn.linear import QuantizedLinear
-from ..quantization.observers.batches import (
-    call_arguments,
-    device_of,
-    fast_dtype,
-    require_batches,
-    require_tokens,
-)
+from ..quantization.observers import batches as batching
 from ..quantization.observers.kv_cache import cache_format_of, quantized_cache
 from ..quantization.observers.observer import rows_of_experts
 from ..quantization.observers.visible_tokens import visible_rows, watching_tokens
@@ -260,8 +254,8 @@ def evaluate(
         raise OptionError(expected("window", most, cut.longest))
     for each in models:
         for i, part in enumerate(cut):
-            require_tokens(each, part.ids[None], f"text: window {i}")
-    with shown("evaluate", progress), fast_dtype(*models):
+            batching.require_tokens(each, part.ids[None], f"text: window {i}")
+    with shown("evaluate", progress), batching.fast_dtype(*models):
         totals, sums, kls = _sum_up(models, cut, batch_size)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
@@ -347,7 +341,7 @@ def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     # As `generate` would, for the cache is a part of what was converted.
     has_cache = cache_format_of(model) is not None
     cache = cache_given(unwrap(model), quantized_cache(model)) if has_cache else {}
-    return logits_in(model(ids.to(device_of(model)), **cache)).flatten(0, 1)
+    return logits_in(model(ids.to(batching.device_of(model)), **cache)).flatten(0, 1)
 
 
 def logits_in(output: Any) -> Tensor:
@@ -446,7 +440,7 @@ def output_errors(
         >>> 0 < errors["0"] < 0.15
         True
     """
-    require_batches(batches)
+    batching.require_batches(batches)
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     with ExitStack() as hooks:
@@ -480,9 +474,9 @@ def output_errors(
             )
         device = next(reference.parameters()).device
         bar = hooks.enter_context(shown("output errors", progress))
-        with fast_dtype(model, reference), watching_tokens(unwrap(reference)):
+        with batching.fast_dtype(model, reference), watching_tokens(unwrap(reference)):
             for batch in bar.each(batches, "batches"):
-                args, kwargs = call_arguments(batch, device)
+                args, kwargs = batching.call_arguments(batch, device)
                 reference(*args, **kwargs)
     return {
         name: math.sqrt(error / size) if size else (math.inf if error else math.nan)
