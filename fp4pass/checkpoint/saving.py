@@ -62,6 +62,7 @@ from .layouts import (
     split_layer,
     written_layouts,
 )
+from .model_layers import asked_for, part_error
 from .reader import (
     CheckpointReader,
     cache_format_in,
@@ -70,7 +71,6 @@ from .reader import (
     require_input_scales,
 )
 from .readers import DEQUANTIZE, Facts, Readers, judge
-from .savers import asked_for, part_error
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from ..checkpoint import MANIFEST, load, open_checkpoint
 from ..checkpoint import transcode as write
 from ..checkpoint.float_models import load_float
 from ..doctor import check_folder
-from ..reporting.compare import compare
-from ..reporting.data import gather
+from ..reporting.data import compare, gather
 from ..reporting.text import calibrated_on, size
 from . import options as given
 from . import screen
