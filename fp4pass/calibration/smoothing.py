@@ -18,7 +18,7 @@ from ..core.progress import shown
 from ..distributed import ranks
 from ..errors import StateError, TraceError, require_number
 from ..graph.export import trace_call
-from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
+from ..graph.folds import Channels, ScaleFold, fold_scales, scale
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
 from ..quantization.observers.observer import collect
 from ..quantization.plan import Plan, plan_layers, require_float, require_layers
@@ -156,7 +156,9 @@ def smoothed_unless_it_fails(
         yield
     except BaseException:
         if not rec.is_interrupted(root):
-            unfold_scales(found.items())
+            # The bits of the parameters are as before.
+            for fold, exponents in found.items():
+                scale(fold, -exponents)
             rec.remember_smoothing(root, None)
         raise
 

@@ -174,10 +174,6 @@ class CheckpointReader:
             on_disk={new: self.on_disk.get(name, name) for name, new in tensors.items()},
         )
 
-    def as_in_model(self) -> CheckpointReader:
-        """Return the folder with the names in a model, as far as the folder says."""
-        return self.with_names(with_layers(self.said("renamed")))
-
     def without(self, layers: Collection[str]) -> CheckpointReader:
         """Return the folder without some packed layers."""
         gone = {name for layer in layers for name in self.names(layer).values()}

@@ -123,7 +123,7 @@ def check_folder(directory: str | os.PathLike[str], *, progress: bool = True) ->
         found.layout.name,
         len(found.records),
         len(found.tensors),
-        sum(each.nbytes for each in found.tensors.values()),
+        sum(checkpoint.bytes_of(each.shape, each.kind) for each in found.tensors.values()),
         found.own is not None,
         tuple(found.findings),
         tuple(not_judged),

@@ -32,7 +32,6 @@ def _statistic(
     shape: Callable[[int], tuple[int, ...]],
     rotate: Callable[[Tensor, int], Tensor] | None = None,
     update: Update | None = None,
-    merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
     prior: Callable[[int], float] = lambda columns: 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
@@ -40,11 +39,10 @@ def _statistic(
     # `shape` is that of the total, given K. `rotate` returns the total of inputs that are rotated
     # in blocks, None if it cannot be told. `update` adds x to a total in place, given both, the
     # same tokens in the float model (None outside of layer-by-layer calibration) and bool [T] (None
-    # if all count); None for those of the operators `observe`. `merge` returns the total of
-    # two sequences of inputs. `prior` returns the number of average tokens that are added to those
-    # of one expert, given K (docs/moe.md).
-    metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge, "prior": prior}
-    return field(default=None, metadata={**metadata, "dtype": dtype})
+    # if all count); None for those of the operators `observe`. `prior` returns how many average
+    # tokens are added to those of one expert, given K (docs/moe.md).
+    metadata = {"shape": shape, "rotate": rotate, "update": update, "prior": prior, "dtype": dtype}
+    return field(default=None, metadata=metadata)
 
 
 def _square(columns: int) -> tuple[int, int]:
@@ -128,13 +126,8 @@ class Stats:
         found: dict[str, Any] = {}
         for each in dataclasses.fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
-            if ours is None or theirs is None:
-                found[each.name] = None
-            elif isinstance(ours, Tensor):
-                merge = each.metadata.get("merge", torch.add)
-                found[each.name] = merge(ours, theirs.to(ours.device))
-            else:
-                found[each.name] = ours + theirs
+            theirs = theirs.to(ours.device) if isinstance(ours, Tensor) else theirs
+            found[each.name] = None if ours is None or theirs is None else ours + theirs
         found["input_amax"] = max(self.input_amax, other.input_amax)
         return type(self)(**found)
 

@@ -22,8 +22,14 @@ from .._version import __version__
 from ..checkpoint import save
 from ..checkpoint.float_models import open_float_source
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
+from ..checkpoint.reader import CheckpointReader, open_checkpoint, with_layers
+from ..checkpoint.source_files import (
+    bytes_of,
+    find_shards,
+    read_tensors,
+    require_float,
+    tensor_facts,
+)
 from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, expected
@@ -57,7 +63,8 @@ class Contents:
     @staticmethod
     def of(folder: str | os.PathLike[str]) -> Contents:
         """Open a folder."""
-        stored = open_checkpoint(folder).as_in_model()
+        stored = open_checkpoint(folder)
+        stored = stored.with_names(with_layers(stored.said("renamed")))
         report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
         rows = {row.name: row for row in report.rows}
         parts = {n: [p.name for p in each] for n, each in stored.stacks.items() if n in rows}
@@ -92,7 +99,7 @@ class Contents:
             shape, dtype = facts[stored.on_disk.get(name, name)]
             kind = kinds.get(name) or _dense_kind(name, len(shape), skipped)
             size = found.setdefault(kind, {"kind": kind, "bytes": 0, "parameters": 0})
-            size["bytes"] += _tensor_bytes(shape, dtype)
+            size["bytes"] += bytes_of(shape, dtype)
             size["parameters"] += 0 if name in kinds else math.prod(shape)
         if CODES in found:
             found[CODES]["parameters"] = sum(math.prod(x.shape) for x in self.layers.values())
@@ -111,12 +118,6 @@ class Contents:
             math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
             for layer in self.layers.values()
         )
-
-
-def _tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return math.prod(shape) * (int(width[0]) if width else 8) // 8
 
 
 def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
@@ -156,7 +157,7 @@ class FloatModel:
         if made is None:
             require_float(folder)
         files = find_shards(folder, WEIGHTS)
-        size = sum(_tensor_bytes(*facts) for facts in tensor_facts(files).values())
+        size = sum(bytes_of(*facts) for facts in tensor_facts(files).values())
         held = {**files, **({} if made is None else made.weights())}
         return FloatModel(name or str(source), size, held, on_disk)
 
@@ -168,7 +169,9 @@ class FloatModel:
         if name is None:
             return None
         found = self.tensors[name]
-        found = read_tensor(self.tensors, name) if isinstance(found, Path) else found[...].detach()
+        if isinstance(found, Path):
+            ((_, found),) = read_tensors({name: found})
+        found = found[...].detach()
         if tuple(found.shape) != packed.dense_shape:
             wanted = f"shape {packed.dense_shape}"
             raise CheckpointError(
