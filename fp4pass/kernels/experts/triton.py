@@ -171,8 +171,8 @@ def launch(
     sizes = (tokens if shared else tokens * fan, experts, n)
     options = dict(
         FAN=fan if shared else 1, K=2 * words, FMT=fmt, TERMS=terms, TILES=tiles, GATE=gate,
-        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages, **common.LAUNCH,
-        **common.overlapping(out.device, tiles.releases),
+        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages,
+        **common.launch(out.device, tiles.releases),
     )  # fmt: skip
     if routing is None:
         grid = (tokens * fan, columns)
@@ -254,8 +254,7 @@ def mix(
     y = x.new_empty((tokens * fan, out.shape[1]))
     launch(h, None, down_weight, y, ids, routing, False, 1, fmt, two)
     sum_pairs_kernel[(tokens, common.cdiv(out.shape[1], _BLOCK))](
-        y, weights, out, out.shape[1], FAN=fan, BLOCK=_BLOCK,
-        **common.LAUNCH, **common.overlapping(out.device, False),
+        y, weights, out, out.shape[1], FAN=fan, BLOCK=_BLOCK, **common.launch(out.device),
     )  # fmt: skip
 
 
@@ -271,7 +270,7 @@ def sum_products(
     summed_pairs_kernel[(tokens, common.cdiv(n, _ROWS))](
         h, stored, out, ids, weights, tokens * fan, experts, n, FAN=fan, K=2 * words, FMT=fmt,
         TILES=Tiles(8, _ROWS, _WORDS, warps, stages), num_warps=warps, num_stages=stages,
-        **common.LAUNCH, **common.overlapping(out.device, False),
+        **common.launch(out.device),
     )  # fmt: skip
 
 
@@ -613,7 +612,7 @@ def route(
         ids, order, tiles, pairs, experts, words, out, count, K=columns, FMT=fmt,
         DTYPE=None if x is None else common.DTYPES[x.dtype], GROUP=group, WORDS=32 * warps,
         ROWS=rows, BLOCK=block, WAYS=_WAYS, STEPS=min(2, common.cdiv(pairs, block)),
-        num_warps=warps, **common.LAUNCH, **common.overlapping(ids.device, True),
+        num_warps=warps, **common.launch(ids.device, True),
     )  # fmt: skip
     return (order, tiles), out
 
