@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .. import ops
+from .. import errors, ops
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
@@ -27,31 +27,16 @@ from ..core.files import path_of, replacing
 from ..core.fingerprint import digest_of, dtype_name, fingerprint
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
-from ..errors import (
-    CheckpointError,
-    OptionError,
-    StateError,
-    as_option,
-    expected,
-    some,
-    unknown_name,
-)
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
 from . import layouts, model_layers, source_files
+from . import reader as reading
 from .beside import Beside, copy_beside, read_carried
 from .card import check_card, write_card
 from .finished import ConvertedState
 from .model_layers import asked_for, part_error
-from .reader import (
-    CheckpointReader,
-    cache_format_in,
-    declared_config,
-    open_checkpoint,
-    require_input_scales,
-)
 from .readers import DEQUANTIZE, Facts, Readers, judge
 
 _log = logging.getLogger(__name__)
@@ -203,7 +188,7 @@ def _plan(
     readers, declared, notes = judge(layout, written, model)
     if left and not layout.engines and model_layers.is_transformers(root):
         notes.append(
-            f"{asked.name} has no place for stacks of experts ({some([*left])}): "
+            f"{asked.name} has no place for stacks of experts ({errors.some([*left])}): "
             f"{next(iter(left.values()))}. Only fp4pass.load reads this folder."
         )
     facts = {
@@ -294,7 +279,7 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
     if inside is not None and model_layers.is_transformers(root) and has_adapters(root):
-        raise StateError(
+        raise errors.StateError(
             "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
             "both. Save the adapters by model.save_pretrained(...). Save the packed model from "
             "before the adapters were put on, or convert the float model without them: its "
@@ -304,7 +289,7 @@ def _require_converted(root: nn.Module) -> ConvertedState:
         return state
     if inside is not None:
         raise part_error(inside)
-    raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
+    raise errors.StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
 def _tensors(
@@ -321,12 +306,12 @@ def _tensors(
     # The names that transformers writes first.
     for name, tensor in sorted(state.items(), key=lambda item: item[0] in ties):
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{name}: safetensors holds tensors only, and this is a {type(tensor).__name__}. "
                 "Save the model with torch.save, or have its get_extra_state return a tensor."
             )
         if tensor.is_meta and name not in elsewhere:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{name}: it is on the meta device, without values. Load the weights before save."
             )
         # Tensors read from a disk are new memory each time.
@@ -358,7 +343,9 @@ def bytes_of(size: int | str) -> int:
     found = int(float(match[1]) * _UNITS[match[2]]) if match else size
     # On a command line 5 would be 5 bytes, a file for each tensor.
     if not isinstance(found, int) or found <= 0:
-        raise OptionError(expected("max_shard_size", "a size with a unit, as '5GB'", size))
+        raise errors.OptionError(
+            errors.expected("max_shard_size", "a size with a unit, as '5GB'", size)
+        )
     return found
 
 
@@ -393,7 +380,7 @@ class CheckpointWriter:
         """Write config.json, unless `config` is empty, and the other files of the layout."""
         # Raises CheckpointError if readers would take a packed layer for one that `ignore` lists.
         if covered := [name for name in self.layers if layouts.matches(name, ignore)]:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
                 f"others would give it random weights: {', '.join(ignore)}."
             )
@@ -507,19 +494,19 @@ def transcode(
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     if to not in transcode_targets():
-        raise unknown_name("to: Layout", to, transcode_targets())
-    limit, reader = bytes_of(max_shard_size), open_checkpoint(source)
+        raise errors.unknown_name("to: Layout", to, transcode_targets())
+    limit, reader = bytes_of(max_shard_size), reading.open_checkpoint(source)
     source_files.require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else layouts.get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
-        require_input_scales(reader)
-        layout.cache.config(cache_format_in(reader), layout.name)
+        reading.require_input_scales(reader)
+        layout.cache.config(reading.cache_format_in(reader), layout.name)
         if reader.own is None and not layout.engines:
             what = f"a folder that fp4pass wrote, with {source_files.MANIFEST}"
-            raise CheckpointError(
-                f"{expected(str(reader.folder), what, 'one of another library')} Save what "
-                f"fp4pass.load makes of it, with {as_option('layout', layout.name)}."
+            raise errors.CheckpointError(
+                f"{errors.expected(str(reader.folder), what, 'one of another library')} Save what "
+                f"fp4pass.load makes of it, with {errors.as_option('layout', layout.name)}."
             )
     marks = (source_files.MANIFEST, *layouts.side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
@@ -543,7 +530,7 @@ def transcode(
 
 
 def _write_packed(
-    reader: CheckpointReader, folder: Path, layout: layouts.Layout, limit: int
+    reader: reading.CheckpointReader, folder: Path, layout: layouts.Layout, limit: int
 ) -> None:
     config = dict(reader.config)
     if config and reader.own is not None and layout.dtype:
@@ -561,7 +548,7 @@ def _write_packed(
         }
         # Which classes need the entry only a model says.
         kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
-    cache = layout.cache.config(cache_format_in(reader), layout.name)
+    cache = layout.cache.config(reading.cache_format_in(reader), layout.name)
     declared = {**layout.config(layers, ignored), **kept, **cache}
     if config and layout.engines:
         for parent, what in [*layouts.fused_problems(reader.layers, reader.dense_layers())][:1]:
@@ -581,9 +568,9 @@ def _write_packed(
     writer.close(reader.own)
 
 
-def _ignored(reader: CheckpointReader) -> list[str]:
+def _ignored(reader: reading.CheckpointReader) -> list[str]:
     """Return the names and patterns of what is not packed, as the folder has them."""
-    declared = declared_config(reader.folder, reader.config)
+    declared = reading.declared_config(reader.folder, reader.config)
     found = None if declared is None else reader.layout.ignored(declared)
     if found is None and reader.own is not None:
         renamed = reader.renamed
@@ -603,11 +590,11 @@ def _ignored(reader: CheckpointReader) -> list[str]:
         ]
 
 
-def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
+def _dense_tensors(reader: reading.CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     renamed = reader.renamed
-    has_cache, dropped = cache_format_in(reader) is not None, list[str]()
+    has_cache, dropped = reading.cache_format_in(reader) is not None, list[str]()
     for name, tensor in reader.checked():
         if name in packed:
             continue
@@ -621,8 +608,8 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     if dropped:
         warnings.warn(
-            f"{len(dropped)} scales of a quantized key-value cache ({some(dropped)}) are left out: "
-            "a dense model keeps its cache in its own dtype.",
+            f"{len(dropped)} scales of a quantized key-value cache ({errors.some(dropped)}) are "
+            "left out: a dense model keeps its cache in its own dtype.",
             stacklevel=4,
         )
     twins: dict[str, list[str]] = {}

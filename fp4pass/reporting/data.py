@@ -19,17 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint import save
+from ..checkpoint import save, source_files
 from ..checkpoint.float_models import open_float_source
 from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, open_checkpoint, with_layers
-from ..checkpoint.source_files import (
-    bytes_of,
-    find_shards,
-    read_tensors,
-    require_float,
-    tensor_facts,
-)
 from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, expected
@@ -92,14 +85,16 @@ class Contents:
             for layer in stored.layers
             for part, disk in stored.names(layer).items()
         }
-        facts = tensor_facts({stored.on_disk.get(n, n): at for n, at in stored.files.items()})
+        facts = source_files.tensor_facts(
+            {stored.on_disk.get(n, n): at for n, at in stored.files.items()}
+        )
         skipped = {row.name for row in self.rows if row.skip_reason}
         found: dict[str, Facts] = {}
         for name in stored.files:
             shape, dtype = facts[stored.on_disk.get(name, name)]
             kind = kinds.get(name) or _dense_kind(name, len(shape), skipped)
             size = found.setdefault(kind, {"kind": kind, "bytes": 0, "parameters": 0})
-            size["bytes"] += bytes_of(shape, dtype)
+            size["bytes"] += source_files.bytes_of(shape, dtype)
             size["parameters"] += 0 if name in kinds else math.prod(shape)
         if CODES in found:
             found[CODES]["parameters"] = sum(math.prod(x.shape) for x in self.layers.values())
@@ -155,9 +150,11 @@ class FloatModel:
             raise CheckpointError(expected("reference", wanted, str(folder)))
         made = open_float_source(str(folder))
         if made is None:
-            require_float(folder)
-        files = find_shards(folder, WEIGHTS)
-        size = sum(bytes_of(*facts) for facts in tensor_facts(files).values())
+            source_files.require_float(folder)
+        files = source_files.find_shards(folder, WEIGHTS)
+        size = sum(
+            source_files.bytes_of(*facts) for facts in source_files.tensor_facts(files).values()
+        )
         held = {**files, **({} if made is None else made.weights())}
         return FloatModel(name or str(source), size, held, on_disk)
 
@@ -170,7 +167,7 @@ class FloatModel:
             return None
         found = self.tensors[name]
         if isinstance(found, Path):
-            ((_, found),) = read_tensors({name: found})
+            ((_, found),) = source_files.read_tensors({name: found})
         found = found[...].detach()
         if tuple(found.shape) != packed.dense_shape:
             wanted = f"shape {packed.dense_shape}"
