@@ -18,7 +18,7 @@ from ..common import tiles as common
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import LARGE, InputRows, arrange_words, arranged, offset, small_scales
 from ..linear.matmul_triton import few_rows_sums, finish, halves, padded_columns, rows_sums
-from ..linear.tiling import Tiles, shared_memory_of
+from ..linear.tiling import Tiles, fitted, shared_memory_of
 from ..quantize.tiles import load_global_scale, quantize_block, store_block, word_count
 from ..quantize.triton import activate
 from .naive import Gate, experts_linear_quantized_ref, experts_linear_ref, experts_mixture_ref
@@ -62,25 +62,8 @@ def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> 
         tiles = ExpertTiles(64, 128, 8, 4, 4, rest=32, rows_stay=True)
     else:
         tiles = ExpertTiles(128, 128, 8, 4, 3, rest=32, rows_stay=True)
-    return _fitted(tiles, terms, shared_memory)
-
-
-def _fitted(tiles: ExpertTiles, terms: int, shared_memory: int) -> ExpertTiles:
-    """Return tiles like these whose loads fit into the bytes that a program can have."""
-    while tiles.stages * _bytes(tiles, terms) > shared_memory:
-        if tiles.stages > 2:
-            tiles = replace(tiles, stages=tiles.stages - 1)
-        elif tiles.words > 16:
-            tiles = replace(tiles, words=16, stages=3)
-        else:
-            rest = min(tiles.rest, tiles.m // 4)
-            tiles = replace(tiles, m=tiles.m // 2, rest=rest, stages=3)
-    return tiles
-
-
-def _bytes(tiles: ExpertTiles, terms: int) -> int:
-    """Return the bytes of the loads of a step."""
-    return tiles.words * (16 * terms * tiles.m + 5 * tiles.n)
+    tiles = fitted(tiles, terms, shared_memory)
+    return replace(tiles, rest=min(tiles.rest, tiles.m // 2))
 
 
 def experts_linear_triton(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
