@@ -193,14 +193,6 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def reshard(model: nn.Module) -> None:
-    """Have each process keep its part alone of parameters that a forward of FSDP gathered."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    for each in model.modules() if module is not None else ():
-        if isinstance(each, module.FSDPModule):  # type: ignore[union-attr]
-            each.reshard()
-
-
 def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:
     """Assign the parts of jobs to ranks, the largest first, to the rank with the least work."""
     # jobs: a cost for each rank that does a part of a job, and the costs of its parts. Those of

@@ -9,6 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+from eval.bench import engines
+from eval.bench.harness import number
 from eval.charts import MARKERS, Panel, Points, Scale, write_png
 from eval.pages.tables import ROOT, table, unique, write_between
 
@@ -16,6 +18,8 @@ RESULTS = ROOT / "eval" / "results"
 QUALITY = "peers-quality/smollm2.json"
 # Ours beside bf16, and the libraries of an older run.
 SPEED, OTHERS = "generate-h200.json", "generate-peers-h200.json"
+# One layer beside the kernels of engines.
+ENGINES, LAYER = "engines-h200.json", (14336, 4096)
 
 # The rows: library, weights, what chose them, the run in the results on quality, and its name in
 # those on speed, which does not depend on who chose the codes.
@@ -43,7 +47,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--docs", type=Path)
     args = parser.parse_args()
-    write_between(args.table, "eval/pages/readme.py", text())
+    write_between(args.table, "eval/pages/readme.py", f"{text()}{of_engines()}")
     if args.docs:
         draw(args.docs / "comparison.png")
 
@@ -85,6 +89,31 @@ def text() -> str:
         f"([JSON](eval/results/{SPEED})); torchao and bitsandbytes on another one, where bf16\n"
         f"reached {' and '.join(fast('bf16', of_others))} ([JSON](eval/results/{OTHERS})). A dash "
         "means not measured.\n"
+    )
+
+
+def of_engines() -> str:
+    """Return the table of one layer beside the kernels of engines, if they were measured."""
+    if not (RESULTS / ENGINES).exists():
+        return ""
+    result = json.loads((RESULTS / ENGINES).read_text("utf-8"))
+    times, names = engines.index_rows(result), engines.there(result)
+    every = list(dict.fromkeys(row["rows"] for row in result["rows"]))
+    lines = [["bf16", engines.CUBLAS, "bf16", "bf16"]]
+    for title, kind, fmt, by in engines.GROUPS:
+        lines += [[title, name, kind, fmt] for name in by if name in names]
+    cells = [
+        [title, name, *(number(times.get((*LAYER, m, kind, fmt, name))) for m in every)]
+        for title, name, kind, fmt in lines
+    ]
+    header = ["weights", "by", *(f"{m} row{'s' * (m > 1)}, us" for m in every)]
+    of_each = "; ".join(f"{name}: {how}" for name, how in result["contenders"].items())
+    size = " x ".join(map(str, LAYER))
+    return (
+        f"\nOne linear layer of {size} beside what vLLM runs on Hopper, on one "
+        f"{result['machine']}:\n\n{table(header, cells, left=2)}\n"
+        f"{of_each}.\n[More shapes](docs/performance.md#beside-humming-and-marlin), "
+        f"[JSON](eval/results/{ENGINES}).\n"
     )
 
 

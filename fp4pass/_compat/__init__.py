@@ -158,7 +158,7 @@ def all_parts() -> list[Part]:
     from importlib import import_module
     from importlib.util import find_spec
 
-    for name in ("torch", "inductor", "triton", "transformers"):
+    for name in ("torch", "inductor", "transformers"):
         import_module(f".{name}", __name__)
     return [each for each in PARTS if find_spec(each.library) is not None]
 

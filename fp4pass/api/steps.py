@@ -24,17 +24,10 @@ from ..quantization.observers.batches import fast_dtype, run_batches
 from ..quantization.observers.kv_cache import observe_cache
 from ..quantization.plan import plan_layers, planned_row
 from ..quantization.replace import attach_observers, unprepared
+from ..record import state as rec
 from ..record.config import LinearOptions, Rules, SchemeOptions, check_rules
 from ..record.rows import Report
 from ..record.schemes import QualityName, Scheme
-from ..record.state import (
-    PreparedState,
-    config_of,
-    get_state,
-    remember_tokenizer,
-    set_state,
-    unwrap,
-)
 from .one_call import OneCall
 
 if TYPE_CHECKING:
@@ -77,9 +70,9 @@ def prepare(
     """
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
-    root, rules = unwrap(model), check_rules(rules, options.get("weight_only"))
+    root, rules = rec.unwrap(model), check_rules(rules, options.get("weight_only"))
     before = planning.require_float(root, "prepare")
-    config = config_of({"method": method, **options}, before)
+    config = rec.config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, rules or (before.rules if before else ()))
     planning.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -88,7 +81,7 @@ def prepare(
         recipe = dict(before.recipe)
         if kv_cache is not None:
             recipe[KV_CACHE] = planning.cache_of(before, kv_cache)
-        set_state(root, dataclasses.replace(before, config=config, recipe=recipe))
+        rec.set_state(root, dataclasses.replace(before, config=config, recipe=recipe))
         return model
     recording, observed = None, plan
     if sequential:
@@ -102,7 +95,7 @@ def prepare(
     facts = (config, rules, tuple(sorted(needs)), recording)
     report = Report(tuple(map(planned_row, plan.entries)))
     recipe = {} if kv_cache is None else {KV_CACHE: kv_cache}
-    set_state(root, PreparedState(recipe, report, *facts))
+    rec.set_state(root, rec.PreparedState(recipe, report, *facts))
     return model
 
 
@@ -140,11 +133,11 @@ def calibrate(
         >>> fp4pass.convert(model, "nvfp4")[0].input_global_scale.shape
         torch.Size([1])
     """
-    state = get_state(model)
-    if not isinstance(state, PreparedState):
+    state = rec.get_state(model)
+    if not isinstance(state, rec.PreparedState):
         raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
     batches = calibration.batches(data, tokenizer, model=model)
-    remember_tokenizer(model, tokenizer)
+    rec.remember_tokenizer(model, tokenizer)
     with shown("calibrate", progress):
         run_batches(model, batches, state)
     return model
@@ -220,7 +213,7 @@ def convert(
     if not (quality is None and data is None and tokenizer is None):
         call = OneCall(model, quality, given, rules, kv_cache, device, stream)
         return _convert_whole(model, call, data, tokenizer, places, progress)
-    conversion = Conversion(unwrap(model), given, rules, kv_cache, **places)
+    conversion = Conversion(rec.unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):
         conversion.run()
     return model
@@ -237,7 +230,7 @@ def _convert_whole(
     """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
     with ExitStack() as stack:
         stack.enter_context(shown("", progress))
-        remember_tokenizer(model, tokenizer)
+        rec.remember_tokenizer(model, tokenizer)
         # One layer after the other is calibrated in the dtype that it is converted in.
         runs = call.needs_data or not (data is None and tokenizer is None)
         whole = [call.root] if call.tokens and runs and not call.sequential else []

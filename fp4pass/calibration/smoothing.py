@@ -18,21 +18,14 @@ from ..core.progress import shown
 from ..distributed import ranks
 from ..errors import StateError, TraceError, require_number
 from ..graph.export import trace_call
-from ..graph.folds import Channels, ScaleFold, fold_scales, unfold_scales
+from ..graph.folds import Channels, ScaleFold, fold_scales, scale
 from ..quantization.observers.batches import call_arguments, device_of, require_batches, run_batches
 from ..quantization.observers.observer import collect
 from ..quantization.plan import Plan, plan_layers, require_float, require_layers
 from ..quantization.quantize import dense_weight
 from ..quantization.replace import attach_observers, unprepared
+from ..record import state as rec
 from ..record.rows import Report
-from ..record.state import (
-    PreparedState,
-    config_of,
-    is_interrupted,
-    remember_smoothing,
-    set_state,
-    unwrap,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +96,7 @@ def smooth(
         >>> model = fp4pass.convert(model)
     """
     require_number("strength", "a number from 0 to 1", strength, float, 0, 1)
-    root = unwrap(model)
+    root = rec.unwrap(model)
     if require_float(root, "smooth") is not None:
         raise StateError(
             f"smooth: the {type(root).__name__} is prepared already, and its statistics are of "
@@ -139,7 +132,7 @@ def _smooth(
     # A parameter with two names is left as it is.
     with torch.inference_mode(False), torch.no_grad():
         found = dict(fold_scales(graph.graph, _own_addresses(root), choose))
-    remember_smoothing(root, strength)
+    rec.remember_smoothing(root, strength)
     return graph, found
 
 
@@ -162,9 +155,11 @@ def smoothed_unless_it_fails(
     try:
         yield
     except BaseException:
-        if not is_interrupted(root):
-            unfold_scales(found.items())
-            remember_smoothing(root, None)
+        if not rec.is_interrupted(root):
+            # The bits of the parameters are as before.
+            for fold, exponents in found.items():
+                scale(fold, -exponents)
+            rec.remember_smoothing(root, None)
         raise
 
 
@@ -193,13 +188,13 @@ def _share_left(root: nn.Module, strength: float, batches: list[Any]) -> float:
 
 def _observed(root: nn.Module, batches: list[Any]) -> tuple[Plan, dict[str, Tensor]]:
     """Run a float model; return its layers, and the mean squares of what the dense ones read."""
-    config = config_of({"method": "hessian"}, None)
+    config = rec.config_of({"method": "hessian"}, None)
     plan = plan_layers(root, config, ())
     require_layers(plan)
     with unprepared(root, always=True):
         attach_observers(root, plan.layers, set(config.needs))
-        state = PreparedState({}, Report(()), config, (), tuple(config.needs), None)
-        set_state(root, state)
+        state = rec.PreparedState({}, Report(()), config, (), tuple(config.needs), None)
+        rec.set_state(root, state)
         run_batches(root, batches, state)
         return plan, _mean_squares(root)
 

@@ -31,6 +31,7 @@ from .readers import SERVED
 from .saving import save, transcode
 from .source_files import (
     MANIFEST,
+    bytes_of,
     config_changes,
     read_json,
     read_manifest,

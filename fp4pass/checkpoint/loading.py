@@ -33,6 +33,7 @@ from ..quantization.observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..record.rows import Report, Row
 from ..record.state import forget_state, unwrap
+from . import reader as reading
 from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join, join_layers
 from .model_layers import (
     COPIED,
@@ -42,15 +43,6 @@ from .model_layers import (
     is_left_over,
     stacks_in,
     whole_record,
-)
-from .reader import (
-    CheckpointReader,
-    cache_format_in,
-    dense_problem,
-    open_checkpoint,
-    packed_problem,
-    require_input_scales,
-    with_layers,
 )
 from .source_files import require_config, tensor_facts
 
@@ -89,7 +81,7 @@ def load(
     """
     is_map = device_map in (None, "auto") or isinstance(device_map, Mapping)
     place = None if is_map else _device(device_map)
-    reader = open_checkpoint(directory)
+    reader = reading.open_checkpoint(directory)
     given = None if model is None else unwrap(model)
     skeleton = build_skeleton(reader) if given is None else given
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
@@ -198,19 +190,21 @@ def empty_buffers(layer: PackedLayer, parts: Container[str]) -> dict[str, Tensor
 class PackedFolder:
     """A packed folder, for the float model that it fills; is_part: which may lack heads."""
 
-    disk: CheckpointReader  # with the names of the model, where experts lie one by one
+    disk: reading.CheckpointReader  # with the names of the model, where experts lie one by one
     layers: dict[str, PackedLayer]  # of the model, with whole stacks once they are joined
     # By parameters of no linear layer that others pack, as those of routers and embeddings: the
     # layer in the folder, the dtype, and the row of the report.
     dense: dict[str, tuple[str, torch.dtype, Row]]
     carried: dict[str, str]  # names on disk of tensors beyond the model
 
-    def __init__(self, model: nn.Module, reader: CheckpointReader, is_part: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, reader: reading.CheckpointReader, is_part: bool = False
+    ) -> None:
         self.model = model
         self._on_disk = [*reader.packed_names()]
         self._stacks = stacks_in(model, reader.layers)
         self._pieces = {piece.name for pieces in self._stacks.values() for piece in pieces}
-        require_input_scales(reader, besides=self._pieces)
+        reading.require_input_scales(reader, besides=self._pieces)
         names = model_names(model, reader)
         own = {disk: name for disk, name in names.items() if disk not in self._pieces}
         self.disk = self._named = reader.with_names(own)
@@ -224,7 +218,7 @@ class PackedFolder:
         self._cache_scales: dict[str, Tensor] = {}
 
     @property
-    def reader(self) -> CheckpointReader:
+    def reader(self) -> reading.CheckpointReader:
         """The folder with the layers of the model."""
         return dataclasses.replace(self.disk, layers=self.layers)
 
@@ -297,7 +291,7 @@ class PackedFolder:
                 continue
             path, part, layer = self._packed[name]
             is_piece = self.disk.own is None and path in self._pieces
-            if is_piece and part == INPUT_GLOBAL and packed_problem(part, tensor, layer):
+            if is_piece and part == INPUT_GLOBAL and reading.packed_problem(part, tensor, layer):
                 continue
             found[join(path, part)] = self.disk.decoded(name, tensor, self._packed[name])
         return found
@@ -343,7 +337,7 @@ class PackedFolder:
 
     def hold_cache(self, tensors: dict[str, Tensor]) -> None:
         """Give the model room for the scales of its key-value cache, if the folder has some."""
-        if (name := cache_format_in(self.disk)) is None:
+        if (name := reading.cache_format_in(self.disk)) is None:
             return
         for key in [key for key in tensors if key.endswith(CACHE_SCALES)]:
             # Some layouts have numbers.
@@ -364,7 +358,7 @@ class PackedFolder:
             if (empty := empty_buffers(layer, (PACKED, SCALE))[part]) is not None:
                 tensors[join(path, part)] = empty
         self.join_stacks(tensors)
-        is_cached = cache_format_in(self.disk) is not None
+        is_cached = reading.cache_format_in(self.disk) is not None
         cached = [n for n in self.disk.plain() if is_cached and n.endswith(CACHE_SCALES)]
         self._on_disk += [self.disk.on_disk.get(name, name) for name in cached]
         scales = dict(self.disk.tensors(cached)) | self.disk.cache_scales
@@ -497,7 +491,7 @@ def _dispatch(model: nn.Module, device_map: Any) -> None:
         dispatch_model(model, device_map, offload_buffers=True)
 
 
-def build_skeleton(reader: CheckpointReader) -> nn.Module:
+def build_skeleton(reader: reading.CheckpointReader) -> nn.Module:
     """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
     folder, path = reader.folder, reader.folder / "config.json"
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
@@ -544,19 +538,19 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
         ) from error
 
 
-def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+def model_names(skeleton: nn.Module, reader: reading.CheckpointReader) -> dict[str, str]:
     """Return the names that transformers gives to what has another name on disk."""
     if reader.own is not None:
-        return with_layers(reader.said("renamed"))
+        return reading.with_layers(reader.said("renamed"))
     names = [*(join(layer, "weight") for layer in reader.layers), *reader.plain()]
     if not hasattr(skeleton, "base_model_prefix") or set(skeleton.state_dict()).issuperset(names):
         return {}
-    return with_layers(names_in_model(skeleton, names))
+    return reading.with_layers(names_in_model(skeleton, names))
 
 
 def fit_tensors(
     skeleton: nn.Module,
-    reader: CheckpointReader,
+    reader: reading.CheckpointReader,
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
@@ -585,7 +579,7 @@ def fit_tensors(
         elif name.endswith(CACHE_SCALES) or any(re.search(each, name) for each in patterns):
             del tensors[name]
             continue
-        if problem := dense_problem(tensors[name], is_buffer=name not in parameters):
+        if problem := reading.dense_problem(tensors[name], is_buffer=name not in parameters):
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
     if rounded:
         warnings.warn(
@@ -597,7 +591,7 @@ def fit_tensors(
 
 
 def module_for(
-    modules: Mapping[str, nn.Module], reader: CheckpointReader, name: str, advice: str
+    modules: Mapping[str, nn.Module], reader: reading.CheckpointReader, name: str, advice: str
 ) -> nn.Module:
     """Return the module that a packed layer has its place in. Raises CheckpointError."""
     module, layer = modules.get(name), reader.layers[name]
@@ -613,7 +607,7 @@ def module_for(
 
 def check_skeleton(
     skeleton: nn.Module,
-    reader: CheckpointReader,
+    reader: reading.CheckpointReader,
     tensors: Mapping[str, Tensor],
     aliases: Mapping[str, str],
 ) -> None:

@@ -1,6 +1,7 @@
 """Describe a model whose layers are packed, and complete it.
 
-It says how layers are packed, their names on disk and what the config makes, and sets the state.
+It says how layers are packed, their names on disk and what the config makes, sets the state, and
+lets other libraries read the state dict of packed layers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,26 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import transformers as compat
-from .._compat.diffusers import declare, is_diffusers
+from .._compat.diffusers import declare, is_diffusers, loading_lora
 from .._compat.torch import model_class
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_loading import names_on_disk, tensors_on_disk
 from .._version import __version__
 from ..core.fingerprint import dtype_name
 from ..core.names import without_numbers
-from ..errors import CheckpointError, OptionError, StateError, as_option, expected, some
+from ..distributed import is_sharded
+from ..errors import CheckpointError, OptionError, ShapeError, StateError, as_option, expected, some
 from ..graph.inductor import install_passes
-from ..nn.experts import (
-    ExpertStack,
-    QuantizedExperts,
-    QuantizedExpertStack,
-    finalize_stacks,
-    packed_stacks,
-    stacks_of,
-    weight_name,
-)
+from ..nn import experts as mixtures
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import INPUT_GLOBAL, PACKED
+from ..nn.packed_linear import AROUND_STATE, PackedLinear
 from ..quantization.observers.kv_cache import enable_cache
 from ..quantization.plan import Plan
 from ..quantization.replace import enable_dequantize, quantizes_input, share_inputs, use_slow_paths
@@ -57,7 +54,6 @@ from .layouts import (
     join,
 )
 from .readers import Facts, of_stock, pretrained_problem
-from .savers import asked_for
 from .source_files import require_writable
 
 # The end of the reasons of rows for source tensors that the model has no place for.
@@ -106,7 +102,7 @@ def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, .
     return view.shape
 
 
-def whole_record(piece: PackedLayer, stack: ExpertStack) -> PackedLayer:
+def whole_record(piece: PackedLayer, stack: mixtures.ExpertStack) -> PackedLayer:
     """Return the record of a stack in a model, packed as a layer that is a piece of it."""
     view, shape = stack.view, tuple(stack.dense.shape)
     stored = stored_shape(view, shape)
@@ -219,12 +215,12 @@ class NamesOnDisk:
         # lie there in pieces, and in one in a folder of the float model.
         if not is_transformers(root):
             return cls()
-        weights = {weight_name(name, module): module for name, module in packed.items()}
+        weights = {mixtures.weight_name(name, module): module for name, module in packed.items()}
         # Each once, in the order of the model.
         names = names_on_disk(root, dict.fromkeys([*dense, *weights]))
         tensors, layers, stacks = dict[str, str](), dict[str, str](), dict[str, str]()
         for name, disk in ((name, disk) for name, disk in names.items() if disk != name):
-            if isinstance(weights.get(name), QuantizedExpertStack):
+            if isinstance(weights.get(name), mixtures.QuantizedExpertStack):
                 stacks[name] = disk
                 continue
             if name not in weights:
@@ -282,9 +278,11 @@ def _all_stacks(
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the name of every stack of a model, and how many experts and rows it has."""
     for path, owner in model.named_modules():
-        for key in packed_stacks(owner) if isinstance(owner, QuantizedExperts) else ():
+        for key in (
+            mixtures.packed_stacks(owner) if isinstance(owner, mixtures.QuantizedExperts) else ()
+        ):
             yield join(path, key), layers[join(path, key)].shape[:2]
-        for key, stack in stacks_of(owner).items():
+        for key, stack in mixtures.stacks_of(owner).items():
             yield join(path, key), stack.dense.shape[:2]
 
 
@@ -378,7 +376,7 @@ def require_made_by_config(
         for name, tensor in tensors.items()
         if name not in buffers and isinstance(tensor, Tensor)
     }
-    own |= {weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
+    own |= {mixtures.weight_name(n, modules[n]): packed[modules[n]].dense_shape for n in names}
     problems = [
         f"{name} {shape} is {own.get(name, 'not in the model')}"
         for name, shape in wanted.items()
@@ -493,7 +491,7 @@ def finish(
     use_slow_paths(root)
     sharing = [module for module in root.modules() if quantizes_input(module)]
     share_inputs(root, sharing, parents(root))
-    finalize_stacks(root)
+    mixtures.finalize_stacks(root)
     compat.own_config(root)
     compat.untie(root)
     state = ConvertedState(recipe, Report(tuple(rows)), carried or {})
@@ -576,3 +574,80 @@ def _declare_in_config(root: nn.Module, state: ModelState) -> None:
     declared = {"quant_method": IN_CONFIG, "version": __version__, "schemes": [*schemes.values()]}
     declare(root, {**declared, "skipped": skipped, "recipe": dict(state.recipe)})
     root.__dict__["save_pretrained"] = SaveMethod(root, reason)
+
+
+# Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
+_ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
+
+
+@contextmanager
+def asked_for() -> Iterator[None]:
+    """Give a state dict of packed layers, whoever calls."""
+    before = _ASKED.set(True)
+    try:
+        yield
+    finally:
+        _ASKED.reset(before)
+
+
+@contextmanager
+def _look(layer: PackedLinear, destination: dict[str, Any], prefix: str) -> Iterator[None]:
+    """Refuse savers that would not say what is packed; show pipelines with a LoRA a weight."""
+    packed, name = layer.packed(), prefix.removesuffix(".")
+    saving = None
+    if packed:
+        _refuse_foreign(layer, name)
+        saving = compat.saving_model()
+        if saving is not None and compat.saves_adapters(saving):
+            saving = None
+    if saving is not None and getattr(saving.config, "quantization_config", None) is None:
+        raise part_error(name)
+    yield
+    if saving is not None and (
+        layer.is_split or any(is_sharded(destination[prefix + each]) for each in packed)
+    ):
+        raise StateError(
+            f"{name}: save_pretrained cannot write a layer that is split over processes. Call "
+            "fp4pass.save(model, directory) in every process."
+        )
+    if (lora := loading_lora()) is not None:
+        base = prefix.replace(".base_layer.", ".").removesuffix(".")
+        down = lora.get(f"transformer.{base}.lora_A.weight")
+        if down is not None and down.shape[1] > layer.in_features:
+            raise ShapeError(
+                f"{base}: expected a LoRA for {layer.in_features} input features, got one for "
+                f"{down.shape[1]}, which widens the layer. Keep it dense when the model is "
+                f"converted, by rules=[({base!r}, None)]."
+            )
+        # One number, of the shape and device of the dense weight.
+        number = next(iter(packed.values())).new_zeros((), dtype=torch.float32)
+        destination[f"{prefix}weight"] = number.expand(layer.out_features, layer.in_features)
+
+
+def _refuse_foreign(layer: nn.Module, name: str) -> None:
+    """Raise StateError where another library's `save_pretrained` leaves a layer undeclared."""
+    # Models of transformers and diffusers that declare it may be asked for, also by a wrapper.
+    owner = None if _ASKED.get() else compat.saving_owner()
+    for part in owner.modules() if isinstance(owner, nn.Module) else ():
+        is_known = compat.is_pretrained(part) or is_diffusers(part)
+        config = getattr(part, "config", None) if is_known else None
+        if getattr(config, "quantization_config", None) is not None and layer in part.modules():
+            return
+    if owner is not None:
+        raise StateError(
+            f"{name or 'The model'}: save_pretrained of {type(owner).__name__} would write its "
+            "packed weight without a word of how it is packed. Save what was converted with "
+            "fp4pass.save(model, dir), or keep its state_dict with torch.save."
+        )
+
+
+def part_error(name: str) -> StateError:
+    """Return the error for saving a whole model of which only a part is converted."""
+    return StateError(
+        f"A part of the model is converted ({name}), the model is not, so its config would not say "
+        "what is packed. Save that part, or convert the whole float model, with "
+        f"{as_option('rules')} for the layers to skip."
+    )
+
+
+AROUND_STATE.append(_look)

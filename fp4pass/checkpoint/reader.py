@@ -21,6 +21,7 @@ from ..nn.experts import dequantize_stack
 from ..nn.kv_cache import KV_CACHE
 from ..nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight
 from ..record.rows import Report
+from . import source_files
 from .layouts import (
     BUFFERS,
     LAYOUTS,
@@ -32,18 +33,6 @@ from .layouts import (
     layout_of,
     read_layers,
     side_files,
-)
-from .source_files import (
-    MANIFEST,
-    Shapes,
-    find_shards,
-    read_json,
-    read_manifest,
-    read_tensors,
-    require_all_read,
-    require_float,
-    tensor_facts,
-    well_formed,
 )
 
 _EXPERTS = "expert_dtype"
@@ -185,10 +174,6 @@ class CheckpointReader:
             on_disk={new: self.on_disk.get(name, name) for name, new in tensors.items()},
         )
 
-    def as_in_model(self) -> CheckpointReader:
-        """Return the folder with the names in a model, as far as the folder says."""
-        return self.with_names(with_layers(self.said("renamed")))
-
     def without(self, layers: Collection[str]) -> CheckpointReader:
         """Return the folder without some packed layers."""
         gone = {name for layer in layers for name in self.names(layer).values()}
@@ -203,7 +188,7 @@ class CheckpointReader:
         names = {disk: name for name, disk in self.on_disk.items()}
         wanted = self.files if chosen is None else chosen
         files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
-        for name, tensor in read_tensors(files):
+        for name, tensor in source_files.read_tensors(files):
             yield names.get(name, name), tensor
 
     def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -261,7 +246,7 @@ class CheckpointReader:
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
     """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
     folder = Path(directory)
-    if (folder / MANIFEST).is_file():
+    if (folder / source_files.MANIFEST).is_file():
         return True
     declared = declared_config(folder, _read_config(folder))
     layouts = [] if declared is None else [each.detect(declared) for each in LAYOUTS.values()]
@@ -290,9 +275,13 @@ def open_checkpoint(
     """
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
-    config, own = _read_config(folder), read_manifest(folder, any_version)
-    with well_formed(folder / ("config.json" if own is None else MANIFEST)):
+        raise CheckpointError(
+            f"{folder} is not a folder.{interrupted(folder, source_files.MANIFEST)}"
+        )
+    config, own = _read_config(folder), source_files.read_manifest(folder, any_version)
+    with source_files.well_formed(
+        folder / ("config.json" if own is None else source_files.MANIFEST)
+    ):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         dtype = getattr(torch, reader.dtype, None)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -310,17 +299,19 @@ def open_checkpoint(
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
     if own["layout"] not in LAYOUTS:
         what = f"one of {', '.join(LAYOUTS)}, which fp4pass {__version__} knows"
-        raise CheckpointError(expected(f"{folder / MANIFEST}: layout", what, repr(own["layout"])))
-    files = find_shards(folder, own["weights"])
+        raise CheckpointError(
+            expected(f"{folder / source_files.MANIFEST}: layout", what, repr(own["layout"]))
+        )
+    files = source_files.find_shards(folder, own["weights"])
     if set(files) != set(own["tensors"]):
         raise CheckpointError(
-            f"{folder} does not hold the tensors of {MANIFEST}: missing "
+            f"{folder} does not hold the tensors of {source_files.MANIFEST}: missing "
             f"{sorted(set(own['tensors']) - set(files)) or 'none'}, unknown "
             f"{sorted(set(files) - set(own['tensors'])) or 'none'}. Copy the folder again."
         )
     layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
     reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
-    _check_shapes(reader, tensor_facts(files))
+    _check_shapes(reader, source_files.tensor_facts(files))
     return reader
 
 
@@ -328,17 +319,18 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     """Open a folder that is described by its quantization_config alone."""
     declared = declared_config(folder, config)
     if declared is None:
-        require_float(folder)
+        source_files.require_float(folder)
         raise CheckpointError(
-            f"{folder} is not quantized: it has neither {MANIFEST} nor a quantization_config in "
-            f"config.json. Load it with transformers.{interrupted(folder, MANIFEST)}"
+            f"{folder} is not quantized: it has neither {source_files.MANIFEST} nor a "
+            "quantization_config in config.json. Load it with transformers."
+            f"{interrupted(folder, source_files.MANIFEST)}"
         )
     if "_class_name" in config:
         load = f"{config['_class_name']}.from_pretrained(folder)"
         raise UnreadError(f"{folder} is a folder of diffusers: load it with {load}.")
     layout = layout_of(declared, folder)
-    files = find_shards(folder, layout.weights)
-    shapes = tensor_facts(files)
+    files = source_files.find_shards(folder, layout.weights)
+    shapes = source_files.tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     try:
         layers = read_layers(layout, declared, shapes, dtype.removeprefix("torch."))
@@ -347,7 +339,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     layout.ignored(declared)
     reader = CheckpointReader(folder, layout, config, None, layers, files)
     read = reader.packed_names()
-    require_all_read(folder, shapes, read)
+    source_files.require_all_read(folder, shapes, read)
     if not layers:
         raise CheckpointError(f"{folder} holds no packed weight. Load it with transformers.")
     _check_shapes(reader, shapes)
@@ -356,7 +348,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}
+    return source_files.read_json(path) if path.is_file() else {}
 
 
 def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -364,7 +356,7 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
     declared: Mapping[str, Any] | None = config.get("quantization_config")
     for name in side_files():
         if declared is None and (folder / name).is_file():
-            declared = read_json(folder / name)
+            declared = source_files.read_json(folder / name)
     # DeepSeek-V4 has it beside, V4.1 among the others.
     if declared is not None and _EXPERTS in config and _EXPERTS not in declared:
         declared = {**declared, _EXPERTS: config[_EXPERTS]}
@@ -420,7 +412,7 @@ def with_layers(names: Mapping[str, str]) -> dict[str, str]:
     return {**names, **layers}
 
 
-def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
+def _check_shapes(reader: CheckpointReader, shapes: source_files.Shapes) -> None:
     """Raise CheckpointError if the tensors of a layer do not fit each other."""
     for layer, facts in reader.layers.items():
         known, names = expected_shapes(reader.layout, facts), reader.names(layer)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .. import ops
+from .. import errors, ops
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
@@ -28,50 +28,17 @@ from ..core.files import path_of, replacing
 from ..core.fingerprint import digest_of, dtype_name, fingerprint
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
-from ..errors import (
-    CheckpointError,
-    OptionError,
-    StateError,
-    as_option,
-    expected,
-    some,
-    unknown_name,
-)
 from ..nn.experts import QUANTIZED
 from ..nn.kv_cache import CACHE_FORMATS, KV_CACHE
 from ..record.rows import Report
 from ..record.state import get_state, has_adapters, unwrap
-from . import model_layers, source_files
+from . import layouts, model_layers, source_files
+from . import reader as reading
 from .beside import Beside, copy_beside, read_carried
 from .card import check_card, write_card
 from .finished import ConvertedState
-from .layouts import (
-    BUFFERS,
-    CACHE_SCALES,
-    LAYOUTS,
-    CompressedTensors,
-    Layout,
-    LayoutName,
-    PackedLayer,
-    Piece,
-    fused_problems,
-    get_layout,
-    is_plain,
-    join,
-    matches,
-    side_files,
-    split_layer,
-    written_layouts,
-)
-from .reader import (
-    CheckpointReader,
-    cache_format_in,
-    declared_config,
-    open_checkpoint,
-    require_input_scales,
-)
+from .model_layers import asked_for, part_error
 from .readers import DEQUANTIZE, Facts, Readers, judge
-from .savers import asked_for, part_error
 
 _log = logging.getLogger(__name__)
 
@@ -80,13 +47,13 @@ _log = logging.getLogger(__name__)
 class SavePlan:
     """All that is decided of a folder before its first byte; names are those on disk."""
 
-    layout: Layout
-    layers: Mapping[str, PackedLayer]
+    layout: layouts.Layout
+    layers: Mapping[str, layouts.PackedLayer]
     tensors: Mapping[str, Callable[[], Tensor]]  # what gives each, by its name in the model
     size: int  # the bytes of these
     names: Mapping[str, str]  # of dense tensors that have another one in the model
-    packed: Mapping[str, tuple[str, str, PackedLayer]]  # the layer and buffer of a tensor
-    pieces: Mapping[str, Sequence[Piece]]  # in the folder, of each layer of the model
+    packed: Mapping[str, tuple[str, str, layouts.PackedLayer]]  # the layer and buffer of a tensor
+    pieces: Mapping[str, Sequence[layouts.Piece]]  # in the folder, of each layer of the model
     ignored: Sequence[str]  # names and patterns of what stays dense
     declared: Mapping[str, Any]  # the quantization_config, {} if the model is of no library
     facts: Mapping[str, Any]  # for fp4pass.json
@@ -98,7 +65,7 @@ def save(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    layout: LayoutName = "compressed-tensors",
+    layout: layouts.LayoutName = "compressed-tensors",
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
     copy_files: Sequence[str] = (),
@@ -148,7 +115,7 @@ def save(
     root = unwrap(model)
     state = _require_converted(root)
     target = path_of(directory, "directory")
-    chosen, limit = get_layout(layout), bytes_of(max_shard_size)
+    chosen, limit = layouts.get_layout(layout), bytes_of(max_shard_size)
     beside = Beside(root, tokenizer, source, copy_files)
     evaluations = check_card(card)
     group = ranks()
@@ -174,7 +141,7 @@ def save(
 
 
 def _plan(
-    root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: Layout
+    root: nn.Module, state: ConvertedState, found: Mapping[str, Any], asked: layouts.Layout
 ) -> SavePlan:
     """Decide what a folder holds. Raises CheckpointError for what no folder can hold."""
     layers = model_layers.describe_layers(root, state)
@@ -183,7 +150,7 @@ def _plan(
         model_layers.split_layers(root, layers) if asked.engines else (layers, {}, {})
     )
     holds_all = not any(map(asked.problem, written.values()))
-    layout = asked if holds_all or not asked.fallback else LAYOUTS[asked.fallback]
+    layout = asked if holds_all or not asked.fallback else layouts.LAYOUTS[asked.fallback]
     layout.require(written)
     if not layout.engines:
         written, split = layers, {}
@@ -192,9 +159,9 @@ def _plan(
     records = {modules[name]: layer for name, layer in layers.items()}
     named = {name: module for name, module in modules.items() if module in records}
     packed = {
-        join(name, part): (name, part, records[module])
+        layouts.join(name, part): (name, part, records[module])
         for name, module in named.items()
-        for part in BUFFERS
+        for part in layouts.BUFFERS
     }
     if model_layers.is_transformers(root):
         model_layers.require_no_others(root, records)
@@ -215,7 +182,7 @@ def _plan(
     apart = {name: module for name, module in named.items() if name not in split}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
     names = model_layers.NamesOnDisk.of(root, dense, apart, whole)
-    pieces = {name: [Piece(names.layers.get(name, name))] for name in apart}
+    pieces = {name: [layouts.Piece(names.layers.get(name, name))] for name in apart}
     pieces |= {name: stack.pieces for name, stack in split.items()}
     written = {names.layers.get(name, name): layer for name, layer in written.items()}
     ignored, declared = _declare(root, state, layout, layers, written, names)
@@ -225,7 +192,7 @@ def _plan(
     readers, declared, notes = judge(layout, written, model)
     if left and not layout.engines and model_layers.is_transformers(root):
         notes.append(
-            f"{asked.name} has no place for stacks of experts ({some([*left])}): "
+            f"{asked.name} has no place for stacks of experts ({errors.some([*left])}): "
             f"{next(iter(left.values()))}. Only fp4pass.load reads this folder."
         )
     facts = {
@@ -260,9 +227,9 @@ def _plan(
 def _declare(
     root: nn.Module,
     state: ConvertedState,
-    layout: Layout,
-    layers: Mapping[str, PackedLayer],
-    written: Mapping[str, PackedLayer],
+    layout: layouts.Layout,
+    layers: Mapping[str, layouts.PackedLayer],
+    written: Mapping[str, layouts.PackedLayer],
     names: model_layers.NamesOnDisk,
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the names of what stays dense, here and on disk, and the quantization_config."""
@@ -273,8 +240,8 @@ def _declare(
     carried = [row for row in state.report.skipped if row.name in state.carried]
     modules = dict(root.named_modules(remove_duplicate=False))
     ignored += model_layers.ignored_layers(carried, [*layers], modules.__contains__)
-    own: dict[str, PackedLayer] = {}
-    if isinstance(layout, CompressedTensors):
+    own: dict[str, layouts.PackedLayer] = {}
+    if isinstance(layout, layouts.CompressedTensors):
         own = {name: layers[name] for name in names.layers if name in layers}
     return ignored, layout.config({**written, **own}, ignored)
 
@@ -283,7 +250,7 @@ def _write(
     plan: SavePlan, root: nn.Module, state: ConvertedState, folder: Path, limit: int, beside: Beside
 ) -> None:
     writer = CheckpointWriter(folder, plan.layout, plan.layers, limit)
-    beside.copy(folder, {source_files.MANIFEST, "config.json", *side_files()})
+    beside.copy(folder, {source_files.MANIFEST, "config.json", *layouts.side_files()})
     if model_layers.is_transformers(root):
         model: Any = root
         model.config.save_pretrained(folder)
@@ -304,8 +271,8 @@ def _write(
             writer.add(plan.names.get(name, name), tensor)
             continue
         layer, part, record = plan.packed[name]
-        for path, share in split_layer(plan.pieces[layer], part, tensor, record.fmt):
-            writer.add(join(path, part), share, plan.layers.get(path, record))
+        for path, share in layouts.split_layer(plan.pieces[layer], part, tensor, record.fmt):
+            writer.add(layouts.join(path, part), share, plan.layers.get(path, record))
     for name, tensor in read_carried(state.carried):
         writer.add(name, tensor)
     writer.close(plan.facts)
@@ -316,7 +283,7 @@ def _require_converted(root: nn.Module) -> ConvertedState:
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
     if inside is not None and model_layers.is_transformers(root) and has_adapters(root):
-        raise StateError(
+        raise errors.StateError(
             "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
             "both. Save the adapters by model.save_pretrained(...). Save the packed model from "
             "before the adapters were put on, or convert the float model without them: its "
@@ -326,7 +293,7 @@ def _require_converted(root: nn.Module) -> ConvertedState:
         return state
     if inside is not None:
         raise part_error(inside)
-    raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
+    raise errors.StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
 def _tensors(
@@ -343,12 +310,12 @@ def _tensors(
     # The names that transformers writes first.
     for name, tensor in sorted(state.items(), key=lambda item: item[0] in ties):
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{name}: safetensors holds tensors only, and this is a {type(tensor).__name__}. "
                 "Save the model with torch.save, or have its get_extra_state return a tensor."
             )
         if tensor.is_meta and name not in elsewhere:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{name}: it is on the meta device, without values. Load the weights before save."
             )
         # Tensors read from a disk are new memory each time.
@@ -380,7 +347,9 @@ def bytes_of(size: int | str) -> int:
     found = int(float(match[1]) * _UNITS[match[2]]) if match else size
     # On a command line 5 would be 5 bytes, a file for each tensor.
     if not isinstance(found, int) or found <= 0:
-        raise OptionError(expected("max_shard_size", "a size with a unit, as '5GB'", size))
+        raise errors.OptionError(
+            errors.expected("max_shard_size", "a size with a unit, as '5GB'", size)
+        )
     return found
 
 
@@ -390,7 +359,11 @@ class CheckpointWriter:
     # At most one file is held in memory; files are named and numbered as transformers does.
 
     def __init__(
-        self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
+        self,
+        folder: Path,
+        layout: layouts.Layout,
+        layers: Mapping[str, layouts.PackedLayer],
+        limit: int,
     ) -> None:
         self.folder, self.layout, self.layers, self.limit = folder, layout, layers, limit
         self.part: dict[str, Tensor] = {}
@@ -410,8 +383,8 @@ class CheckpointWriter:
     ) -> None:
         """Write config.json, unless `config` is empty, and the other files of the layout."""
         # Raises CheckpointError if readers would take a packed layer for one that `ignore` lists.
-        if covered := [name for name in self.layers if matches(name, ignore)]:
-            raise CheckpointError(
+        if covered := [name for name in self.layers if layouts.matches(name, ignore)]:
+            raise errors.CheckpointError(
                 f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
                 f"others would give it random weights: {', '.join(ignore)}."
             )
@@ -423,7 +396,7 @@ class CheckpointWriter:
         for name, data in self.layout.files(self.layers, ignore, self.cache).items():
             source_files.write_json(self.folder / name, data)
 
-    def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
+    def add(self, name: str, tensor: Tensor, layer: layouts.PackedLayer | None = None) -> None:
         """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
         layers = {} if layer is None else {name.rpartition(".")[0]: layer}
         stored = self.layout.to_stored({name: tensor}, layers, self.cache is not None)
@@ -487,7 +460,7 @@ DENSE = "bf16"
 
 def transcode_targets() -> tuple[str, ...]:
     """Return what `transcode` can write: the layouts, and "bf16"."""
-    return (*written_layouts(), DENSE)
+    return (*layouts.written_layouts(), DENSE)
 
 
 def transcode(
@@ -525,26 +498,26 @@ def transcode(
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     if to not in transcode_targets():
-        raise unknown_name("to: Layout", to, transcode_targets())
-    limit, reader = bytes_of(max_shard_size), open_checkpoint(source)
+        raise errors.unknown_name("to: Layout", to, transcode_targets())
+    limit, reader = bytes_of(max_shard_size), reading.open_checkpoint(source)
     source_files.require_config(reader.folder, reader.config, reader.own)
-    layout = None if to == DENSE else get_layout(to)
+    layout = None if to == DENSE else layouts.get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
-        require_input_scales(reader)
-        layout.cache.config(cache_format_in(reader), layout.name)
+        reading.require_input_scales(reader)
+        layout.cache.config(reading.cache_format_in(reader), layout.name)
         if reader.own is None and not layout.engines:
             what = f"a folder that fp4pass wrote, with {source_files.MANIFEST}"
-            raise CheckpointError(
-                f"{expected(str(reader.folder), what, 'one of another library')} Save what "
-                f"fp4pass.load makes of it, with {as_option('layout', layout.name)}."
+            raise errors.CheckpointError(
+                f"{errors.expected(str(reader.folder), what, 'one of another library')} Save what "
+                f"fp4pass.load makes of it, with {errors.as_option('layout', layout.name)}."
             )
-    marks = (source_files.MANIFEST, *side_files())
+    marks = (source_files.MANIFEST, *layouts.side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
     with shown("transcode", progress), whole as folder:
         current().expect(len(reader.files), "tensors")
         weights = {each.name for each in reader.files.values()}
-        known = {source_files.MANIFEST, "config.json", *side_files(), *weights}
+        known = {source_files.MANIFEST, "config.json", *layouts.side_files(), *weights}
         copy_beside(reader.folder, folder, known, copy_files)
         if layout is not None:
             _write_packed(reader, folder, layout, limit)
@@ -552,13 +525,17 @@ def transcode(
         config = {k: v for k, v in reader.config.items() if k != "quantization_config"}
         if config:
             source_files.write_json(folder / "config.json", config | {"dtype": "bfloat16"})
-        writer = CheckpointWriter(folder, LAYOUTS[CompressedTensors.name], {}, limit)
+        writer = CheckpointWriter(
+            folder, layouts.LAYOUTS[layouts.CompressedTensors.name], {}, limit
+        )
         for name, tensor in _dense_tensors(reader):
             writer.add(name, tensor)
         writer.close()
 
 
-def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit: int) -> None:
+def _write_packed(
+    reader: reading.CheckpointReader, folder: Path, layout: layouts.Layout, limit: int
+) -> None:
     config = dict(reader.config)
     if config and reader.own is not None and layout.dtype:
         config["dtype"] = layout.dtype
@@ -566,7 +543,7 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     ignored = _ignored(reader)
     layers, before = dict(reader.layers), reader.config.get("quantization_config") or {}
     kept: dict[str, Any] = {}
-    if isinstance(layout, CompressedTensors):
+    if isinstance(layout, layouts.CompressedTensors):
         disks = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
         layers |= {
             disks[disk].removesuffix(".weight"): layer
@@ -575,10 +552,10 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         }
         # Which classes need the entry only a model says.
         kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
-    cache = layout.cache.config(cache_format_in(reader), layout.name)
+    cache = layout.cache.config(reading.cache_format_in(reader), layout.name)
     declared = {**layout.config(layers, ignored), **kept, **cache}
     if config and layout.engines:
-        for parent, what in [*fused_problems(reader.layers, reader.dense_layers())][:1]:
+        for parent, what in [*layouts.fused_problems(reader.layers, reader.dense_layers())][:1]:
             warnings.warn(
                 f"{parent}: {what}. Serving engines multiply by these as by one matrix, and would "
                 "read scales that do not exist. fp4pass transcode --to bf16 makes dense weights.",
@@ -589,40 +566,43 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     for name, tensor in reader.checked():
         if name in names:
             path, part, layer = names[name]
-            writer.add(join(path, part), reader.decoded(name, tensor, names[name]), layer)
+            writer.add(layouts.join(path, part), reader.decoded(name, tensor, names[name]), layer)
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
 
 
-def _ignored(reader: CheckpointReader) -> list[str]:
+def _ignored(reader: reading.CheckpointReader) -> list[str]:
     """Return the names and patterns of what is not packed, as the folder has them."""
-    declared = declared_config(reader.folder, reader.config)
+    declared = reading.declared_config(reader.folder, reader.config)
     found = None if declared is None else reader.layout.ignored(declared)
     if found is None and reader.own is not None:
         renamed = reader.renamed
         known = {*reader.files, *renamed, *reader.own["aliases"]}
         rows = Report.from_dict(reader.own["report"]).skipped
         found = model_layers.ignored_layers(
-            rows, reader.layers, lambda name: join(name, "weight") in known
+            rows, reader.layers, lambda name: layouts.join(name, "weight") in known
         )
-        weights = (renamed.get(join(name, "weight"), "") for name in found)
+        weights = (renamed.get(layouts.join(name, "weight"), "") for name in found)
         found += [disk.removesuffix(".weight") for disk in weights if disk]
     # For what another layout has no words, the names of what it covers.
-    odd = [each for each in found or () if not is_plain(each)]
+    odd = [each for each in found or () if not layouts.is_plain(each)]
     with source_files.well_formed(reader.folder / "config.json"):
-        return [*(found or ()), *(name for name in reader.dense_layers() if matches(name, odd))]
+        return [
+            *(found or ()),
+            *(name for name in reader.dense_layers() if layouts.matches(name, odd)),
+        ]
 
 
-def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
+def _dense_tensors(reader: reading.CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     renamed = reader.renamed
-    has_cache, dropped = cache_format_in(reader) is not None, list[str]()
+    has_cache, dropped = reading.cache_format_in(reader) is not None, list[str]()
     for name, tensor in reader.checked():
         if name in packed:
             continue
-        if name.endswith(CACHE_SCALES) and (has_cache or reader.own is None):
+        if name.endswith(layouts.CACHE_SCALES) and (has_cache or reader.own is None):
             dropped += [] if has_cache else [name]
             continue
         path, _, last = name.rpartition(".")
@@ -632,8 +612,8 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     if dropped:
         warnings.warn(
-            f"{len(dropped)} scales of a quantized key-value cache ({some(dropped)}) are left out: "
-            "a dense model keeps its cache in its own dtype.",
+            f"{len(dropped)} scales of a quantized key-value cache ({errors.some(dropped)}) are "
+            "left out: a dense model keeps its cache in its own dtype.",
             stacklevel=4,
         )
     twins: dict[str, list[str]] = {}
@@ -643,6 +623,6 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         weight = layer.dense(reader.dense(path, torch.bfloat16)).contiguous()
         # A stack is a parameter of its own name.
         own = renamed.get(path, path)
-        yield own if layer.is_stacked else join(path, "weight"), weight
+        yield own if layer.is_stacked else layouts.join(path, "weight"), weight
         for twin in twins.get(path, ()):
-            yield twin if layer.is_stacked else join(twin, "weight"), weight.clone()
+            yield twin if layer.is_stacked else layouts.join(twin, "weight"), weight.clone()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,12 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
     return facts
 
 
+def bytes_of(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
+    width = re.search(r"\d+", dtype)
+    return math.prod(shape) * (int(width[0]) if width else 8) // 8
+
+
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file, in memory of its own."""
     # The tensors of safetensors are the file itself: they change with it, a cut of the file ends
@@ -200,11 +207,6 @@ def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
                 if stream.readinto(memory) != mapped.nbytes:
                     raise OSError(f"it ends within {name}")
                 yield name, tensor
-
-
-def read_tensor(files: Mapping[str, Path], name: str) -> Tensor:
-    """Return one tensor, as `read_tensors` does."""
-    return next(tensor for _, tensor in read_tensors({name: files[name]}))
 
 
 @functools.lru_cache(maxsize=64)

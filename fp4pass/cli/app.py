@@ -26,9 +26,8 @@ from ..nn.kv_cache import CACHE_FORMATS
 from ..record.config import OPTIONS, LinearConfig
 from ..record.schemes import QUALITIES
 from .doctor import doctor
-from .evaluate import evaluate, report
+from .folders import evaluate, report, serve, transcode, verify
 from .folders import inspect as inspect_folder
-from .folders import serve, transcode, verify
 from .options import flag
 from .quantize import merge, quantize
 from .screen import BAD_INPUT, CLOSED, INTERRUPTED, OK, complain, news, note

@@ -116,16 +116,12 @@ def shown(what: str, show: bool = True) -> Iterator[Progress]:
 
 
 def track(
-    items: Iterable[Item],
-    description: str,
-    total: int | None = None,
-    unit: str = "batches",
-    show: bool = True,
+    items: Iterable[Item], description: str, unit: str = "batches", show: bool = True
 ) -> Iterator[Item]:
     """Yield the items of a loop, and show how many are done."""
     stage = Progress(description, show, _CURRENT.get())
     try:
-        yield from stage.each(items, unit, total)
+        yield from stage.each(items, unit)
     finally:
         stage.close()
 

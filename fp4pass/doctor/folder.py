@@ -5,7 +5,6 @@ Each fault is of a kind, with its meaning for a user and the remedy.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -206,12 +205,6 @@ class Stored(NamedTuple):
     kind: str  # the safetensors dtype
     shape: tuple[int, ...]
     source: Any  # the opened file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        bits = re.search(r"\d+", self.kind)
-        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     def read(self) -> Tensor:
         """Return the tensor, which is the file itself."""

@@ -11,8 +11,7 @@ from ..quantization.observers.batches import fast_dtype
 from .intervals import SUMS as SUMS
 from .intervals import Change
 from .intervals import intervals as bootstrap_intervals  # noqa: F401, for the lab
-from .layer_errors import output_errors
-from .measure import Difference, Evaluation, evaluate
+from .measure import Difference, Evaluation, evaluate, output_errors
 from .measure import fitting_batch_size as fitting_batch_size
 from .measure import logits_in as logits_in
 from .measure import require_evaluating as require_evaluating

@@ -93,18 +93,12 @@ def fold_scales(
             exponents = torch.where(exact, exponents, 0)
         if not exponents.any():
             continue
-        _scale(fold, exponents)
+        scale(fold, exponents)
         done.append((fold, exponents))
     return done[::-1]
 
 
-def unfold_scales(done: Iterable[tuple[ScaleFold, Tensor]]) -> None:
-    """Take the scales of folds out of the parameters again: their bits are as before."""
-    for fold, exponents in done:
-        _scale(fold, -exponents)
-
-
-def _scale(fold: ScaleFold, exponents: Tensor) -> None:
+def scale(fold: ScaleFold, exponents: Tensor) -> None:
     """Multiply the columns of the weights of a fold by 2^exponents, and divide its parameters."""
     with torch.no_grad():
         for each in fold.divided:

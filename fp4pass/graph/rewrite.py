@@ -19,15 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .. import ops
-from ..nn.linear import (
-    GLOBAL,
-    INPUT_GLOBAL,
-    PACKED,
-    SCALE,
-    QuantizedLinear,
-    StoredWeight,
-    quantized_linear,
-)
+from ..nn import linear as layers
 from ..record.config import LinearConfig
 
 TRANSPOSES = {
@@ -128,7 +120,7 @@ def match_linear(node: fx.Node) -> LinearNode | None:
     """Return the linear that a node is: a module, or a product by a parameter called `weight`."""
     if node.op == "call_module":
         module, inputs = module_of(node), [*node.args, *node.kwargs.values()]
-        fits = is_linear(module) or isinstance(module, QuantizedLinear)
+        fits = is_linear(module) or isinstance(module, layers.QuantizedLinear)
         if not fits or len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
             return None
         path, transposed = str(node.target), is_conv1d(module)
@@ -152,7 +144,9 @@ def match_linear(node: fx.Node) -> LinearNode | None:
     assert node.graph.owning_module is not None
     path, _, name = str(weight.target).rpartition(".")
     holder = node.graph.owning_module.get_submodule(path)
-    is_stored = isinstance(holder._parameters.get(name), nn.Parameter) or PACKED in holder._buffers
+    is_stored = (
+        isinstance(holder._parameters.get(name), nn.Parameter) or layers.PACKED in holder._buffers
+    )
     if name != "weight" or not is_stored:
         return None
     return LinearNode(node, source, holder, path, bias, transposed, called=False)
@@ -185,7 +179,7 @@ def is_written_between(first: fx.Node, last: fx.Node) -> bool:
 def _may_write(node: fx.Node) -> bool:
     if node.op == "call_module":
         module = module_of(node)
-        known = is_linear(module) or isinstance(module, QuantizedLinear)
+        known = is_linear(module) or isinstance(module, layers.QuantizedLinear)
         return not (known or only_reads(node))
     if isinstance(node.target, torch._ops.OpOverload):
         # `observe` writes to statistics alone.
@@ -276,13 +270,15 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
         bias = read("bias")
     elif linear.bias is not None:
         bias = fx.Proxy(linear.bias, tracer)
-    scale = read(SCALE)
+    scale = read(layers.SCALE)
     if not config.format.has_float_scale:
         scale = scale.view(torch.uint8)
-    packed, global_scale = read(PACKED), read(GLOBAL)
-    input_global_scale = None if config.weight_only else read(INPUT_GLOBAL)
-    weight = StoredWeight(packed, scale, global_scale, input_global_scale)
-    output: fx.Proxy = quantized_linear(fx.Proxy(linear.source, tracer), weight, bias, config)
+    packed, global_scale = read(layers.PACKED), read(layers.GLOBAL)
+    input_global_scale = None if config.weight_only else read(layers.INPUT_GLOBAL)
+    weight = layers.StoredWeight(packed, scale, global_scale, input_global_scale)
+    output: fx.Proxy = layers.quantized_linear(
+        fx.Proxy(linear.source, tracer), weight, bias, config
+    )
     return output.node
 
 

@@ -8,7 +8,6 @@ as the identity. The latents of a layer stand in for its codes, and its scales s
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,7 @@ from ..core.formats import Format
 from ..core.packing import pack_codes, unpack_codes
 from ..distributed import sharded_parameter
 from ..errors import NonFiniteError, OptionError, ShapeError, StateError, expected
-from ..kernels.common.rounding import round_to_codes_, round_to_values_
+from ..kernels.common.rounding import round_to_codes_, round_to_values_, thresholds
 from ..nn.experts import QUANTIZED, parts_of, quantize_pairs, weight_name
 from ..nn.linear import PACKED, PackedBlocks, QuantizedLinear, StoredWeight, quantize_input
 from ..record import ModelState, Report, get_state, set_state, unwrap
@@ -44,14 +43,9 @@ def _cells(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
     The last cell is as wide on both sides of its magnitude.
     """
     values = torch.tensor(element.magnitudes, dtype=torch.float64)
-    middles = (values[1:] + values[:-1]) / 2
-    ends = middles.float()
-    # A tie belongs to the even code.
-    is_odd = torch.arange(len(ends)) % 2 == 1
-    is_next = (ends > middles) | (is_odd & (ends == middles))
-    ends = torch.where(is_next, torch.nextafter(ends, torch.tensor(-math.inf)), ends)
-    last = (2 * values[-1] - middles[-1]).float()
-    return values.float().to(device), torch.cat((ends, last[None])).to(device)
+    last = 2 * values[-1] - (values[-1] + values[-2]) / 2
+    ends = thresholds(element.magnitudes, torch.device("cpu"))
+    return values.float().to(device), torch.cat((ends, last.float()[None])).to(device)
 
 
 def last_latent(element: Element) -> float:

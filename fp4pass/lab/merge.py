@@ -360,7 +360,7 @@ def _scales(
             if number is not None and (fmt.has_global_scale or fmt.has_tensor_scale):
                 full = before * fmt.element.max * (1 if fmt.has_tensor_scale else fmt.scale.max)
                 plans = [_plan(x.name, x.merged, before, x.config, Stats()) for x in own]
-                amax = max(max(qn.stored_amax(plan)) for plan in plans)
+                amax = max(amax for plan in plans for amax, _ in qn.survey(plan))
                 factor = float(power_reaching(torch.tensor(amax, dtype=torch.float64), full))
                 number, again = before * max(1.0, factor), sharers if factor > 1 else again
             found |= {each.module: (_own_name(each.name), number) for each in again}

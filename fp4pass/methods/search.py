@@ -117,19 +117,6 @@ class Naive:
     """
 
 
-@method("naive", Naive, stack=partial(_search_stack, "naive"), objective="naive")
-def naive(
-    weight: Tensor,
-    stats: Stats,
-    fmt: Format,
-    global_scale: float,
-    options: Naive,
-    scale: float | None = None,
-) -> QuantState:
-    """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
-    return _search(weight, fmt, global_scale, "naive", scale=scale)
-
-
 @dataclass(frozen=True)
 class Sse:
     """Options of the method "sse": none.
@@ -139,18 +126,25 @@ class Sse:
     """
 
 
-@method("sse", Sse, stack=partial(_search_stack, "sse"), objective="sse")
-def sse(
+def _alone(
+    objective: str,
     weight: Tensor,
     stats: Stats,
     fmt: Format,
     global_scale: float,
-    options: Sse,
+    options: Naive | Sse,
     scale: float | None = None,
 ) -> QuantState:
-    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
-    # For float32 scales: over an octave below amax / element.max, 2^(1/32) apart.
-    return _search(weight, fmt, global_scale, "sse", scale=scale)
+    """Choose the scale of each block by the weight alone."""
+    # "naive" rounds amax / element.max to a scale; for powers of two it takes the exponent of amax.
+    # "sse" minimizes sum(r^2) over all scales of the format; for float32 scales over an octave
+    # below amax / element.max, 2^(1/32) apart.
+    return _search(weight, fmt, global_scale, objective, scale=scale)
+
+
+for _objective, _options in (("naive", Naive), ("sse", Sse)):
+    _stack = partial(_search_stack, _objective)
+    method(_objective, _options, stack=_stack, objective=_objective)(partial(_alone, _objective))
 
 
 @dataclass(frozen=True)

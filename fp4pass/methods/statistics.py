@@ -18,14 +18,7 @@ from ..errors import ShapeError, expected
 from ..kernels.common.rounding import bands
 from ..kernels.experts.naive import expert_hessian, hessian_of_all
 from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
-from ..kernels.statistics.naive import (
-    BINS,
-    HESSIAN_BLOCK,
-    diagonal_blocks,
-    ieee_products,
-    observe_cross_ref,
-    observe_magnitudes_ref,
-)
+from ..kernels.statistics import naive as kernels
 
 # Elements of a weight in one pass: those that fit into a CPU's cache, those that fill a GPU.
 _TILE_CPU, _TILE_GPU = 1 << 19, 1 << 23
@@ -39,7 +32,6 @@ def _statistic(
     shape: Callable[[int], tuple[int, ...]],
     rotate: Callable[[Tensor, int], Tensor] | None = None,
     update: Update | None = None,
-    merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
     prior: Callable[[int], float] = lambda columns: 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
@@ -47,11 +39,10 @@ def _statistic(
     # `shape` is that of the total, given K. `rotate` returns the total of inputs that are rotated
     # in blocks, None if it cannot be told. `update` adds x to a total in place, given both, the
     # same tokens in the float model (None outside of layer-by-layer calibration) and bool [T] (None
-    # if all count); None for those of the operators `observe`. `merge` returns the total of
-    # two sequences of inputs. `prior` returns the number of average tokens that are added to those
-    # of one expert, given K (docs/moe.md).
-    metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge, "prior": prior}
-    return field(default=None, metadata={**metadata, "dtype": dtype})
+    # if all count); None for those of the operators `observe`. `prior` returns how many average
+    # tokens are added to those of one expert, given K (docs/moe.md).
+    metadata = {"shape": shape, "rotate": rotate, "update": update, "prior": prior, "dtype": dtype}
+    return field(default=None, metadata=metadata)
 
 
 def _square(columns: int) -> tuple[int, int]:
@@ -59,12 +50,12 @@ def _square(columns: int) -> tuple[int, int]:
 
 
 def _blocks(columns: int) -> tuple[int, int, int]:
-    return math.ceil(columns / HESSIAN_BLOCK), HESSIAN_BLOCK, HESSIAN_BLOCK
+    return math.ceil(columns / kernels.HESSIAN_BLOCK), kernels.HESSIAN_BLOCK, kernels.HESSIAN_BLOCK
 
 
 def _add_cross(total: Tensor, x: Tensor, reference: Tensor | None, visible: Tensor | None) -> None:
     if reference is not None:
-        observe_cross_ref(x, reference, total)
+        kernels.observe_cross_ref(x, reference, total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +93,10 @@ class Stats:
     hessian: Tensor | None = _statistic(_square, rotate_hessian, prior=lambda columns: columns / 2)  # noqa: RUF009
     cross: Tensor | None = _statistic(_square, update=_add_cross)  # noqa: RUF009
     magnitudes: Tensor | None = _statistic(  # noqa: RUF009
-        lambda columns: (BINS,),
-        update=lambda total, x, reference, visible: observe_magnitudes_ref(x, total, visible),
+        lambda columns: (kernels.BINS,),
+        update=lambda total, x, reference, visible: kernels.observe_magnitudes_ref(
+            x, total, visible
+        ),
         dtype=torch.int64,
     )
     counts: Tensor | None = None
@@ -133,13 +126,8 @@ class Stats:
         found: dict[str, Any] = {}
         for each in dataclasses.fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
-            if ours is None or theirs is None:
-                found[each.name] = None
-            elif isinstance(ours, Tensor):
-                merge = each.metadata.get("merge", torch.add)
-                found[each.name] = merge(ours, theirs.to(ours.device))
-            else:
-                found[each.name] = ours + theirs
+            theirs = theirs.to(ours.device) if isinstance(ours, Tensor) else theirs
+            found[each.name] = None if ours is None or theirs is None else ours + theirs
         found["input_amax"] = max(self.input_amax, other.input_amax)
         return type(self)(**found)
 
@@ -196,7 +184,7 @@ class Stats:
             if STATISTICS[name]["rotate"] is not None
         }
         if self.hessian is not None:
-            found["block_hessian"] = diagonal_blocks(found["hessian"])
+            found["block_hessian"] = kernels.diagonal_blocks(found["hessian"])
         return Stats(tokens=self.tokens, input_amax=self.input_amax * math.sqrt(rotation), **found)
 
 
@@ -240,7 +228,7 @@ class ExpertInputs(Stats):
 
 def _both(hessian: Tensor) -> dict[str, Tensor]:
     """Return a Hessian with its blocks."""
-    return {"hessian": hessian, "block_hessian": diagonal_blocks(hessian)}
+    return {"hessian": hessian, "block_hessian": kernels.diagonal_blocks(hessian)}
 
 
 def squared_errors(weight: Tensor, state: QuantState, stats: Stats | None = None) -> list[float]:
@@ -287,12 +275,12 @@ def output_energies(rows: Tensor, stats: Stats) -> Tensor:
     """Return float64 [B], tr V H V^T for each V of float32 rows [B, R, K], as Hessians tell it."""
     if stats.hessian is not None:
         hessian = stats.hessian.to(rows.device)
-        with ieee_products():
+        with kernels.ieee_products():
             return ((rows @ hessian) * rows).sum((1, 2), dtype=torch.float64)
     assert stats.block_hessian is not None, "the caller has a Hessian"
     hessian = stats.block_hessian.to(rows.device, torch.float64)
-    padding = len(hessian) * HESSIAN_BLOCK - rows.shape[-1]
+    padding = len(hessian) * kernels.HESSIAN_BLOCK - rows.shape[-1]
     padded = torch.nn.functional.pad(rows, (0, padding)).double()
-    blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
+    blocks = padded.flatten(0, 1).view(-1, len(hessian), kernels.HESSIAN_BLOCK).transpose(0, 1)
     energy = (blocks @ hessian * blocks).sum((0, 2))
     return energy.view(len(rows), -1).sum(1)

@@ -18,7 +18,7 @@ from ..ops.checks import require_dense
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # Context managers around the reading of a layer's state, given the layer, the state dict and the
-# prefix of its names. Rooms that know other libraries add one (checkpoint/savers.py).
+# prefix of its names. Rooms that know other libraries add one (checkpoint/model_layers.py).
 AROUND_STATE: list[Callable[[PackedLinear, dict[str, Any], str], AbstractContextManager[None]]] = []
 
 # The key in a pickled layer of the dtypes of its packed buffers.

@@ -16,7 +16,7 @@ from .plan import (
     require_layers,
     scale_groups,
 )
-from .quantize import pack_layer, stored_amax
+from .quantize import pack_layer, survey
 from .recipe import Recipe
 from .replace import attach_observers, quantizes_input, remove_observers, share_inputs
 from .scan import LinearLayer, caller_of

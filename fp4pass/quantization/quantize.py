@@ -307,13 +307,9 @@ def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) ->
     return method.target(weight, stats(), options)
 
 
-def stored_amax(layer: LayerPlan) -> list[float]:
-    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
-    return [amax for amax, _ in survey(layer)]
-
-
 def survey(layer: LayerPlan) -> list[tuple[float, bool]]:
-    """Return the amax of each stored matrix, and whether `may_be_exact`. Raises for NaN."""
+    """Return the amax of each stored matrix, and whether `may_be_exact`."""
+    # Raises for NaN, in the bias too.
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(

@@ -27,15 +27,8 @@ from ..nn.packed_linear import swap_class
 from ..record import state
 from ..record.config import LinearConfig
 from .functional import dequantize as dequantize_tensor
+from .observers import observer as observing
 from .observers.kv_cache import drop_cache, unobserve_cache
-from .observers.observer import (
-    OBSERVERS,
-    Observer,
-    feed,
-    is_observer_hook,
-    observe_stacks,
-    shared_observer,
-)
 from .observers.visible_tokens import unwatch_tokens, watch_tokens
 from .scan import LinearLayer, parents, peft_of, refuse_merge
 
@@ -60,17 +53,17 @@ def attach_observers(
     # A hook observes a module that is called, a node the input of a weight that a graph reads.
     use_slow_paths(model)
     needs = tuple(sorted(needs))
-    observe_stacks((layer.module for layer in layers), needs)
+    observing.observe_stacks((layer.module for layer in layers), needs)
     columns = {layer.module: layer.columns for layer in layers if not layer.stage}
     holders = list(columns)
     chosen = set(holders)
     for holder in holders:
-        holder.__dict__.setdefault(OBSERVERS, [])
+        holder.__dict__.setdefault(observing.OBSERVERS, [])
     if isinstance(model, fx.GraphModule):
         rewrite.insert_observers(
             model.graph,
             lambda linear: not linear.called and linear.holder in chosen,
-            lambda group: shared_observer(
+            lambda group: observing.shared_observer(
                 [linear.holder for linear in group], needs, columns[group[0].holder]
             ),
         )
@@ -79,9 +72,11 @@ def attach_observers(
         chosen -= {linear.holder for linear in linears if not linear.called}
         chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
     for holder in holders:
-        if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
-            observer = Observer(needs, columns[holder])
-            holder.__dict__[OBSERVERS].append(observer)
+        if holder in chosen and not any(
+            map(observing.is_observer_hook, holder._forward_pre_hooks.values())
+        ):
+            observer = observing.Observer(needs, columns[holder])
+            holder.__dict__[observing.OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
     share_inputs(model, chosen, parents(model))
     watch_tokens(model)
@@ -93,15 +88,17 @@ def remove_observers(model: nn.Module) -> None:
     """Take all observers out of a model and its graph."""
     unwatch_tokens(model)
     for module in model.modules():
-        module.__dict__.pop(OBSERVERS, None)
+        module.__dict__.pop(observing.OBSERVERS, None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if is_observer_hook(hook) or hook is feed:
+            if observing.is_observer_hook(hook) or hook is observing.feed:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     if not isinstance(model, fx.GraphModule):
         return
     for node in list(model.graph.nodes):
-        if node.op == "call_module" and isinstance(model.get_submodule(node.target), Observer):
+        if node.op == "call_module" and isinstance(
+            model.get_submodule(node.target), observing.Observer
+        ):
             model.graph.erase_node(node)
             model.delete_submodule(node.target)
     model.recompile()

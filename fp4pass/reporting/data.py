@@ -1,4 +1,4 @@
-"""Gather the numbers of a report: all that the page shows is in them, and in its JSON."""
+"""Gather all numbers of the page and the JSON of a report, and compare with a float model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint import save
+from ..checkpoint import save, source_files
 from ..checkpoint.float_models import open_float_source
-from ..checkpoint.layouts import WEIGHTS, PackedLayer
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..checkpoint.source_files import find_shards, read_tensor, require_float, tensor_facts
+from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint, with_layers
 from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, expected
 from ..methods.search import scale_counts
-from ..nn.linear import KINDS, PACKED, SCALE
+from ..nn.experts import QUANTIZED, QuantizedExpertStack, weight_name
+from ..nn.linear import KINDS, PACKED, SCALE, QuantizedLinear
 from ..quantization.recipe import recorded
 from ..record.rows import Report, Row, tensor_core_note
 from ..record.state import unwrap
-from .compare import relative_error
 from .text import ERRORS, finite, mean
 
 Facts = dict[str, Any]
@@ -57,7 +56,8 @@ class Contents:
     @staticmethod
     def of(folder: str | os.PathLike[str]) -> Contents:
         """Open a folder."""
-        stored = open_checkpoint(folder).as_in_model()
+        stored = open_checkpoint(folder)
+        stored = stored.with_names(with_layers(stored.said("renamed")))
         report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
         rows = {row.name: row for row in report.rows}
         parts = {n: [p.name for p in each] for n, each in stored.stacks.items() if n in rows}
@@ -85,14 +85,16 @@ class Contents:
             for layer in stored.layers
             for part, disk in stored.names(layer).items()
         }
-        facts = tensor_facts({stored.on_disk.get(n, n): at for n, at in stored.files.items()})
+        facts = source_files.tensor_facts(
+            {stored.on_disk.get(n, n): at for n, at in stored.files.items()}
+        )
         skipped = {row.name for row in self.rows if row.skip_reason}
         found: dict[str, Facts] = {}
         for name in stored.files:
             shape, dtype = facts[stored.on_disk.get(name, name)]
             kind = kinds.get(name) or _dense_kind(name, len(shape), skipped)
             size = found.setdefault(kind, {"kind": kind, "bytes": 0, "parameters": 0})
-            size["bytes"] += _tensor_bytes(shape, dtype)
+            size["bytes"] += source_files.bytes_of(shape, dtype)
             size["parameters"] += 0 if name in kinds else math.prod(shape)
         if CODES in found:
             found[CODES]["parameters"] = sum(math.prod(x.shape) for x in self.layers.values())
@@ -111,12 +113,6 @@ class Contents:
             math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
             for layer in self.layers.values()
         )
-
-
-def _tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a tensor of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return math.prod(shape) * (int(width[0]) if width else 8) // 8
 
 
 def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
@@ -154,9 +150,11 @@ class FloatModel:
             raise CheckpointError(expected("reference", wanted, str(folder)))
         made = open_float_source(str(folder))
         if made is None:
-            require_float(folder)
-        files = find_shards(folder, WEIGHTS)
-        size = sum(_tensor_bytes(*facts) for facts in tensor_facts(files).values())
+            source_files.require_float(folder)
+        files = source_files.find_shards(folder, WEIGHTS)
+        size = sum(
+            source_files.bytes_of(*facts) for facts in source_files.tensor_facts(files).values()
+        )
         held = {**files, **({} if made is None else made.weights())}
         return FloatModel(name or str(source), size, held, on_disk)
 
@@ -168,7 +166,9 @@ class FloatModel:
         if name is None:
             return None
         found = self.tensors[name]
-        found = read_tensor(self.tensors, name) if isinstance(found, Path) else found[...].detach()
+        if isinstance(found, Path):
+            ((_, found),) = source_files.read_tensors({name: found})
+        found = found[...].detach()
         if tuple(found.shape) != packed.dense_shape:
             wanted = f"shape {packed.dense_shape}"
             raise CheckpointError(
@@ -420,3 +420,65 @@ def _unknown(
         ),
     }
     return [line for line, is_missing in lines.items() if is_missing]
+
+
+# Of weight errors that were summed in another order, relative.
+_ROUNDING = 1e-6
+
+
+def relative_error(original: Tensor, other: Tensor) -> float:
+    """Return |A - B| / |A|, 0 for equal tensors and infinity for a difference from zeros."""
+    difference = original.float() - other.to(original.device).float()
+    size = original.float().norm(dtype=torch.float64).item()
+    error = difference.norm(dtype=torch.float64).item()
+    return error / size if size else (math.inf if error else 0.0)
+
+
+@torch.no_grad()
+def compare(
+    stored: CheckpointReader, model: nn.Module, reference: nn.Module, max_error: float
+) -> tuple[dict[str, float], int, dict[str, str]]:
+    """Compare every tensor of a packed model, loaded of a folder, with a float model's."""
+    # Returns the errors of layers, the number of other tensors, and what is wrong by its name.
+    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+    reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
+    originals = dict(reference.named_parameters(remove_duplicate=False))
+    packed = {n: each for n, each in model.named_modules() if isinstance(each, QUANTIZED)}
+    errors, wrong = dict[str, float](), dict[str, str]()
+    for name, module in track(packed.items(), "compare", unit="layers"):
+        weight, shape = originals.get(weight_name(name, module)), tuple(module.weight.shape)
+        if not isinstance(weight, Tensor) or tuple(weight.shape) != shape:
+            there = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
+            wrong[name] = f"is a weight of {shape}, the reference has {there} there"
+            continue
+        error = errors[name] = _weight_error(weight, module)
+        wanted = reported.get(name)
+        if wanted is not None and not abs(error - wanted) <= _ROUNDING * wanted:
+            wrong[name] = f"has a weight error of {error:.6f}, not {wanted:.6f}"
+        elif not error <= max_error:
+            wrong[name] = f"has a weight error of {error:.3f}, above {max_error}"
+    layers = {*packed, *stored.layers}
+    parts = {f"{layer}.{part}" for layer in layers for part in (*BUFFERS, "weight")} | layers
+    ours, theirs = (
+        {name: t.detach().cpu() for name, t in each.state_dict().items() if name not in parts}
+        for each in (model, reference)
+    )
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        holder = "the checkpoint" if name in ours else "the reference"
+        wrong.setdefault(name, f"is in {holder} only")
+    both = sorted(ours.keys() & theirs.keys())
+    for name in both:
+        bits = [each.to(ours[name].dtype).contiguous() for each in (ours[name], theirs[name])]
+        mine, other = (each.flatten().view(torch.uint8) for each in bits)
+        if ours[name].shape != theirs[name].shape or not torch.equal(mine, other):
+            wrong[name] = "is not the reference's tensor, bit by bit"
+    return errors, len(both), wrong
+
+
+def _weight_error(weight: Tensor, module: QuantizedLinear | QuantizedExpertStack) -> float:
+    """Return the error of a packed weight, before it is rotated back and rounded to its dtype."""
+    rows = module.from_parameter(weight)
+    if not module.config.rotation:
+        return relative_error(rows, module.from_parameter(module.weight))
+    kept = torch.cat(list(map(module.config.stored, module.unstacked(rows))))
+    return relative_error(kept, module.stored_weight(torch.float32).flatten(0, -2))

@@ -307,7 +307,7 @@ def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.M
     def stop(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    for module, name in (("checkpoint.saving", "CheckpointWriter"), ("cli.evaluate", "measure")):
+    for module, name in (("checkpoint.saving", "CheckpointWriter"), ("cli.folders", "measure")):
         # A package may export a function under the name of its module.
         monkeypatch.setattr(sys.modules[f"fp4pass.{module}"], name, stop)
     for command in (

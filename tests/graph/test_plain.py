@@ -14,7 +14,7 @@ from torch import fx
 
 import fp4pass
 from fp4pass.errors import TraceError
-from fp4pass.graph.plain import write_plain
+from fp4pass.graph.export import write_plain
 
 pytest.importorskip("transformers")
 ROOT = TINY.parents[1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, ROWS, WEIGHTS
 from kernel_cases import KEYS, cases, covering, formats, seeded
+from search_definitions import gptq_naive
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -29,7 +30,6 @@ from fp4pass.kernels.search.joint_reference import (
     regular,
     solve,
 )
-from fp4pass.kernels.search.naive import gptq_naive
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.naive import diagonal_blocks
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from blocks import ALL, HESSIANS, ROWS, WEIGHTS, check_optimal, spectrum
 from kernel_cases import DEVICE, GPU, KEYS, codes_at, covering, formats, gpu, quiet, seeded
+from search_definitions import search_naive
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
-from fp4pass.kernels.search.naive import search_naive
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_stack_triton, search_triton
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.elements import Record
-from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
+from ..common.tiles import PTX, cdiv, launch, rounded, wait
 from ..quantize.triton import narrow
 from .naive import COUNTERS, Cache, NewTokens
 
@@ -109,7 +109,7 @@ def attend(q: Tensor, new: NewTokens | None, cache: Cache) -> Tensor:
     attention_kernel[(sizes.splits, pairs)](
         q, cache._replace(mask=plain_mask(mask)), new, sums, tops, out, strides,
         *of_mask, 2 if len(span) > 1 else 0, size, groups, queries, count,
-        SIZES=sizes, num_warps=_WARPS, **overlapping(q.device, True), **LAUNCH,
+        SIZES=sizes, num_warps=_WARPS, **launch(q.device, True),
     )  # fmt: skip
     return out
 
@@ -372,7 +372,7 @@ def attention_span_triton(mask: Tensor) -> tuple[Tensor, Tensor]:
     counters = mask.new_empty(COUNTERS, dtype=torch.int32)
     attention_span_kernel[(batch,)](
         plain_mask(mask), span, counters, *mask.stride(), heads, queries, size, COUNTERS=COUNTERS,
-        LINE=_LINE, num_warps=8, **overlapping(mask.device, False), **LAUNCH,
+        LINE=_LINE, num_warps=8, **launch(mask.device),
     )  # fmt: skip
     return span, counters
 

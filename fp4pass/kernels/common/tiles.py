@@ -56,18 +56,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
-    """Return the arguments to launch a kernel that begins with `wait`, maybe before its turn."""
+def launch(device: torch.device, releases: bool = False) -> dict[str, bool]:
+    """Return `LAUNCH`, for a kernel that begins with `wait`, maybe before its turn."""
     # From sm_90 on a kernel can be launched while the one before it runs.
     if capability(device)[0] < 9:
-        return {"OVERLAP": False, "RELEASES": False}
-    return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
-
-
-@lru_cache(maxsize=64)
-def launch(device: torch.device, releases: bool = False) -> dict[str, bool]:
-    """Return `LAUNCH` and `overlapping`."""
-    return LAUNCH | overlapping(device, releases)
+        return {**LAUNCH, "OVERLAP": False, "RELEASES": False}
+    return {**LAUNCH, "OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ..common import tiles as common
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import LARGE, InputRows, arrange_words, arranged, offset, small_scales
 from ..linear.matmul_triton import few_rows_sums, finish, halves, padded_columns, rows_sums
-from ..linear.tiling import Tiles, shared_memory_of
+from ..linear.tiling import Tiles, fitted, shared_memory_of
 from ..quantize.tiles import load_global_scale, quantize_block, store_block, word_count
 from ..quantize.triton import activate
 from .naive import Gate, experts_linear_quantized_ref, experts_linear_ref, experts_mixture_ref
@@ -62,25 +62,8 @@ def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> 
         tiles = ExpertTiles(64, 128, 8, 4, 4, rest=32, rows_stay=True)
     else:
         tiles = ExpertTiles(128, 128, 8, 4, 3, rest=32, rows_stay=True)
-    return _fitted(tiles, terms, shared_memory)
-
-
-def _fitted(tiles: ExpertTiles, terms: int, shared_memory: int) -> ExpertTiles:
-    """Return tiles like these whose loads fit into the bytes that a program can have."""
-    while tiles.stages * _bytes(tiles, terms) > shared_memory:
-        if tiles.stages > 2:
-            tiles = replace(tiles, stages=tiles.stages - 1)
-        elif tiles.words > 16:
-            tiles = replace(tiles, words=16, stages=3)
-        else:
-            rest = min(tiles.rest, tiles.m // 4)
-            tiles = replace(tiles, m=tiles.m // 2, rest=rest, stages=3)
-    return tiles
-
-
-def _bytes(tiles: ExpertTiles, terms: int) -> int:
-    """Return the bytes of the loads of a step."""
-    return tiles.words * (16 * terms * tiles.m + 5 * tiles.n)
+    tiles = fitted(tiles, terms, shared_memory)
+    return replace(tiles, rest=min(tiles.rest, tiles.m // 2))
 
 
 def experts_linear_triton(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format) -> Tensor:
@@ -171,8 +154,8 @@ def launch(
     sizes = (tokens if shared else tokens * fan, experts, n)
     options = dict(
         FAN=fan if shared else 1, K=2 * words, FMT=fmt, TERMS=terms, TILES=tiles, GATE=gate,
-        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages, **common.LAUNCH,
-        **common.overlapping(out.device, tiles.releases),
+        GROUP=group, num_warps=tiles.warps, num_stages=tiles.stages,
+        **common.launch(out.device, tiles.releases),
     )  # fmt: skip
     if routing is None:
         grid = (tokens * fan, columns)
@@ -254,8 +237,7 @@ def mix(
     y = x.new_empty((tokens * fan, out.shape[1]))
     launch(h, None, down_weight, y, ids, routing, False, 1, fmt, two)
     sum_pairs_kernel[(tokens, common.cdiv(out.shape[1], _BLOCK))](
-        y, weights, out, out.shape[1], FAN=fan, BLOCK=_BLOCK,
-        **common.LAUNCH, **common.overlapping(out.device, False),
+        y, weights, out, out.shape[1], FAN=fan, BLOCK=_BLOCK, **common.launch(out.device),
     )  # fmt: skip
 
 
@@ -271,7 +253,7 @@ def sum_products(
     summed_pairs_kernel[(tokens, common.cdiv(n, _ROWS))](
         h, stored, out, ids, weights, tokens * fan, experts, n, FAN=fan, K=2 * words, FMT=fmt,
         TILES=Tiles(8, _ROWS, _WORDS, warps, stages), num_warps=warps, num_stages=stages,
-        **common.LAUNCH, **common.overlapping(out.device, False),
+        **common.launch(out.device),
     )  # fmt: skip
 
 
@@ -613,7 +595,7 @@ def route(
         ids, order, tiles, pairs, experts, words, out, count, K=columns, FMT=fmt,
         DTYPE=None if x is None else common.DTYPES[x.dtype], GROUP=group, WORDS=32 * warps,
         ROWS=rows, BLOCK=block, WAYS=_WAYS, STEPS=min(2, common.cdiv(pairs, block)),
-        num_warps=warps, **common.LAUNCH, **common.overlapping(ids.device, True),
+        num_warps=warps, **common.launch(ids.device, True),
     )  # fmt: skip
     return (order, tiles), out
 

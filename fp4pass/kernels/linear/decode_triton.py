@@ -52,7 +52,7 @@ def arranged(
 ) -> Tensor:  # fmt: skip
     """Return x in bfloat16 terms, its columns sorted to follow decoded codes: [terms, m, K]."""
     # group: words whose columns are sorted by their place in a word; zeros fill the last group.
-    # releases: as `overlapping` takes it. zeros: int32, set to 0 in the same launch.
+    # releases: as `launch` takes it. zeros: int32, set to 0 in the same launch.
     # tile: of one term, room is left for whole tiles of so many rows.
     words = kit.cdiv(k // 8, group) * group
     padded = kit.cdiv(m, tile) * tile

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat.triton import gluon
+from ..._compat.torch import gluon
 from ...core.formats import Format
 from ...core.packing import PackedWeight
 from ..common import tiles as kit

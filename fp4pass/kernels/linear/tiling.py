@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,6 +51,9 @@ class Tiles(Record):
     in_gluon: bool = False
 
 
+_Tiles = TypeVar("_Tiles", bound=Tiles)
+
+
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     """Return whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
     if m <= _FUSED[dtype] or dtype != torch.bfloat16 or m > 256:
@@ -61,6 +64,7 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     return (rounds < 1 or rounds % 1 > 0.5) and fmt.scale.mantissa_bits > 0
 
 
+@lru_cache(maxsize=1024)
 def config(
     m: int, n: int, k: int, terms: int, shared_memory: int,
     together: int | None = None, step: int = 0,
@@ -103,21 +107,25 @@ def config(
     rows = min(128, max(8, 1 << (m - 1).bit_length()))
     while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
         rows //= 2
-    words = 32 if rows <= 32 else 16
-    stages = 4 if rows == 64 else 3
-    while stages * words * (16 * terms * rows + 5 * 64) > shared_memory:
-        if stages > 2:
-            stages -= 1
-        elif words > 16:
-            words, stages = 16, 3
-        else:
-            rows, stages = rows // 2, 3
-    parts = 1
+    tiles = Tiles(rows, 64, 32 if rows <= 32 else 16, 4, 4 if rows == 64 else 3)
+    tiles, parts = fitted(tiles, terms, shared_memory), 1
     if m <= 64:
-        programs = cdiv(n, 64) * cdiv(m, rows)
-        while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
+        programs = cdiv(n, 64) * cdiv(m, tiles.m)
+        while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * tiles.words * parts:
             parts *= 2
-    return Tiles(rows, 64, words, 4, stages, parts, releases=m <= 16 or 32 < m <= 64)
+    return replace(tiles, parts=parts, releases=m <= 16 or 32 < m <= 64)
+
+
+def fitted(tiles: _Tiles, terms: int, shared_memory: int) -> _Tiles:
+    """Return tiles like these whose loads fit into the bytes that a program can have."""
+    while tiles.stages * tiles.words * (16 * terms * tiles.m + 5 * tiles.n) > shared_memory:
+        if tiles.stages > 2:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+        elif tiles.words > 16:
+            tiles = replace(tiles, words=16, stages=3)
+        else:
+            tiles = replace(tiles, m=tiles.m // 2, stages=3)
+    return tiles
 
 
 def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:

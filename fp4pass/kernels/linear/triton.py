@@ -23,17 +23,10 @@ from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..norm.naive import sums_of_squares
 from ..norm.triton import rms_norm_triton
+from . import gluon_triton as gluon
 from . import tiling
 from .decode_triton import InputRows, arranged, offset
 from .fp8_weights_triton import linear_fp8_weights
-from .gluon_triton import (
-    counters,
-    in_words,
-    multiply_wide,
-    one_row_kernel,
-    runs_wide,
-    step_of_warps,
-)
 from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
 from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
@@ -62,16 +55,16 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
     if uses_fp8(compute, rows):
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
-    if x.dtype == torch.bfloat16 and runs_wide(k, x.device):
+    if x.dtype == torch.bfloat16 and gluon.runs_wide(k, x.device):
         if tiles := tiling.wide_config(rows, n, k, fmt):
             # Where programs are few, starting early took longer.
             early = n > 8192 and tiles.parts == 1
-            weight, finished = in_words(weight), counters(rows, n, tiles, x.device)
+            weight, finished = gluon.in_words(weight), gluon.counters(rows, n, tiles, x.device)
             x_sorted = arranged(
                 InputRows.of_numbers(x), rows, k, tiles.words, fmt, early, finished, tiles.m
             )[0]
             y = x.new_empty((rows, n))
-            multiply_wide(x_sorted, None, weight, finished, y, fmt, tiles)
+            gluon.multiply_wide(x_sorted, None, weight, finished, y, fmt, tiles)
             return y.view(*x.shape[:-1], n)
     if not fuses(rows, n, x.dtype, fmt):
         dense = dequantize_triton(*weight[:3], fmt, x.dtype)
@@ -130,7 +123,7 @@ def linear_group_triton(
     if fmt.element.bits == 8 or x.dtype not in TERMS:
         return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
     if around.residual is not None:
-        step = step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt)
+        step = gluon.step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt)
         if not step:
             return linear_group_ref(x, weights, fmt, compute, around, linear=linear_triton)
         n = len(weights[0].packed)
@@ -181,7 +174,7 @@ def linear_group_triton(
 
 def multiplies_row(x: Tensor, fmt: Format) -> bool:
     """Return whether products of x are by the kernel for one row, with what is around them."""
-    return bool(step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt))
+    return bool(gluon.step_of_warps(x, x.dtype, x.numel() // x.shape[-1], x.shape[-1], fmt))
 
 
 def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
@@ -219,7 +212,7 @@ def group_tiles(
         return None
     terms = 1 if dtype is None else TERMS[dtype]
     shared_memory = shared_memory_of(x.device)
-    step = step_of_warps(x, dtype, m, k, fmt)
+    step = gluon.step_of_warps(x, dtype, m, k, fmt)
     first, *rest = (config(m, n, k, terms, shared_memory, sum(sizes), step) for n in sizes)
     return first if first.warps_share and all(each == first for each in rest) else None
 
@@ -232,7 +225,7 @@ def multiply(
         return out
     n, k = weight.packed.shape[0], 2 * weight.packed.shape[1]
     m = out.numel() // n
-    step = step_of_warps(out, x.dtype, m, k, fmt)
+    step = gluon.step_of_warps(out, x.dtype, m, k, fmt)
     tiles = tiles or config(m, n, k, x.terms, shared_memory_of(out.device), step=step)
     if tiles.warps_share:
         multiply_few(x, [weight], [out], fmt, tiles)
@@ -278,7 +271,7 @@ def multiply_few(
         None if bias[0] is None else bias,
     )
     if tiles.in_gluon:
-        one_row_kernel[(programs,)](
+        gluon.one_row_kernel[(programs,)](
             rows, around.norm, stored, around.residual, tuple(out), squares, sizes, tuple(starts),
             K=k, FMT=fmt, TILES=tiles, ACTIVATION=around.gate, num_warps=tiles.warps,
             **kit.launch(rows.device, tiles.releases),

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..._compat.triton import barrier_of_threads, tile_loader
+from ..._compat.torch import barrier_of_threads, tile_loader
 from ..common import tiles as kit
 from ..compute_fp8 import operands_triton as fp8
 from .decode_triton import offset, scale_assembly, wide_assembly

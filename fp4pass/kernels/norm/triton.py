@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.tiles import DTYPES, LAUNCH, overlapping, rounded, wait
+from ..common.tiles import DTYPES, launch, rounded, wait
 from .naive import WIDEST, add_rms_norm_ref, rms_norm_ref
 
 
@@ -42,7 +42,7 @@ def _launch(
         rms_norm_kernel[(rows,)](
             x.contiguous(), None if residual is None else residual.contiguous(),
             weight.contiguous(), total, out, eps, K=k, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16), **LAUNCH, **overlapping(x.device, False),
+            num_warps=min(max(block // 512, 1), 16), **launch(x.device),
         )  # fmt: skip
     return total, out
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._compat.torch import process_group
-from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
+from ..common.tiles import DTYPES, cdiv, launch, wait
 from ..norm.naive import SQUARES, sums_of_squares
 from .naive import LARGEST, all_reduce_add_ref, all_reduce_ref
 
@@ -93,7 +93,7 @@ def reduce(
         out.view(-1).view(torch.int32), None if residual is None else squares,
         *(memory.addresses, memory.calls, words, memory.rank),
         *(size, memory.words.numel() // size // 2, DTYPES[x.dtype], maximum, WORDS),
-        SQUARES * x.element_size() // 4, num_warps=4, **LAUNCH, **overlapping(x.device, True),
+        SQUARES * x.element_size() // 4, num_warps=4, **launch(x.device, True),
     )  # fmt: skip
     return out, squares
 

@@ -10,14 +10,7 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import empty_blocks
 from ..common import tiles
-from ..quantize.tiles import (
-    candidate_byte,
-    candidates,
-    competes,
-    input_byte,
-    load_global_scale,
-    signed_code,
-)
+from ..quantize import tiles as quantizing
 from ..search.triton import normalization
 from .naive import rotate_ref
 
@@ -78,7 +71,7 @@ def _rotate_quantize_kernel(
 ):  # fmt: skip
     """Rotate and quantize; a row is one rotated block of columns."""
     BLOCKS: tl.constexpr = ROTATION // FMT.block
-    global_scale = load_global_scale(stored, FMT)
+    global_scale = quantizing.load_global_scale(stored, FMT)
     signs = hadamard(ROTATION, x.dtype.element_ty)
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -123,14 +116,14 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
     bits = tl.max(tiles.bits_of(x) & 0x7FFFFFFF, axis=2)
     finite = bits < 0x7F800000
     amax = tiles.float_of(tl.where(finite, bits, 0))
-    byte, quotient, vanishes = input_byte(amax, global_scale, FMT)
+    byte, quotient, vanishes = quantizing.input_byte(amax, global_scale, FMT)
     if SEARCHES:
         byte = near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT)
         vanishes = ~finite
     else:
         vanishes = vanishes | ~finite
     step = tiles.scale_value(byte, SCALE) * global_scale
-    codes = signed_code(x, tl.math.div_rn(x, step[:, :, None]), FMT)
+    codes = quantizing.signed_code(x, tl.math.div_rn(x, step[:, :, None]), FMT)
     codes = tl.where(vanishes[:, :, None], 0, codes)
     return tl.where(finite, byte, SCALE.nan), codes
 
@@ -145,8 +138,8 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
     x = tl.abs(x) * first[:, :, None] * second[:, :, None]
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = byte
-    for i in tl.static_range(candidates(SCALE)):
-        candidate = candidate_byte(byte, quotient, FMT, i)
+    for i in tl.static_range(quantizing.candidates(SCALE)):
+        candidate = quantizing.candidate_byte(byte, quotient, FMT, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
         step = tl.minimum(
             tl.maximum(tiles.scale_value(candidate, SCALE) * unit, tiles.power(-100)), 1.0
@@ -154,7 +147,7 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
         code = tiles.round_to_codes(x * tiles.reciprocal(step)[:, :, None], ELEMENT)
         rest = tl.fma(tiles.code_value(code, ELEMENT), -step[:, :, None], x)
         error = tl.sum(rest * rest, axis=2)
-        better = (error < least) & competes(candidate, quotient, SCALE, i)
+        better = (error < least) & quantizing.competes(candidate, quotient, SCALE, i)
         least = tl.where(better, error, least)
         best = tl.where(better, candidate, best)
     return best

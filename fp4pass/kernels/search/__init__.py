@@ -1,6 +1,6 @@
 """Scales and codes of a weight [N, K] that minimize an error: three operators.
 
-naive.py has the definitions. Of each block, with r = w - q:
+Of each block, with r = w - q (the definitions are in tests/lib/search_definitions.py):
 `search` finds the scale of least |r|^2 ("sse") or r^T H r ("hessian") over all scales of the
 format, or the naive one, and rounds codes to nearest (reference.py, triton.py).
 `joint` improves scale and codes together by r^T H r; no block gets worse (joint_reference.py,

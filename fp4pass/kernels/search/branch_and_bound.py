@@ -23,16 +23,7 @@ from ...core.elements import scale_table
 from ...core.formats import Format
 from ...core.packing import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_
-from .joint_reference import (
-    as_blocks,
-    block_hessians,
-    dequantized,
-    from_blocks,
-    losses,
-    normalize,
-    regular,
-    upper_factor,
-)
+from . import joint_reference
 
 # Losses this close are equal: above the rounding of float64, below any difference that matters.
 _TOLERANCE = 1e-9
@@ -60,16 +51,20 @@ def prove(
     # hessian: [ceil(K / 32), 32, 32]; eigenvalues count as blocks.regular makes them. budget: nodes
     # to visit for each block. Returns codes, scale bits, and float64 [N, K / block] each the loss
     # r^T H r and a bound: no scale and codes lose less.
-    metric, size = regular(block_hessians(hessian, weight.shape[1], fmt.block))
+    metric, size = joint_reference.regular(
+        joint_reference.block_hessians(hessian, weight.shape[1], fmt.block)
+    )
     codes, scale = unpack_codes(packed, fmt.element.bits), scale.clone()
     loss = torch.empty(scale.shape, dtype=torch.float64, device=weight.device)
     bound = torch.empty_like(loss)
     for start in range(0, len(weight), max(1, _BLOCKS // len(metric))):
         here = slice(start, start + max(1, _BLOCKS // len(metric)))
-        x = as_blocks(weight[here].to(torch.float32), fmt.block)
-        old, byte = as_blocks(codes[here], fmt.block), scale[here].t().long()
-        known = losses(x.double() - dequantized(old, byte, global_scale, fmt), metric)
-        x, unit = normalize(x, global_scale, fmt, 1)
+        x = joint_reference.as_blocks(weight[here].to(torch.float32), fmt.block)
+        old, byte = joint_reference.as_blocks(codes[here], fmt.block), scale[here].t().long()
+        known = joint_reference.losses(
+            x.double() - joint_reference.dequantized(old, byte, global_scale, fmt), metric
+        )
+        x, unit = joint_reference.normalize(x, global_scale, fmt, 1)
         unit = unit[:, 0]
         back = (global_scale / unit.double()).square()
         which = torch.arange(len(metric), device=x.device).unsqueeze(1).expand_as(byte)
@@ -81,7 +76,7 @@ def prove(
         # A zero keeps the sign of its element.
         values = torch.where(values == 0, torch.zeros_like(x).copysign(x), values.float())
         new = round_to_codes_(values.contiguous(), fmt.element)
-        codes[here] = from_blocks(torch.where(better.unsqueeze(1), new, old))
+        codes[here] = joint_reference.from_blocks(torch.where(better.unsqueeze(1), new, old))
         scale[here] = byte.t().to(torch.uint8)
         back = torch.where(size > 0, size, 1.0) * back
         loss[here] = (found.loss.view_as(byte) * back).t()
@@ -145,7 +140,7 @@ class _Metrics:
         order = _search_order(hessian)
         index = order.unsqueeze(2).expand(-1, -1, hessian.shape[-1])
         ordered = hessian.gather(1, index).gather(2, index.mT)
-        factor = upper_factor(ordered)
+        factor = joint_reference.upper_factor(ordered)
         diagonal = factor.diagonal(dim1=1, dim2=2)
         inverse = torch.linalg.inv(ordered).diagonal(dim1=1, dim2=2)
         coefficients = (factor / diagonal.unsqueeze(1)).mT.tril(-1)

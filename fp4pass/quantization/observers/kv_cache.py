@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers_cache import (
-    cached_attention,
-    generate_as_before,
-    generate_with,
-    make_cache,
-    watch,
-)
+from ..._compat import transformers_cache as caches
 from ...distributed import ranks
 from ...errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
 from ...nn.kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
@@ -34,7 +28,7 @@ _SEEN = "_fp4pass_keys_and_values"
 def observe_cache(root: nn.Module, name: str) -> None:
     """Put observers on the keys and values that attention modules write. Raises OptionError."""
     get_cache_format(name)
-    for module in cached_attention(root).values():
+    for module in caches.cached_attention(root).values():
         if _SEEN not in module.__dict__:
             module.__dict__[_SEEN] = {}
             module.register_forward_pre_hook(_observe, with_kwargs=True)
@@ -57,7 +51,7 @@ def _observe(
             before = seen.get(name)
             seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
 
-    return args, watch(module, kwargs, note)
+    return args, caches.watch(module, kwargs, note)
 
 
 def unobserve_cache(root: nn.Module) -> None:
@@ -74,7 +68,7 @@ def unobserve_cache(root: nn.Module) -> None:
 def require_cache_statistics(root: nn.Module, name: str) -> None:
     """Raise an error for attention whose keys were not seen, or fit no block of the format."""
     fmt = get_cache_format(name)
-    for path, module in cached_attention(root).items():
+    for path, module in caches.cached_attention(root).items():
         seen = module.__dict__[_SEEN]
         if not seen and ranks().size == 1:
             raise _unseen(path)
@@ -94,7 +88,7 @@ def _unseen(path: str) -> CalibrationError:
 def settle_cache(root: nn.Module, name: str) -> None:
     """Give attention modules the scales of what was observed, and take the observers out."""
     fmt = get_cache_format(name)
-    for path, module in cached_attention(root).items():
+    for path, module in caches.cached_attention(root).items():
         found = ranks().gather({key: each[0].cpu() for key, each in module.__dict__[_SEEN].items()})
         for kind, key in zip(_KINDS, fmt.scales, strict=True):
             parts = [each[kind] for each in found if kind in each]
@@ -108,15 +102,15 @@ def settle_cache(root: nn.Module, name: str) -> None:
 def enable_cache(root: nn.Module, recipe: Mapping[str, Any]) -> None:
     """Have `generate` use the cache that a recipe names, if it names one."""
     if recipe.get(KV_CACHE) is not None:
-        generate_with(root, quantized_cache)
+        caches.generate_with(root, quantized_cache)
 
 
 def drop_cache(root: nn.Module) -> None:
     """Undo `enable_cache`, and drop the scales of a converted model's cache."""
     fmt = cache_format_of(root)
     if fmt is not None:
-        generate_as_before(root)
-        for module in cached_attention(root).values():
+        caches.generate_as_before(root)
+        for module in caches.cached_attention(root).values():
             for key in fmt.scales:
                 delattr(module, key)
 
@@ -124,7 +118,7 @@ def drop_cache(root: nn.Module) -> None:
 def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Give attention modules room for the scales that a checkpoint has. Raises OptionError."""
     fmt = get_cache_format(name)
-    for path, module in cached_attention(root).items():
+    for path, module in caches.cached_attention(root).items():
         for key in fmt.scales:
             scale = tensors.get(f"{path}.{key}", torch.zeros(()))
             fits = scale.is_floating_point() and scale.ndim == (3 if fmt.per_head else 1)
@@ -173,6 +167,6 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
         )
     if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
         raise OptionError(expected("max_cache_len", "a positive number, or None", max_cache_len))
-    modules: Any = cached_attention(root).values()
+    modules: Any = caches.cached_attention(root).values()
     codecs = [[CacheCodec(fmt, getattr(each, key)) for key in fmt.scales] for each in modules]
-    return make_cache([(keys, values) for keys, values in codecs], max_cache_len)
+    return caches.make_cache([(keys, values) for keys, values in codecs], max_cache_len)

@@ -1,4 +1,4 @@
-"""Search by the definitions, for any format: slow, and the first file to read.
+"""Search by the definitions, for any format: slow, and what kernels/search is compared with.
 
 The error of a block w with the metric H is r^T H r, r = w - q. `search_naive` tries every scale;
 reference.py finds the same scales with fewer. `gptq_naive` is optimal brain surgery in blocks;
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.elements import element_table, scale_table
-from ...core.formats import Format
-from ..common.rounding import round_to_codes_
+from fp4pass.core.elements import element_table, scale_table
+from fp4pass.core.formats import Format
+from fp4pass.kernels.common.rounding import round_to_codes_
 
 
 def search_naive(
