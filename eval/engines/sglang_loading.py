@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from eval.engines.vllm_loading import Case, compared, measure, words_of, written
 
 # What SGLang imports for GPUs, images and tokenizers.
-_REPLACED = ("torchvision", "sentencepiece", "sgl_kernel", "vllm")
+_REPLACED = ("torchvision", "sentencepiece", "sgl_kernel", "vllm", "IPython")
 
 # Errors of methods that look for a GPU.
 _OF_GPUS = ("Current platform does not support", "'<=' not supported")
@@ -85,8 +85,8 @@ def row(case: Case, folder: Path) -> dict[str, Any]:
         return found | {"outcome": outcome, "error": words}
 
 
-def loaded(folder: Path) -> dict[str, Any]:
-    """Return what SGLang holds of a folder. Raises what it raises."""
+def model_of(folder: Path) -> tuple[Any, Any]:
+    """Return SGLang's model of a folder, with its weights, and its config."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -115,6 +115,12 @@ def loaded(folder: Path) -> dict[str, Any]:
     with set_default_torch_dtype(torch.bfloat16):
         model = loader._initialize_model(model_config, load_config, declared)
     model.load_weights(loader.DefaultModelLoader(load_config)._get_all_weights(model_config, model))
+    return model, model_config
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """Return what SGLang holds of a folder. Raises what it raises."""
+    model, model_config = model_of(folder)
     held = {
         # As vLLM has it.
         name.replace(".experts.w", ".experts.routed_experts.w"): tensor.detach().clone()

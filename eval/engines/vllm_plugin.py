@@ -26,7 +26,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,11 +156,13 @@ def shares(layer: Any, of: Any, rank: int, size: int) -> tuple[Any, slice]:
     return weight._replace(packed=packed, scale=scale), slice(None)
 
 
-def compare(model: nn.Module, folder: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """Compare parameters and outputs of the layers that the plugin multiplies."""
+def compare(
+    layers: Mapping[str, Any], folder: Path, rank: int = 0, size: int = 1
+) -> dict[str, Any]:
+    """Compare parameters and outputs of layers, by their names in an engine."""
     loaded, tensors = fp4pass.load(folder), load_file(folder / "model.safetensors")
     wrong: dict[str, list[str]] = {"parameters": [], "outputs": [], "compiled": []}
-    for name, layer in multiplied(model).items():
+    for name, layer in layers.items():
         parts = map(loaded.get_submodule, parts_of(name))
         found = [(each, *shares(layer, each, rank, size)) for each in parts]
         stored = [tensors[key] for key in global_scales(name) if key in tensors]
@@ -213,7 +215,7 @@ def row(case: Case, folder: Path) -> dict[str, Any]:
     if config.model_config.quantization != "fp4pass":
         return found
     found["multiplied"] = f"{own.fp4pass['taken']} of {own.fp4pass['linear']}"
-    return found | compare(model, folder)
+    return found | compare(multiplied(model), folder)
 
 
 def of_process(rank: int, folder: str, file: str, answers: Any) -> None:
@@ -221,8 +223,8 @@ def of_process(rank: int, folder: str, file: str, answers: Any) -> None:
     logging.disable(logging.WARNING)
     start(rank, 2, file)
     model, _ = load_model(Path(folder))
-    found = compare(model, Path(folder), rank, 2)
-    answers.put((rank, {"multiplied": len(multiplied(model))} | found))
+    layers = multiplied(model)
+    answers.put((rank, {"multiplied": len(layers)} | compare(layers, Path(folder), rank, 2)))
 
 
 def in_two(case: Case, folder: Path) -> dict[str, Any]:
@@ -244,6 +246,12 @@ def in_two(case: Case, folder: Path) -> dict[str, Any]:
 
 def another_scale(case: Case, folder: Path) -> dict[str, Any]:
     """Return what vLLM makes of a folder after parts of joined layers got another scale."""
+    change_scales(folder)
+    return row(case, folder)
+
+
+def change_scales(folder: Path) -> None:
+    """Give k_proj and up_proj of a folder another global scale."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     ends = tuple(
@@ -256,7 +264,6 @@ def another_scale(case: Case, folder: Path) -> dict[str, Any]:
     save_file(tensors, path, {"format": "pt"})
     # It has the checksums.
     (folder / "fp4pass.json").unlink()
-    return row(case, folder)
 
 
 def main() -> None:
