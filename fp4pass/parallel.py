@@ -117,8 +117,10 @@ def with_shared_scale(
     weight: StoredWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
 ) -> StoredWeight:
     """Return buffers with one dynamic scale, or one a token, for the inputs of all processes."""
-    fmt = config.format
-    of_tokens = fmt.has_float_scale and fmt.block == WHOLE and not config.weight_only
+    fmt = config.input_format
+    if fmt is None:
+        return weight
+    of_tokens = fmt.has_float_scale and fmt.block == WHOLE
     is_of_tokens = of_tokens and weight.input_global_scale is None
     if not is_of_tokens and not linear.needs_dynamic_scale(weight, config):
         return weight
@@ -204,7 +206,8 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
         # Tiles have one scale, which is in every process where all share it.
         fmt, is_column = config.format, kind is ColumnLinear
         rotation = (config.output_rotation if is_column else config.rotation) or 1
-        tile = (fmt.rows if is_column else fmt.block) or 1
+        of_inputs = (config.input_format or fmt).block or 1
+        tile = (fmt.rows or 1) if is_column else math.lcm(fmt.block or 1, of_inputs)
         unit = math.lcm(tile, rotation)
         rotated = f" rotated by {rotation}" if rotation > 1 else ""
         why = f"the block of {fmt.key}{rotated}" if tile > 1 else "the rotation"

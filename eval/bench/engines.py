@@ -8,11 +8,11 @@ for the number of rows. Marlin is imported from vLLM. One that is not there is n
 under `contenders`. All multiply the same codes and scales; a weight is repacked for each of them
 before the clock starts. Before it is timed, an output must be that of float32 products with the
 dequantized weight, on at most 64 rows: `error` is relative, in Frobenius norms. W4A8: inputs in
-E4M3, a factor for each row, rounded within the time or, if `given`, before; fp4pass rounds from 64
-rows on. The time: a CUDA graph of at least 24 calls that goes around copies of the weight, so that
-L2 holds none (eval/bench/harness.py); of several rounds over all of them, the median. --ahead
-compiles and compares first, in a process for each shape and format: whoever breaks CUDA there is
-left out, as nothing can be measured after it.
+E4M3, a factor for each row, rounded within the time or, if `given`, before. The time: a CUDA graph
+of at least 24 calls that goes around copies of the weight, so that L2 holds none
+(eval/bench/harness.py); of several rounds over all of them, the median. --ahead compiles and
+compares first, in a process for each shape and format: whoever breaks CUDA there is left out, as
+nothing can be measured after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from eval.bench.kernels import LINEAR_SHAPES, Stored, inputs_for, shape_of
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
 from fp4pass import ops
-from fp4pass.kernels.compute_fp8.naive import quantize_rows_ref, uses_fp8
+from fp4pass.kernels.compute_fp8.naive import quantize_rows_ref
 
 TOKENS = (1, 4, 16, 64, 256, 2048)
 FORMATS = ("nvfp4", "mxfp4")
@@ -75,11 +75,6 @@ class Contender:
     kind: str
     make: Callable[[Stored, Sequence[int]], list[Linear]]  # for every copy of a weight
     given: bool = False  # the product takes E4M3 rows and their factors
-    least: int = 0  # rows from which it rounds inputs
-
-    def rounds(self, tokens: int) -> bool:
-        """Return whether it multiplies inputs in E4M3."""
-        return self.kind == "w4a8" and tokens >= self.least
 
 
 def main() -> None:
@@ -151,10 +146,25 @@ def reason(error: Exception) -> str:
 # ---- contenders -------------------------------------------------------------------------------
 
 
-def ours(stored: Stored, tokens: Sequence[int], compute: str = "input") -> list[Linear]:
+def ours(stored: Stored, tokens: Sequence[int]) -> list[Linear]:
     """The operator that converted layers call."""
     key = stored.fmt.key
-    return [lambda x, c=c: ops.linear(x, *c, None, key, compute) for c in stored.copies]
+    return [lambda x, c=c: ops.linear(x, *c, None, key) for c in stored.copies]
+
+
+def ours_in_fp8(stored: Stored, tokens: Sequence[int], given: bool = False) -> list[Linear]:
+    """The operators that layers in mxfp4a8 call."""
+    options = (None, stored.fmt.key, 0, "input", "fp8")
+    # Of a quantized input only the dtype is read.
+    of_dtype = torch.empty(0, dtype=torch.bfloat16, device=stored.copies[0][0].device)
+
+    def product(x: Tensor, codes: Tensor, factors: Tensor, weight: Sequence[Any]) -> Tensor:
+        codes = codes.view(torch.uint8)
+        return ops.linear_quantized(x, codes, factors, None, *weight, *options)
+
+    if given:
+        return [lambda x, by, c=c: product(of_dtype, x, by, c) for c in stored.copies]
+    return [lambda x, c=c: product(x, *ops.quantize(x, None, "fp8"), c) for c in stored.copies]
 
 
 def of_humming(
@@ -240,12 +250,11 @@ CONTENDERS = (
     Contender(OURS, "w4a16", ours),
     Contender(HUMMING, "w4a16", of_humming),
     Contender(MARLIN, "w4a16", of_marlin),
-    Contender(OURS, "w4a8", partial(ours, compute="fp8"), least=64),
+    Contender(OURS, "w4a8", ours_in_fp8),
+    Contender(OURS, "w4a8", partial(ours_in_fp8, given=True), given=True),
     Contender(HUMMING, "w4a8", partial(of_humming, fp8=True)),
     Contender(HUMMING, "w4a8", partial(of_humming, fp8=True, given=True), given=True),
 )
-assert uses_fp8("fp8", 64) and not uses_fp8("fp8", 63)
-
 
 # ---- measuring --------------------------------------------------------------------------------
 
@@ -319,7 +328,7 @@ def one_of(
     contender = timed.contender
     inputs: tuple[Tensor, ...] = (x,)
     read = x[some].float()
-    if contender is not None and contender.rounds(tokens):
+    if contender is not None and contender.kind == "w4a8":
         values, factors = quantize_rows_ref(x)
         read = values[some].float() * factors[some, None]
         inputs = (values, factors[:, None]) if contender.given else inputs

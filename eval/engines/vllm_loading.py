@@ -155,6 +155,12 @@ CASES = (
     Case(_MO, "nvfp4", "fp8", calibrated=True),
     Case(_MO, "nvfp4", "fp8_tensor", calibrated=True),
     Case(_MO, "nvfp4a16", "mxfp8"),
+    # Inputs in FP8 of weights in 4 bits.
+    Case(_CT, "mxfp4a8"),
+    Case(_CT, "mxfp4a8_block"),
+    Case(_CT, "mxfp4a8", "fp8"),
+    Case(_MO, "mxfp4a8_tensor", calibrated=True),
+    Case("quark", "mxfp4a8_tensor", calibrated=True),
     # A packed head.
     Case(_CT, "fp8", head=True),
     Case(_CT, "nvfp4a16", "fp8", head=True),
@@ -265,7 +271,7 @@ def written(case: Case, folder: Path) -> dict[str, Any]:
     """Write a case into a folder, and return the beginning of its row."""
     write(case, folder)
     layers = fp4pass.checkpoint.open_checkpoint(folder).layers.values()
-    formats = sorted({each.fmt.key for each in layers})
+    formats = sorted({e.config.scheme if e.config.inputs else e.fmt.key for e in layers})
     return {"layout": case.layout, "case": case.name, "model": case.model, "formats": formats}
 
 

@@ -36,6 +36,7 @@ SCHEMES = {
 }
 # Results of recovery.py, and what of them is shown.
 TASKS = "recovery-"
+IN_FP8 = "fp8-inputs-"
 METRICS = (
     ("blimp_local", "acc"),
     ("next_local", "acc_norm"),
@@ -49,16 +50,19 @@ def main() -> None:
     read = {path.stem: json.loads(path.read_text("utf-8")) for path in args.results.glob("*.json")}
     found = {name: each for name, each in read.items() if not name.endswith("-cpu")}
     tasks = {name: found.pop(name) for name in list(found) if name.startswith(TASKS)}
+    in_fp8 = [found.pop(name) for name in list(found) if name.startswith(IN_FP8)]
     found = dict(sorted(found.items(), key=lambda item: -item[1]["parameters"]))
-    (args.docs / "real-model.md").write_text(page(found, tasks.values()), encoding="utf-8")
+    (args.docs / "real-model.md").write_text(page(found, in_fp8, tasks.values()), encoding="utf-8")
     draw(found, args.docs / "real-model.png")
 
 
-def page(found: Mapping[str, Found], tasks: Iterable[Found]) -> str:
+def page(found: Mapping[str, Found], in_fp8: Iterable[Found], tasks: Iterable[Found]) -> str:
     """Return the page in Markdown."""
     parts = [INTRODUCTION.read_text("utf-8").strip(), "", "![KL by seconds](real-model.png)", ""]
     for each in found.values():
         parts += section(each)
+    for each in in_fp8:
+        parts += [f"## {each['model']}: inputs in FP8\n", by_inputs(each), *origin(each)]
     for each in tasks:
         parts += recovery(each)
     return "\n".join(parts).rstrip() + "\n"
@@ -137,6 +141,12 @@ def main_table(found: Found, rows: Sequence[Row]) -> str:
 def by_scheme(found: Found, rows: Sequence[Row]) -> str:
     """Return KL on both texts of each recipe in each scheme."""
     return crossed(found, rows, "scheme", list(SCHEMES))
+
+
+def by_inputs(found: Found) -> str:
+    """Return KL of weights alone, and with inputs in FP8."""
+    rows = of_grid(found, "fp8_inputs")
+    return crossed(found, rows, "scheme", list(dict.fromkeys(row["scheme"] for row in rows)))
 
 
 def inputs(found: Found, rows: Sequence[Row]) -> str:

@@ -197,6 +197,24 @@ GRIDS["inputs"] = [
     for inputs in ("naive", "sse")
     for name, method in _INPUTS.items()
 ]
+# With inputs in FP8, beside weights alone; and what inputs in 4 bits gain by.
+_CROSS = {"name": "gptq", "target": "cross"}
+GRIDS["fp8_inputs"] = [
+    *(
+        Run(by=name, scheme=f"{fmt}{end}", method=method, tokens=1 << (12 if name == "sse" else 15))
+        for fmt in ("mxfp4", "nvfp4")
+        for name, method in (("sse", {"name": "sse"}), ("cross", _CROSS))
+        for end in ("a16", "a8", "a8_block", "a8_tensor")
+    ),
+    *(
+        Run(by=by, scheme=scheme, method={**_CROSS, **more}, smoothing=smoothing)
+        for scheme in ("mxfp4a8", "nvfp4a8")
+        for by, more, smoothing in (
+            ("cross, target damping 2", {"target_damping": 2.0}, 0.0),
+            ("cross, smoothed", {}, 0.5),
+        )
+    ),
+]
 # What tasks are measured of.
 GRIDS["recovery"] = _one(
     [

@@ -85,11 +85,11 @@ class OneCall:
         by_layers = not (device is None and stream is None)
         self.sequential = by_layers or cross or (recipe is not None and recipe.sequential)
         # For a scale of inputs that `save` needs.
-        scaled = any(not each.weight_only and each.format.has_input_scale for each in configs)
+        scaled = any(each.has_input_scale for each in configs)
         self.tokens = INPUT_TOKENS if scaled else 0
         if kv_cache is not None or any(each.needs for each in configs):
             self.tokens = max(INPUT_TOKENS, recipe.tokens if recipe is not None else 1 << 15)
-        is_smoothed = recipe is not None and not all(each.weight_only for each in configs)
+        is_smoothed = recipe is not None and any(each.has_own_inputs for each in configs)
         self.smoothing = recipe.smoothing if recipe is not None and is_smoothed else 0.0
         self.distilled = 0 if recipe is None else recipe.distilled
         is_graph = isinstance(root, fx.GraphModule)

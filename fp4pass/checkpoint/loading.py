@@ -323,7 +323,7 @@ class PackedFolder:
                 whole, joined = join_layers(name, pieces, records, whole, state)
                 self.layers[name] = whole
                 tensors |= joined
-                if whole.fmt.has_global_scale and not whole.config.weight_only:
+                if whole.has_input_scale and not whole.static_inputs:
                     missing += [n for n in records if join(n, INPUT_GLOBAL) not in state]
             if name in self.layers:
                 add_stacks([stack])

@@ -89,7 +89,8 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             static_inputs=(
                 # Inputs in FP8 have the one scale that is stored.
                 module._buffers.get(INPUT_GLOBAL) is not None
-                and not (row.config.weight_only or row.config.format.has_global_scale)
+                and (fmt := row.config.input_format) is not None
+                and not fmt.has_global_scale
             ),
         )
     return layers
@@ -147,7 +148,8 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
     """Raise CheckpointError for inputs that need a global scale and have no stored one."""
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
-        if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
+        fmt = layer.config.input_format
+        if fmt is not None and fmt.has_global_scale and dynamic:
             raise CheckpointError(
                 f"{name}: its input gets a global scale at each call, which {layer.fmt.key} has no "
                 "place for on disk. Calibrate before convert, or choose "

@@ -390,7 +390,7 @@ def _with_directions(reader: CheckpointReader) -> CheckpointReader:
         name: layer
         for layer, record in reader.layers.items()
         for part, name in reader.names(layer).items()
-        if part in (GLOBAL, INPUT_GLOBAL) and record.fmt.has_global_scale
+        if part in (GLOBAL, INPUT_GLOBAL) and record.format_of(part).has_global_scale
     }
     # One that is no power of two has no exact reciprocal.
     inexact = {

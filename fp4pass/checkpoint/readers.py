@@ -157,6 +157,8 @@ def _engine_problem(engine: str, layout: str, layers: Mapping[str, PackedLayer])
     in_blocks = {name: layer for name, layer in layers.items() if layer.fmt.rows > 1}
     for name, layer in layers.items():
         lacking = _NO_EXPERTS.get(layout.removesuffix("-hadamard"), ())
+        if _EXPERT.search(name) and layer.config.inputs is not None:
+            return f"experts in {layer.config.scheme} were not tested"
         if _EXPERT.search(name) and layer.scheme in lacking:
             return f"it has no method for experts in {layer.scheme} of this layout"
     for name, layer in in_blocks.items():
@@ -175,6 +177,7 @@ def _engine_problem(engine: str, layout: str, layers: Mapping[str, PackedLayer])
 class Reads(NamedTuple):
     """The formats that a program reads in one layout, and a remark for the page."""
 
+    # Keys, or schemes whose inputs have another format than the weights.
     formats: tuple[str, ...]
     remark: str = ""
 
@@ -182,11 +185,14 @@ class Reads(NamedTuple):
 _NO_LAYOUT = Reads((), "it does not support this layout")
 
 _FP4, _FP8 = ("nvfp4", "mxfp4"), ("fp8", "fp8_block", "fp8_tensor")
+_FP8_INPUTS = ("mxfp4a8", "mxfp4a8_block")
 
 # By the program, in the version that was tested, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.24 with compressed-tensors 0.20": {
-        "compressed-tensors": Reads((*_FP4, *_FP8, "mxfp8"), "dequantized; exceptions below"),
+        "compressed-tensors": Reads(
+            (*_FP4, *_FP8, "mxfp8", *_FP8_INPUTS), "dequantized; exceptions below"
+        ),
         "modelopt": _NO_LAYOUT,
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation: outputs are wrong"),
         "finegrained-fp8": Reads(("fp8_block", "fp8_tensor"), "dequantized without a GPU"),
@@ -195,13 +201,14 @@ READERS: dict[str, dict[str, Reads]] = {
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
-            (*_FP4, *_FP8, "mxfp8"), "it chooses whether to quantize inputs of mxfp4 and mxfp8"
+            (*_FP4, *_FP8, "mxfp8", *_FP8_INPUTS),
+            "it chooses whether to quantize inputs of mxfp4 and mxfp8",
         ),
         "modelopt": Reads(("nvfp4", *_FP8, "mxfp8"), "it quantizes the inputs of fp8_blocka16"),
         "compressed-tensors-hadamard": Reads((*_FP4, *_FP8, "mxfp8"), "without tensor parallelism"),
         "finegrained-fp8": Reads(("fp8_block",), "of fp8_tensor it looks for other names"),
         "gpt-oss": Reads((), "not tested"),
-        "quark": Reads(("mxfp4",)),
+        "quark": Reads(("mxfp4", "mxfp4a8_tensor")),
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4", *_FP8), "it refuses mxfp4 and mxfp8"),
@@ -250,7 +257,9 @@ def who_reads(
     writes_text = architecture.endswith("ForCausalLM")
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,), writes_text=writes_text)
-    formats = {layer.fmt.key for layer in layers.values()}
+    formats = {
+        layer.config.scheme if layer.config.inputs else layer.fmt.key for layer in layers.values()
+    }
     names, reasons = [_OWN], []
     for program, layouts in READERS.items():
         name, reads = program.split()[0], layouts.get(layout, _NO_LAYOUT)

@@ -28,7 +28,7 @@ from ..lab import merge as merge_adapters
 from ..quantization.recipe import Recipe
 from ..record.config import LinearConfig
 from ..record.rows import Report
-from ..record.schemes import get_quality
+from ..record.schemes import SCHEME_FIELDS, get_quality
 from ..record.schemes import schemes as known_schemes
 from ..record.state import report
 from ..reporting.data import Contents, layer_facts, summarize
@@ -176,7 +176,7 @@ def _read_budget(
         if schemes is not None:
             raise OptionError("--schemes is for --budget. Give one, or use --scheme.")
         return None
-    others = [given.flag(name) for name in ("fmt", "weight_only", "block") if name in options]
+    others = [given.flag(name) for name in SCHEME_FIELDS if name in options]
     others += ["a quality"] if quality is not None else []
     others += [f"{processes} processes"] if processes > 1 else []
     for each in filter(None, (*others, by_layers)):
@@ -202,17 +202,14 @@ def _allocate(
         data = None
         if not is_usual:
             data = calibration.batches(None, processor, model=model, batch_size=1, **numbers)
-    decided = ("fmt", "weight_only", "block", "quality", "kv_cache")
+    decided = (*SCHEME_FIELDS, "quality", "kv_cache")
     rest: Any = {name: each for name, each in recipe.arguments().items() if name not in decided}
     rest |= {"schemes": schemes, **limit}
     return allocate(model, data=data, tokenizer=processor, **rest)
 
 
 def _needs_text(recipe: Recipe) -> bool:
-    return any(
-        config.needs or (config.format.has_input_scale and not config.weight_only)
-        for config in recipe.configs()
-    )
+    return any(config.needs or config.has_input_scale for config in recipe.configs())
 
 
 def _require_writer(config: Any, source: str, processor: Any) -> None:

@@ -289,7 +289,7 @@ def _check_inputs(found: Folder, kept: Mapping[str, Statistics]) -> set[str]:
     else:
         odd = set()
         for name, scale in scales.items():
-            fmt = found.records[name].fmt
+            fmt = found.records[name].format_of(INPUT_GLOBAL)
             # Without block scales of inputs it is the scale of their elements.
             most = scale * fmt.element.max * (fmt.scale.max if fmt.has_global_scale else 1)
             if _is_odd(found, name, INPUT_GLOBAL, most, scale):

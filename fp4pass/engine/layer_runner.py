@@ -68,7 +68,7 @@ class Runner:
     def observe(self, layers: Sequence[LayerPlan]) -> Plan:
         """Return the layers with the statistics of their inputs in this layer as it is now."""
         kept: list[_Inputs] = []
-        if any(_is_viewed(layer) and layer.config.format.has_input_scale for layer in layers):
+        if any(_is_viewed(layer) and layer.config.has_input_scale for layer in layers):
             # Quantized inputs have the scale of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.stage]
@@ -224,10 +224,11 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
 def _quantized(x: Tensor, view: _View) -> Tensor:
     """Return an input as a converted layer multiplies it: quantized, and back in float32."""
     config, number = view
+    assert config.input_format is not None, "its inputs are quantized"
     rows = x.reshape(-1, x.shape[-1])
     stored = None if number is None else torch.tensor([number], device=x.device)
     quantized = quantize_input(rows, StoredWeight(None, None, None, stored), config)
-    dense = ops.dequantize(*quantized, config.format.key, torch.float32)
+    dense = ops.dequantize(*quantized, config.input_format.key, torch.float32)
     # The statistics are of inputs as the layer is called with them.
     return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)
 

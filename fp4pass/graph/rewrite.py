@@ -274,7 +274,7 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
     if not config.format.has_float_scale:
         scale = scale.view(torch.uint8)
     packed, global_scale = read(layers.PACKED), read(layers.GLOBAL)
-    input_global_scale = None if config.weight_only else read(layers.INPUT_GLOBAL)
+    input_global_scale = None if config.input_format is None else read(layers.INPUT_GLOBAL)
     weight = layers.StoredWeight(packed, scale, global_scale, input_global_scale)
     output: fx.Proxy = layers.quantized_linear(
         fx.Proxy(linear.source, tracer), weight, bias, config

@@ -28,7 +28,7 @@ from ..errors import require_number as require
 from ..evaluation import SUMS, bootstrap_intervals, fast_dtype, require_evaluating
 from ..methods import MethodChoice, Sse
 from ..quantization import LayerPlan, Recipe
-from ..record import LinearConfig, LinearOptions, Rule, Rules, Scheme, scheme_fields
+from ..record import SCHEME_FIELDS, LinearConfig, LinearOptions, Rule, Rules, Scheme, scheme_fields
 from . import divergence as kls
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _search(
             "leave layers as they are, or call convert for a single scheme."
         )
     for where, given in (("the options", options), *rules):
-        if beside := [name for name in ("fmt", "weight_only", "block") if name in (given or {})]:
+        if beside := [name for name in SCHEME_FIELDS if name in (given or {})]:
             raise OptionError(f"schemes decides {beside[0]}. Leave it out of {where}.")
     plans = {name: qn.plan_layers(root, LinearConfig(name, **options), rules) for name in fields}
     for plan in plans.values():
@@ -336,7 +336,7 @@ def _parts(
 
 
 def _needs_text(config: LinearConfig) -> bool:
-    return bool(config.needs or (not config.weight_only and config.format.has_global_scale))
+    return bool(config.needs or config.has_input_scale)
 
 
 @dataclass

@@ -165,10 +165,10 @@ class LatentLinear(Latent):
         """Return x W^T + bias [..., N] for x [..., K], both rounded, in x's dtype."""
         packed, x = self.packed, self.packed.checked_input(input)
         rows, dtype = self.rows(x), _product_dtype(x)
-        if not packed.config.weight_only:
+        if (fmt := packed.config.input_format) is not None:
             with torch.no_grad():
                 quantized = quantize_input(x, packed.packed_weight, packed.config)
-                other = ops.dequantize(*quantized, packed.config.format.key, x.dtype)
+                other = ops.dequantize(*quantized, fmt.key, x.dtype)
             rows = _Straight.apply(rows, other)
         bias = None if packed.bias is None else packed.bias.to(dtype)
         return F.linear(rows.to(dtype), self.weight(dtype), bias).to(x.dtype)
@@ -181,17 +181,16 @@ class LatentExperts(Latent):
         """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""
         x = self.packed.checked_input(x)
         rows, dtype = self.rows(x), _product_dtype(x)
-        if not self.packed.config.weight_only:
-            other = self._rounded(x, ids)
+        if (fmt := self.packed.config.input_format) is not None:
+            other = self._rounded(x, ids, fmt.key)
             rows = rows.unsqueeze(1).expand_as(other) if other.ndim > rows.ndim else rows
             rows = _Straight.apply(rows, other)
         bias = None if bias is None else bias.to(dtype)
         return ops.experts_dense(rows.to(dtype), ids, self.weight(dtype), bias).to(x.dtype)
 
     @torch.no_grad()
-    def _rounded(self, x: Tensor, ids: Tensor) -> Tensor:
+    def _rounded(self, x: Tensor, ids: Tensor, key: str) -> Tensor:
         """Return rounded inputs: [T, k, K] where each expert has a global scale."""
-        key = self.packed.config.format.key
         codes, scale, number = quantize_pairs(x, ids, self.packed.packed_weight, self.packed.config)
         if number is None or len(number) == 1:
             return ops.dequantize(codes, scale, number, key, x.dtype)

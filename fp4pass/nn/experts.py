@@ -72,7 +72,8 @@ def quantize_pairs(
     if scales is None or len(scales) == 1:
         return quantize_input(x, weight, config)
     rotated = ops.rotate(x, config.input_rotation) if config.input_rotation else x
-    key, method = config.format.key, config.activation_scales
+    assert config.input_format is not None, "the input is quantized"
+    key, method = config.input_format.key, config.activation_scales
     return *ops.experts_quantize(rotated, ids, scales, key, method), scales
 
 
@@ -188,14 +189,15 @@ class QuantizedExpertStack(PackedBlocks):
         weight = cut_rows(weight)
         stored = (weight.packed, weight.scale, weight.global_scale)
         key, rotation = config.format.key, config.input_rotation
-        if config.weight_only:
+        if config.input_format is None:
             rotated = ops.rotate(x, rotation) if rotation else x
             y = ops.experts_linear(rotated, ids, *stored, bias, key)
         else:
             quantized = quantize_pairs(x, ids, weight, config)
             # Of `rotated` the gradient is computed.
             rotated = ops.rotate(x, rotation) if rotation and x.requires_grad else x
-            y = ops.experts_linear_quantized(rotated, *quantized, ids, *stored, bias, key)
+            arguments = (rotated, *quantized, ids, *stored, bias, key)
+            y = ops.experts_linear_quantized(*arguments, *filter(None, [config.inputs]))
         return y if y.shape[-1] == shape[-1] else y.reshape(shape)
 
     def extra_repr(self) -> str:

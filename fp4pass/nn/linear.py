@@ -48,15 +48,16 @@ def _compute(name: str, compute: Callable[[], Any]) -> Any:
 
 def needs_dynamic_scale(weight: StoredWeight, config: LinearConfig) -> bool:
     """Return whether each input gets a global scale by its own amax."""
-    has_scale = config.weight_only or weight.input_global_scale is not None
-    return config.format.has_global_scale and not has_scale
+    fmt = config.input_format
+    return fmt is not None and fmt.has_global_scale and weight.input_global_scale is None
 
 
 def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
     """Return packed codes [..., P], scales [..., J] and global scale of an input or its proxy."""
     # The global scale is that of calibration if there is one; a float32 scale is in the scales.
-    key, rotation = config.format.key, config.input_rotation
-    global_scale = weight.input_global_scale
+    fmt, rotation = config.input_format, config.input_rotation
+    assert fmt is not None, "the input is quantized"
+    key, global_scale = fmt.key, weight.input_global_scale
     if needs_dynamic_scale(weight, config):
         global_scale = ops.dynamic_global_scale(ops.rotate(x, rotation) if rotation else x, key)
     if rotation:
@@ -65,7 +66,7 @@ def quantize_input(x: Any, weight: StoredWeight, config: LinearConfig) -> tuple[
         )
     else:
         packed, scale = ops.quantize(x, global_scale, key, config.activation_scales)
-    return packed, scale, global_scale if config.format.has_global_scale else None
+    return packed, scale, global_scale if fmt.has_global_scale else None
 
 
 def quantized_linear(
@@ -77,14 +78,13 @@ def quantized_linear(
     # "quantize".
     stored = (weight.packed, weight.scale, weight.global_scale)
     key, rotation = config.format.key, config.input_rotation
-    if config.weight_only:
+    if config.input_format is None:
         rotated = share("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
         return ops.call(ops.linear, rotated, *stored, bias, key, config.compute)
     packed, scale, global_scale = share("quantize", lambda: quantize_input(x, weight, config))
     activations = (x, packed, scale, global_scale)
-    return ops.call(
-        ops.linear_quantized, *activations, *stored, bias, key, rotation, config.compute
-    )
+    options = (rotation, config.compute, *filter(None, [config.inputs]))
+    return ops.call(ops.linear_quantized, *activations, *stored, bias, key, *options)
 
 
 # Forwards call functions, and methods by the name of their class. Of a layer's own methods

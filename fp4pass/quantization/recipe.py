@@ -137,7 +137,9 @@ def with_quality(config: LinearConfig, quality: str) -> LinearConfig:
     recipe = get_quality(quality)
     default = LinearConfig()
     before = {name: getattr(default, name) for name in recipe.decides}
-    return dataclasses.replace(config, **{**before, **recipe.options_for(bool(config.weight_only))})
+    return dataclasses.replace(
+        config, **{**before, **recipe.options_for(not config.has_own_inputs)}
+    )
 
 
 def require_undecided(quality: str, options: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK, headroom
 from ..methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
-from .schemes import DEFAULT, Scheme, expand_scheme, scheme_name
+from .schemes import DEFAULT, EIGHT_BITS, Scheme, expand_scheme, scheme_name
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -24,6 +24,7 @@ Rule = tuple[str, Mapping[str, Any] | None]
 # treatments of layers that calibration never reached.
 ActivationScales = Literal["naive", "sse"]
 Compute = Literal["input", "fp8"]
+Inputs = Literal["fp8", "fp8_block", "fp8_tensor"]
 Unreached = Literal["error", "skip", "sse"]
 InputRange = Literal["amax", "headroom"]
 
@@ -32,6 +33,7 @@ class LinearOptions(TypedDict, total=False):
     """The options of a linear layer as keywords, beside the scheme and the method."""
 
     weight_only: bool | None
+    inputs: Inputs | None
     block: int | None
     activation_scales: ActivationScales
     input_range: InputRange
@@ -80,6 +82,9 @@ class LinearConfig:
             if another library chose them. Kept as the options object.
         weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.
         block: elements that share a scale; None for the format's own. Kept as a number.
+        inputs: the format of the input of weights in 4 bits: "fp8" has a scale for each token,
+            "fp8_block" for 128 columns of it, "fp8_tensor" one that calibration finds; None for
+            the format of the weight.
         activation_scales: how the block scales of the input are chosen at each call; float32 ones
             are "naive".
         input_range: what the global scale of inputs reaches, of formats that have one: "amax" of
@@ -92,7 +97,7 @@ class LinearConfig:
             Hessian.
         compute: "fp8" rounds both operands of products of many rows to E4M3, for FP8 tensor cores;
             fewer rows, and weights that are E4M3, are computed as by "input", in the dtype of the
-            input.
+            input. Layers with `inputs` in FP8 are computed so by themselves.
         folded: the input comes rotated from the layer before it.
         output_rotation: rows of the weight that are rotated together, for a folded layer behind.
         multiplies: the stored global scales multiply (ModelOpt) instead of divide.
@@ -104,6 +109,8 @@ class LinearConfig:
         >>> config = fp4pass.LinearConfig("mxfp4a16", "sse", rotation=32)
         >>> config.block, config.scheme, config.options()["weight_only"]
         (32, 'mxfp4a16', True)
+        >>> fp4pass.LinearConfig("mxfp4a8").input_format.tile
+        'a row'
         >>> config.override({"fmt": "nvfp4"}).format.key
         'nvfp4'
         >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
@@ -115,11 +122,16 @@ class LinearConfig:
     fmt: str = _option(
         DEFAULT,
         "The scheme: nvfp4a16 or mxfp4a16 for weights in 4 bits, nvfp4 or mxfp4 for inputs too, "
-        "fp8 or fp8_block for 8 bits; docs/formats.md has the others.",
+        "mxfp4a8 for inputs in 8 bits, fp8 or fp8_block for both; docs/formats.md has the others.",
     )
     method: Any = _option("hessian", "How block scales are chosen.", METHODS)
     weight_only: bool | None = _option(None, "Leave inputs in floating point.")
     block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
+    inputs: Inputs | None = _option(
+        None,
+        "Format of inputs of weights in 4 bits; default: that of the weights.",
+        EIGHT_BITS.values(),
+    )
     activation_scales: ActivationScales = _option(
         "naive", "How block scales of quantized inputs are chosen.", get_args(ActivationScales)
     )
@@ -142,6 +154,8 @@ class LinearConfig:
     multiplies: bool = _option(False, "Stored global scales multiply.", option=False)
     # The record of `fmt` with this block, made once: forward asks for it.
     format: Format = field(init=False, repr=False, compare=False, default=FORMATS["nvfp4"])
+    # That of the input, None where it stays in floating point. All that asks about inputs asks it.
+    input_format: Format | None = field(init=False, repr=False, compare=False, default=None)
     # Layers with equal ones make the same of an input: all fields but those of the weight alone.
     input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
@@ -152,7 +166,9 @@ class LinearConfig:
                 raise OptionError(expected(name, "True or False", repr(value)))
         if self.fmt is None:
             raise OptionError(expected("fmt", "the name of a scheme", "None"))
-        scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
+        given = {name: getattr(self, name) for name in ("fmt", "weight_only", "inputs")}
+        scheme = expand_scheme(given)
+        inputs = None if scheme["weight_only"] else scheme.get("inputs")
         for name in ("rotation", "output_rotation"):
             size = getattr(self, name)
             if type(size) is not int or size not in ROTATIONS:
@@ -160,7 +176,9 @@ class LinearConfig:
                 raise OptionError(expected(name, f"one of {choices}", repr(size)))
         for each in OPTIONS:
             value, known = getattr(self, each.name), each.metadata["choices"]
-            if known and each.name not in ("method", "rotation") and value not in known:
+            if each.name in ("method", "rotation") or (each.name == "inputs" and value is None):
+                continue
+            if known and value not in known:
                 raise unknown_name(each.name, value, known)
         if self.expert_prior is not None:
             wanted = "a number from 0 on, or None"
@@ -169,10 +187,17 @@ class LinearConfig:
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
             fmt = fmt.with_multiplier()
+        if inputs is not None and fmt.element.bits != 4:
+            raise OptionError(
+                f"{as_option('inputs', inputs)} is for weights in 4 bits, got {fmt.name}. Leave it "
+                "out: its inputs are in its own format."
+            )
+        of_inputs = None if scheme["weight_only"] else get_format(inputs) if inputs else fmt
         settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
-        if fmt.has_float_scale:
+        settled |= {"inputs": inputs, "input_format": of_inputs}
+        if (of_inputs or fmt).has_float_scale:
             settled["activation_scales"] = "naive"
-        if fmt.element == FP8_E4M3:
+        if fmt.element == FP8_E4M3 or inputs is not None:
             settled["compute"] = "input"
         settled |= {"weight_only": bool(scheme["weight_only"]), "multiplies": fmt.multiplies}
         for name, value in settled.items():
@@ -210,8 +235,18 @@ class LinearConfig:
         # A rotation over more than one block of the Hessian needs the whole of it.
         if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
             needs = (*needs, "hessian")
-        is_scaled = self.format.has_global_scale and not self.weight_only
+        is_scaled = self.input_format is not None and self.input_format.has_global_scale
         return (*needs, "magnitudes") if is_scaled and self.input_range == "headroom" else needs
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether calibration finds a scale of the input."""
+        return self.input_format is not None and self.input_format.has_input_scale
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether inputs are in the format of the weights, so that they lose as much as these."""
+        return self.input_format is not None and self.inputs is None
 
     @property
     def input_rotation(self) -> int:
@@ -226,13 +261,13 @@ class LinearConfig:
     @property
     def scheme(self) -> str:
         """The name of the scheme, such as "nvfp4a16", with a block that is not the format's own."""
-        return scheme_name(self.format, bool(self.weight_only))
+        return scheme_name(self.format, bool(self.weight_only), self.inputs)
 
     @property
     def label(self) -> str:
         """The scheme, and the options that change its computation, in a few words."""
         words = [self.scheme]
-        if self.activation_scales != "naive" and not self.weight_only:
+        if self.activation_scales != "naive" and self.input_format is not None:
             words.append(f"input scales by {self.activation_scales}")
         if "magnitudes" in self.needs:
             words.append("inputs with headroom")
@@ -259,8 +294,11 @@ class LinearConfig:
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
         """Return a copy with other options; `fmt` brings its own block and `weight_only`."""
         check_options(options)
-        block = {"block": None} if "fmt" in options else {}
-        return dataclasses.replace(self, **{**block, **expand_scheme(options)})
+        own: dict[str, Any] = {"block": None, "inputs": None} if "fmt" in options else {}
+        # Either of them decides about inputs.
+        own |= {"weight_only": False} if options.get("inputs") is not None else {}
+        own |= {"inputs": None} if options.get("weight_only") else {}
+        return dataclasses.replace(self, **{**own, **expand_scheme(options)})
 
     def options(self) -> dict[str, Any]:
         """Return the options by name."""
@@ -291,7 +329,7 @@ def input_scale_for(config: LinearConfig, stats: Stats) -> float | None:
     amax = stats.input_amax * math.sqrt(config.rotation or 1)
     if amax and "magnitudes" in config.needs and stats.magnitudes is not None:
         amax = max(amax, headroom(stats.magnitudes))
-    return config.format.input_scale_for(amax)
+    return None if config.input_format is None else config.input_format.input_scale_for(amax)
 
 
 def check_options(options: Mapping[str, Any], where: str = "") -> None:

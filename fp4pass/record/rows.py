@@ -183,7 +183,7 @@ def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machi
     keys = {
         config.format.with_multiplier(False).key: None
         for config in configs
-        if not config.weight_only
+        if config.input_format == config.format
         and config.format.element == E2M1
         and config.format.scale in (E4M3, E8M0)
     }

@@ -19,10 +19,18 @@ Scheme = (
     | Literal["mxfp8", "mxfp8a16", "mxfp8_e5m2", "mxfp8_e5m2a16", "int8", "int8a16"]
     | Literal["mxfp6_e2m3", "mxfp6_e2m3a16", "mxfp6_e3m2", "mxfp6_e3m2a16"]
     | Literal["nvfp4_ue4m4", "nvfp4_ue4m4a16", "nvfp4_ue5m3", "nvfp4_ue5m3a16"]
+    | Literal["nvfp4a8", "nvfp4a8_block", "nvfp4a8_tensor"]
+    | Literal["mxfp4a8", "mxfp4a8_block", "mxfp4a8_tensor"]
 )
 
 # Inputs ("activations") stay in 16 bits.
 WEIGHTS_ONLY = "a16"
+
+# Inputs in 8 bits of weights in 4: the end of the scheme's name, and the format of inputs.
+EIGHT_BITS = {"a8": "fp8", "a8_block": "fp8_block", "a8_tensor": "fp8_tensor"}
+
+# The fields of `LinearConfig` that a scheme and its block decide.
+SCHEME_FIELDS = ("fmt", "weight_only", "inputs", "block")
 
 # Where none is named: it needs no FP4 tensor cores, and is the closest to the original.
 DEFAULT = "nvfp4a16"
@@ -37,6 +45,9 @@ def schemes() -> dict[str, dict[str, Any]]:
     for name in FORMATS:
         found[name] = {"fmt": name, "weight_only": False}
         found[name + WEIGHTS_ONLY] = {"fmt": name, "weight_only": True}
+    for name in ("nvfp4", "mxfp4"):
+        for end, inputs in EIGHT_BITS.items():
+            found[name + end] = {"fmt": name, "weight_only": False, "inputs": inputs}
     return found
 
 
@@ -72,15 +83,21 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
             f"quantizes them. Choose {scheme_name(fields['fmt'], weight_only=False)!r}, or leave "
             f"{both} out."
         )
+    if options.get("inputs") is not None and (options.get("weight_only") or fields["weight_only"]):
+        beside = as_option("inputs", options["inputs"])
+        raise OptionError(
+            f"{named('fmt')}: scheme {name!r} leaves inputs in floating point here, and {beside} "
+            "quantizes them. Leave one of them out."
+        )
     given = {key: value for key, value in options.items() if value is not None}
     return {**options, **fields, **given, "fmt": fields["fmt"]}
 
 
-def scheme_name(fmt: Format | str, weight_only: bool) -> str:
+def scheme_name(fmt: Format | str, weight_only: bool, inputs: str | None = None) -> str:
     """Return the name of the scheme with a format, or its key; another block follows it."""
     key = fmt if isinstance(fmt, str) else fmt.with_multiplier(False).key
     base, colon, block = key.partition(":")
-    fields = {"fmt": base, "weight_only": weight_only}
+    fields = {"fmt": base, "weight_only": weight_only} | ({"inputs": inputs} if inputs else {})
     return next(name for name, each in schemes().items() if each == fields) + colon + block
 
 
@@ -103,13 +120,13 @@ class Quality:
     """A recipe with a name."""
 
     options: Mapping[str, Any]  # the fields of `LinearConfig` that it decides
-    # Those that it decides where inputs are quantized.
+    # Those that it decides where inputs are in the format of the weights.
     input_options: Mapping[str, Any] = field(default_factory=dict)
     # In place of `options`, for layers that cannot be calibrated one after the other: stacks of
     # experts, and layers outside of the model's stacks.
     alone: Mapping[str, Any] = field(default_factory=dict)
     sequential: bool = False  # calibrate one layer at a time
-    smoothing: float = 0.0  # the strength of `fp4pass.smooth` where inputs are quantized
+    smoothing: float = 0.0  # the strength of `fp4pass.smooth` for such inputs
     tokens: int = 0  # of text where there is no data
     distilled: int = 0  # windows that `fp4pass.distill` trains on then
 
@@ -118,9 +135,9 @@ class Quality:
         """The fields of `LinearConfig` that nobody else may give."""
         return tuple({**self.options, **self.input_options})
 
-    def options_for(self, weight_only: bool) -> dict[str, Any]:
-        """Return the fields that it decides, for layers whose inputs are quantized or are not."""
-        return {**self.options, **({} if weight_only else self.input_options)}
+    def options_for(self, weights_alone: bool) -> dict[str, Any]:
+        """Return the fields that it decides, also for layers whose weights alone lose much."""
+        return {**self.options, **({} if weights_alone else self.input_options)}
 
 
 # As measured: docs/quality.md.

@@ -36,6 +36,9 @@ SCHEMES = {
     "mo-mxfp8": ("mxfp8", "mxfp8", (_CT, _MO)),
     "mo-mixed": ("fp8_tensor", "nvfp4", (_CT, _MO)),
     "finegrained": ("fp8_block", "fp8_block", (_CT, _FINE)),
+    "ct-w4a8": ("mxfp4a8", "mxfp4a8", (_CT,)),
+    "ct-w4a8-block": ("mxfp4a8_block", "mxfp4a8_block", (_CT,)),
+    "mo-w4a8": ("mxfp4a8_tensor", "mxfp4a8_tensor", (_MO,)),
 }
 IDS = torch.arange(48).view(2, 24)
 
@@ -76,7 +79,9 @@ def test_a_folder_is_read_to_the_bit(kind: str, folders: Any) -> None:
         else:
             assert torch.equal(reader.dense(name, torch.float32), weight)
             assert torch.equal(module.weight, weight.bfloat16())
-        static = kind in ("ct-tensor", "mo-tensor") or (kind == "mo-mixed" and "self" in name)
+        static = kind in ("ct-tensor", "mo-tensor", "mo-w4a8") or (
+            kind == "mo-mixed" and "self" in name
+        )
         assert reader.layers[name].static_inputs is static
         if static:
             assert torch.equal(module.input_global_scale, torch.tensor([3.0 / 448]))

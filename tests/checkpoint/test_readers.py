@@ -181,7 +181,10 @@ def table_of_readers() -> str:
         cells = []
         for each in READERS.values():
             reads = each[layout]
-            whole = set(reads.formats) == set(LAYOUTS[layout].formats)
+            held = {*LAYOUTS[layout].formats}
+            for fmt, inputs in LAYOUTS[layout].inputs.items():
+                held |= {LinearConfig(fmt, inputs=each).scheme for each in inputs}  # type: ignore[arg-type]
+            whole = set(reads.formats) == held
             no = "" if reads.remark == "not tested" else "no"
             words = "yes" if whole else ", ".join(reads.formats) or no
             cells.append("; ".join(filter(None, (words, reads.remark))))

@@ -220,6 +220,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "method": {"name": "naive"},
         "weight_only": False,
         "block": 16,
+        "inputs": None,
         "activation_scales": "naive",
         "input_range": "amax",
         "rotation": 0,

@@ -238,6 +238,7 @@ VALUES: dict[str, Any] = {
     "method": fp4pass.Naive(),
     "weight_only": False,
     "block": 32,
+    "inputs": "fp8",
     "activation_scales": "sse",
     "input_range": "headroom",
     "rotation": 64,

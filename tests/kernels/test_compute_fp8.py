@@ -270,7 +270,7 @@ needs_hopper = pytest.mark.skipif(
 
 TILES = [
     (64, 4, 128, 4), (64, 4, 64, 6, 2), (128, 4, 128, 4, 2), (128, 8, 64, 6),
-    (256, 8, 128, 3, 2), (256, 8, 64, 6), (256, 4, 64, 3),
+    (256, 8, 128, 3, 2), (256, 8, 64, 6), (256, 4, 64, 3, 2), (64, 4, 64, 3, 4),
 ]  # fmt: skip
 
 
@@ -317,8 +317,9 @@ def _compare(
     ("key", "m", "n", "k", "tiles"),
     [
         ("nvfp4", 64, 14336, 4096, wide_tiles(64, 4, 128, 4)),
-        ("nvfp4", 128, 4096, 14336, wide_tiles(128, 4, 128, 3, 4)),
-        ("mxfp4", 256, 9728, 2560, wide_tiles(256, 8, 64, 6)),
+        ("mxfp4", 48, 4096, 14336, wide_tiles(64, 4, 64, 3, 8)),
+        ("nvfp4", 128, 4096, 14336, wide_tiles(128, 4, 128, 3, 2)),
+        ("mxfp4", 256, 9728, 2560, wide_tiles(256, 4, 64, 3)),
         ("nvfp4", 512, 14336, 4096, wide_tiles(256, 8, 64, 6)),
         ("nvfp4", 513, 14336, 4096, None),
     ],
@@ -337,6 +338,7 @@ def test_tiles(key: str, m: int, n: int, k: int, tiles: Tiles | None) -> None:
         (512, 4096, 4096, None),
         (1024, 4096, 4096, wide_tiles(256, 8, 128, 3)),
         (64, 64, 256, wide_tiles(64, 4, 128, 4)),
+        (128, 14336, 4096, wide_tiles(128, 4, 128, 4)),
     ],
 )
 def test_tiles_of_fp8(m: int, n: int, k: int, tiles: Tiles | None) -> None:

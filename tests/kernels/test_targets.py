@@ -268,6 +268,11 @@ def _launch_fp8() -> None:
                 linear_triton(x, *weight, _empty(n, dtype=x.dtype), fmt, "fp8")
                 codes = _quantized(m, k, fmt)
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
+            for inputs in ("fp8", "fp8_block") if fmt == MXFP4 else ():
+                for m in (1, 24, 64):
+                    x = _empty(m, k, dtype=torch.bfloat16)
+                    rows = quantize_triton(x, None, get_format(inputs))
+                    linear_quantized_triton(x, *rows, None, *weight, None, fmt, 0, "input", inputs)
             expanded(x, PackedWeight(*weight), fmt)
             expanded(PackedInput(*codes), PackedWeight(*weight), fmt)
     for k in (2560, WIDEST):
@@ -295,6 +300,12 @@ def _launch_e4m3() -> None:
         norm_quantize_triton(x, x, row, None, "rms", 1e-6, None, fmt)
         norm_quantize_triton(x, None, row, row, "layer", 1e-6, None, fmt)
         activate_quantize_triton(x, x, "silu", None, fmt)
+        # Columns that fill no tile.
+        packed = _empty(96, 160, dtype=torch.uint8)
+        scale = _empty(*fmt.scale_shape(96, 160), dtype=fmt.scale.dtype)
+        x = _empty(64, 160, dtype=dtype)
+        codes = PackedInput(*quantize_triton(x, static, fmt), None)
+        linear_fp8_weights(x, codes, PackedWeight(packed, scale, None), fmt)
 
 
 def _launch_reductions(dtypes: Sequence[torch.dtype]) -> None:

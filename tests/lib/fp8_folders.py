@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import native
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -110,8 +111,9 @@ def make(
             tensors = _as_compressed_tensors(tensors, others)
             (folder / "hf_quant_config.json").unlink()
     for name in attention if mixed else names:
-        codes, scale, dense[name] = quantize(tensors[f"{name}.weight"])
-        tensors[f"{name}.weight"], tensors[f"{name}.{suffix}"] = codes, scale
+        codes, scale, dense[name] = quantize(tensors.pop(f"{name}.weight"))
+        packed = "_packed" if side is None and codes.dtype == torch.uint8 else ""
+        tensors[f"{name}.weight{packed}"], tensors[f"{name}.{suffix}"] = codes, scale
         if static:
             tensors[f"{name}.input_scale"] = torch.tensor([3.0 / 448])[0 if side else slice(1)]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -207,6 +209,8 @@ def _finegrained(tall: int = 128, wide: int = 128) -> Callable[..., dict[str, An
 
 
 _TOKEN = {"strategy": "token", "dynamic": True}
+_OF_128 = {"strategy": "group", "group_size": 128, "dynamic": True}
+_MXFP4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
 # By name: what quantizes, the name of its scales, whether inputs have a stored one, what declares
 # it, and what is in hf_quant_config.json.
@@ -219,7 +223,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
         "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor"}), None),
     "ct-block": (by_block, "weight_scale", False, _compressed_tensors(
         "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
-        {"strategy": "group", "group_size": 128, "dynamic": True}), None),
+        _OF_128), None),
     "ct-mxfp8": (by_group, "weight_scale", False, _compressed_tensors(
         "mxfp8-quantized", {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
         {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "dynamic": True}),
@@ -234,6 +238,12 @@ KINDS: dict[str, tuple[Callable[[Tensor], Fp8], str, bool, Callable[..., Any], A
     "mo-mxfp8": (by_group, "weight_scale", False, _modelopt("MXFP8"), _side),
     "mo-mixed": (by_tensor, "weight_scale", True, _modelopt_mixed, _side),
     "finegrained": (by_block, "weight_scale_inv", False, _finegrained(), None),
+    # Weights in 4 bits, and inputs in FP8.
+    "ct-w4a8": (native.mxfp4, "weight_scale", False, _compressed_tensors(
+        "mxfp4-pack-quantized", _MXFP4, _TOKEN), None),
+    "ct-w4a8-block": (native.mxfp4, "weight_scale", False, _compressed_tensors(
+        "mxfp4-pack-quantized", _MXFP4, _OF_128), None),
+    "mo-w4a8": (native.mxfp4, "weight_scale", True, _modelopt("W4A8_MXFP4_FP8"), _side),
 }  # fmt: skip
 
 # In blocks that are not read.

@@ -77,6 +77,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
         "method": fp4pass.Hessian(),
         "weight_only": True,
         "block": 16,
+        "inputs": None,
         "activation_scales": "naive",
         "input_range": "amax",
         "rotation": 0,

@@ -21,6 +21,7 @@ OTHER: dict[str, Any] = {
     "method": fp4pass.Naive(),
     "weight_only": True,
     "block": 32,
+    "inputs": "fp8",
     "activation_scales": "sse",
     "input_range": "headroom",
     "rotation": 32,
@@ -28,6 +29,11 @@ OTHER: dict[str, Any] = {
     "expert_prior": 4.0,
     "compute": "fp8",
 }
+
+
+def beside(name: str) -> dict[str, Any]:
+    """Options that another value of an option goes with."""
+    return {"method": "sse"} | ({"fmt": "nvfp4"} if name == "inputs" else {"weight_only": True})
 
 
 def model() -> nn.Module:
@@ -49,7 +55,7 @@ def test_an_unknown_option_has_a_nearest_one(call: Any) -> None:
 def test_an_option_goes_from_the_call_to_the_layer_and_back(name: str, tmp_path: Path) -> None:
     """By convert, a rule and a recipe, through the report, a checkpoint and plain values."""
     value = OTHER[name]
-    default = {"method": "sse"} if name == "fmt" else {"method": "sse", "weight_only": True}
+    default = beside(name)
     expected = LinearConfig(**{**default, name: value})
     assert getattr(expected, name) == value
     converted = fp4pass.convert(model(), **{**default, name: value})
@@ -69,7 +75,7 @@ def test_an_option_goes_from_the_call_to_the_layer_and_back(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_convert_takes_what_prepare_was_told(name: str) -> None:
-    options = {"method": "sse", "weight_only": True, **{name: OTHER[name]}}
+    options = {**beside(name), name: OTHER[name]}
     prepared = fp4pass.prepare(model(), **options)
     converted: Any = fp4pass.convert(prepared)
     assert converted[0].config == LinearConfig(**options)

@@ -15,10 +15,10 @@ import fp4pass
 from fp4pass import LinearConfig, Recipe
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import OptionError
-from fp4pass.record.schemes import scheme_name, schemes
+from fp4pass.record.schemes import EIGHT_BITS, scheme_name, schemes
 
 # Both ways, and two odd formats.
-SOME = ["nvfp4", "nvfp4a16", "mxfp6_e2m3a16", "fp8_block"]
+SOME = ["nvfp4", "nvfp4a16", "mxfp6_e2m3a16", "fp8_block", "mxfp4a8", "nvfp4a8_block"]
 
 BOTH_WAYS_OUT = (
     "scheme 'nvfp4a16' leaves inputs in floating point, and weight_only=False quantizes "
@@ -41,7 +41,9 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
 
 
 def test_every_format_has_two_schemes() -> None:
-    assert list(schemes()) == [name for fmt in FORMATS for name in (fmt, f"{fmt}a16")]
+    of_formats = [name for fmt in FORMATS for name in (fmt, f"{fmt}a16")]
+    in_fp8 = [f"{fmt}{end}" for fmt in ("nvfp4", "mxfp4") for end in EIGHT_BITS]
+    assert list(schemes()) == of_formats + in_fp8
     assert list(schemes())[:4] == ["nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16"]
 
 
@@ -90,6 +92,28 @@ def test_convert_takes_a_scheme(name: str) -> None:
     x = torch.randn(3, 64)
     dense = F.linear(x, model[0].weight, model[0].bias)
     assert torch.allclose(model[0](x), dense, atol=1e-6) is fields["weight_only"]
+
+
+def test_inputs_may_be_in_another_format_than_weights() -> None:
+    config = LinearConfig("mxfp4a8")
+    assert config.input_format is FORMATS["fp8"] and config.format is FORMATS["mxfp4"]
+    assert LinearConfig("mxfp4", inputs="fp8") == config
+    assert LinearConfig("mxfp4a8", inputs="fp8_block").scheme == "mxfp4a8_block"
+    assert LinearConfig("mxfp4a8:16").scheme == "mxfp4a8:16"
+    # One of them decides, and then the other does no more.
+    weights = LinearConfig("mxfp4a16")
+    assert weights.override({"inputs": "fp8"}) == config
+    assert config.override({"weight_only": True}) == weights
+    assert config.override({"fmt": "mxfp4"}).input_format is FORMATS["mxfp4"]
+    assert LinearConfig("mxfp4a8", weight_only=True) == weights
+    assert config.has_input_scale is False and LinearConfig("mxfp4a8_tensor").has_input_scale
+    for wrong in ({"fmt": "mxfp4a16"}, {"fmt": "mxfp4", "weight_only": True}):
+        with pytest.raises(OptionError, match=r"inputs='fp8' quantizes them"):
+            LinearConfig(**wrong, inputs="fp8")
+    with pytest.raises(OptionError, match="weights in 4 bits, got fp8_block"):
+        LinearConfig("fp8_block", inputs="fp8")
+    with pytest.raises(OptionError, match="inputs"):
+        LinearConfig("mxfp4", inputs="mxfp8")  # type: ignore[arg-type]
 
 
 def test_rules_take_a_scheme() -> None:

@@ -92,6 +92,7 @@ class Layout:
             one for `input_global_scale` inputs stay in floating point.
         native_parts: those that differ for codes that are numbers of a dtype of torch, as FP8.
         formats: keys of the formats that it holds.
+        inputs: other formats that inputs of weights in a format may have.
         multiplies: global scales are stored as multipliers [] rather than as divisors [1].
         stacks: it holds stacks of experts alone, which a model has as [E, K, N]. A part is a
             suffix of the name of the parameter, and codes are [E, N, K / block, bytes].
@@ -116,6 +117,7 @@ class Layout:
     parts: ClassVar[Mapping[str, str]] = dict(zip(BUFFERS, BUFFERS, strict=True))
     native_parts: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     multiplies: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
     engines: ClassVar[bool] = True
@@ -202,7 +204,7 @@ class Layout:
             return tensor if native is None else tensor.view(native)
         if part == SCALE:
             return tensor.reshape(self.scale_shapes(layer)[0]) if fmt.has_float_scale else tensor
-        if fmt.has_global_scale and self.multiplies != layer.config.multiplies:
+        if layer.format_of(part).has_global_scale and self.multiplies != layer.config.multiplies:
             tensor = 1 / tensor
         return tensor.reshape(()) if self.multiplies else tensor
 
@@ -215,7 +217,7 @@ class Layout:
         if part == SCALE:
             is_float = layer.fmt.has_float_scale
             return tensor.float().reshape(layer.scale_shape) if is_float else tensor
-        if layer.fmt.has_global_scale and self.multiplies != layer.config.multiplies:
+        if layer.format_of(part).has_global_scale and self.multiplies != layer.config.multiplies:
             tensor = 1 / tensor
         # Others may have it in bfloat16.
         return torch.atleast_1d(tensor.float())
@@ -280,9 +282,11 @@ class Layout:
         key = config.format.with_multiplier(False).key
         if config.is_rotated:
             return f"{key} with rotated weights"
-        if config.format.has_global_scale and not config.weight_only:
+        if config.input_format is not None and config.input_format.has_global_scale:
             if INPUT_GLOBAL not in self.parts:
                 return f"{key} with 4-bit inputs"
+        if config.inputs is not None:
+            return "" if config.inputs in self.inputs.get(key, ()) else config.scheme
         return "" if key in self.formats else key
 
     def problem(self, layer: PackedLayer) -> str:
@@ -436,7 +440,14 @@ def _read_layer(
         block = columns // max(blocks, 1)
     try:
         fmt = get_format(found.fmt, block)
-        config = LinearConfig(fmt.name, None, found.weight_only, fmt.block, rotation=found.rotation)
+        config = LinearConfig(
+            fmt.name,
+            None,
+            found.weight_only,
+            fmt.block,
+            rotation=found.rotation,
+            inputs=found.inputs,
+        )
     except OptionError as error:
         raise CheckpointError(f"{layer}: {error}") from error
     shape = (*rows, columns)
@@ -473,6 +484,6 @@ def expected_shapes(layout: Layout, layer: PackedLayer) -> dict[str, Expected]:
         of_stack = (each, (*each, 2), (*each, 3))
         found[GLOBAL] = (of_stack if layer.is_stacked else one, ("F32",))
         found[INPUT_GLOBAL] = (inputs, ("F32",))
-    elif layer.static_inputs:
+    if layer.static_inputs:
         found[INPUT_GLOBAL] = (inputs, _FLOATS)
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from ...core.formats import WHOLE
 from ...errors import CheckpointError, UnreadError, expected, some
 from ...kernels.rotate.naive import ROTATIONS
 from ...nn.linear import INPUT_GLOBAL, PACKED
-from ...record.config import LinearConfig
+from ...record.config import Inputs, LinearConfig
 from ..source_files import Shapes
 from .base import CacheLayout, Layout, register_layout
 from .layer import PackedLayer, Scheme, distance, fused_names, matches
@@ -65,12 +65,14 @@ SCHEMES: dict[str, CtScheme] = {
 }
 
 
-def group_args(fmt: str, weight_only: bool, static_inputs: bool = False) -> dict[str, Any]:
+def group_args(
+    fmt: str, weight_only: bool, static_inputs: bool = False, of_inputs: str | None = None
+) -> dict[str, Any]:
     """Return a group of config_groups, but for its targets."""
     scheme = SCHEMES[fmt]
     inputs = None
     if not weight_only:
-        inputs = scheme.static if static_inputs else scheme.inputs
+        inputs = scheme.static if static_inputs else SCHEMES[of_inputs or fmt].inputs
     return {
         "format": scheme.format,
         "weights": {**_UNSAID, **scheme.weights},
@@ -99,7 +101,10 @@ def read_scheme(group: Mapping[str, Any], whole: str) -> Scheme:
         return Scheme(found[0], False, block)
     if scheme.static is not None and _says(inputs, scheme.static):
         return Scheme(found[0], False, block, static_inputs=True)
-    known = "inputs in the format of the weights or in floating point"
+    for other in CompressedTensors.inputs.get(found[0], ()):
+        if _says(inputs, SCHEMES[other].inputs):
+            return Scheme(found[0], False, block, inputs=cast(Inputs, other))
+    known = "inputs in the format of the weights, in FP8 for mxfp4, or in floating point"
     raise ValueError(expected("a group", known, dict(inputs)))
 
 
@@ -130,6 +135,7 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
     native_parts: ClassVar[Mapping[str, str]] = {PACKED: "weight", INPUT_GLOBAL: "input_scale"}
     formats = tuple(SCHEMES)
+    inputs: ClassVar[Mapping[str, tuple[str, ...]]] = {"mxfp4": ("fp8", "fp8_block")}
     fallback = "fp4pass"
     # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
     cache = CacheLayout(
@@ -147,9 +153,10 @@ class CompressedTensors(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config, one group for each scheme."""
-        schemes: dict[tuple[str, bool, bool], list[str]] = {}
+        schemes: dict[tuple[str, bool, bool, str | None], list[str]] = {}
         for name, layer in layers.items():
-            scheme = (layer.fmt.key, bool(layer.config.weight_only), layer.static_inputs)
+            config = layer.config
+            scheme = (layer.fmt.key, bool(config.weight_only), layer.static_inputs, config.inputs)
             schemes.setdefault(scheme, []).append(name)
         # Engines take an output embedding for dense unless a target has its name. Whatever is not
         # in a stack of layers is named, which changes nothing for other linear layers.
@@ -247,7 +254,8 @@ class HadamardCompressedTensors(CompressedTensors):
         """Return what this layout has no place for in a config, "" if it holds such layers."""
         if config.folded or config.output_rotation:
             return f"{config.fmt} with a rotation that is folded into the layer before"
-        if config.rotation and not config.weight_only and config.format.has_global_scale:
+        fmt = config.input_format
+        if config.rotation and fmt is not None and fmt.has_global_scale:
             # vLLM takes the matrix for these from the file, where it is not.
             return f"4-bit inputs in {config.fmt} that are rotated"
         return super().config_problem(dataclasses.replace(config, rotation=0))

@@ -18,7 +18,7 @@ from ...core.formats import FORMATS, WHOLE, Format
 from ...core.names import FUSED
 from ...errors import CheckpointError, OptionError, UnreadError, expected
 from ...nn.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ...record.config import LinearConfig
+from ...record.config import Inputs, LinearConfig
 
 # The parts of a QuantizedLinear.
 BUFFERS = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
@@ -79,6 +79,11 @@ class PackedLayer:
         """The format as files name it: their layout tells which way global scales go."""
         return self.config.format.with_multiplier(False)
 
+    def format_of(self, part: str) -> Format:
+        """Return the format that a buffer is of: that of the input for its scale."""
+        fmt = self.config.input_format if part == INPUT_GLOBAL else None
+        return (fmt or self.fmt).with_multiplier(False)
+
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of the scales, as a QuantizedLinear has them."""
@@ -88,7 +93,8 @@ class PackedLayer:
     @property
     def has_input_scale(self) -> bool:
         """Whether inputs are quantized by a scale that is stored, if it is known at all."""
-        return not self.config.weight_only and (self.fmt.has_global_scale or self.static_inputs)
+        fmt = self.config.input_format
+        return fmt is not None and (fmt.has_global_scale or self.static_inputs)
 
     @property
     def scheme(self) -> str:
@@ -128,6 +134,7 @@ class Scheme(NamedTuple):
         block: weights that share a scale, None if that is not declared.
         rotation: columns of the input that are rotated together at each call.
         static_inputs: as `PackedLayer` has it.
+        inputs: the format of inputs that are not in that of weights.
 
     Example:
         >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True).fmt
@@ -139,6 +146,7 @@ class Scheme(NamedTuple):
     block: int | None = None
     rotation: int = 0
     static_inputs: bool = False
+    inputs: Inputs | None = None
 
 
 # The names that engines give to some of them.
@@ -350,11 +358,13 @@ def join_layers(
         for piece, record, own in zip(pieces, records, found, strict=True):
             if own is not None:
                 # A divisor is a power of two where others multiply.
-                own = own if record.config.multiplies == multiplies else 1 / own
+                is_other = record.format_of(part).has_global_scale
+                is_other &= record.config.multiplies != multiplies
+                own = 1 / own if is_other else own
                 table[piece.expert, piece.start * parts // rows] = own.item()
         if part == INPUT_GLOBAL:
             # Those of inputs in FP8 multiply everywhere.
-            is_factor = multiplies or not whole.fmt.has_global_scale
+            is_factor = multiplies or not whole.format_of(part).has_global_scale
             joined[join(name, part)] = _input_scales(name, table, is_factor)
         else:
             is_one = (table == table[:, :1]).all()

@@ -128,6 +128,11 @@ ALGORITHMS: dict[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", weight_only=False),
     "FP8_PB_WO": Scheme("fp8_block", weight_only=True),
     "MXFP8": Scheme("mxfp8", weight_only=False, block=32),
+    "W4A8_MXFP4_FP8": Scheme("mxfp4", False, 32, static_inputs=True, inputs="fp8_tensor"),
+}
+# Its weights are written for kernels that take no block scales above 448 / 6.
+_READ_ALONE = {
+    "W4A8_NVFP4_FP8": Scheme("nvfp4", False, 32, static_inputs=True, inputs="fp8_tensor")
 }
 
 _MIXED = "MIXED_PRECISION"
@@ -147,7 +152,8 @@ class ModelOpt(Layout):
         GLOBAL: "weight_scale_2",
         INPUT_GLOBAL: "input_scale",
     }
-    formats = tuple(dict.fromkeys(each.fmt for each in ALGORITHMS.values()))
+    formats = tuple(dict.fromkeys(e.fmt for e in ALGORITHMS.values() if e.inputs is None))
+    inputs: ClassVar[Mapping[str, tuple[str, ...]]] = {"mxfp4": ("fp8_tensor",)}
     multiplies = True
     side_files = (_SIDE_FILE,)
     dense_keys, has_globs = ("ignore", "exclude_modules"), True
@@ -176,7 +182,8 @@ class ModelOpt(Layout):
             group: dict[str, Any] = {"weights": args}
             if not found.weight_only:
                 is_dynamic = not (found.static_inputs or fmt.has_global_scale)
-                group["input_activations"] = {**args, "dynamic": is_dynamic}
+                of_inputs = args if found.inputs is None else {"num_bits": 8, "type": "float"}
+                group["input_activations"] = {**of_inputs, "dynamic": is_dynamic}
             targets = ["Linear"] if len(by_algorithm) == 1 else names
             groups[f"group_{i}"] = group | {"targets": targets}
         return {
@@ -210,10 +217,11 @@ class ModelOpt(Layout):
                 path = path.rpartition(".")[0]
             found = listed.get(path, {})
         # It writes some of them in lower case.
-        algorithm = ALGORITHMS.get(str(found.get("quant_algo")).upper())
+        known = ALGORITHMS | _READ_ALONE
+        algorithm = known.get(str(found.get("quant_algo")).upper())
         if algorithm is None:
             got = repr(found.get("quant_algo"))
-            what = expected("quant_algo", " or ".join(ALGORITHMS), got)
+            what = expected("quant_algo", " or ".join(known), got)
             raise UnreadError(f"{name}: {what} {_ELSEWHERE}")
         block = found.get("group_size")
         if block is None and (group := group_of(name, declared)) is not None:
@@ -237,7 +245,7 @@ class ModelOpt(Layout):
 def _name_of(layer: PackedLayer) -> str:
     """Return its name for how a layer is quantized, "" if it has none."""
     only, static = bool(layer.config.weight_only), layer.static_inputs
-    own = Scheme(layer.fmt.key, only, static_inputs=static)
+    own = Scheme(layer.fmt.key, only, static_inputs=static, inputs=layer.config.inputs)
     return next((n for n, each in ALGORITHMS.items() if each._replace(block=None) == own), "")
 
 
@@ -285,6 +293,9 @@ class GptOss(Layout):
 _MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 _REST = {"ch_axis": -1, "symmetric": None, "round_method": "half_even", "scale_type": "float"}
 
+# Inputs in FP8 with one stored scale.
+_STATIC_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+
 # Where a config has what holds for a layer, the most particular first.
 _NAMED, _BY_CLASS, _FOR_ALL = (
     "layer_quant_config",
@@ -299,8 +310,13 @@ class Quark(Layout):
     """`weight` and `weight_scale`, bytes of E8M0, declared for all layers or by globs of names."""
 
     name = "quark"
-    parts: ClassVar[Mapping[str, str]] = {PACKED: "weight", SCALE: "weight_scale"}
+    parts: ClassVar[Mapping[str, str]] = {
+        PACKED: "weight",
+        SCALE: "weight_scale",
+        INPUT_GLOBAL: "input_scale",
+    }
     formats = ("mxfp4",)
+    inputs: ClassVar[Mapping[str, tuple[str, ...]]] = {"mxfp4": ("fp8_tensor",)}
     dense_keys, has_globs = ("exclude",), True
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
@@ -310,6 +326,8 @@ class Quark(Layout):
         schemes: dict[str, dict[str, Any]] = {}
         for name, layer in layers.items():
             inputs = None if layer.config.weight_only else {**weight, "is_dynamic": True}
+            if layer.config.inputs is not None:
+                inputs = {**_REST, **_STATIC_FP8}
             schemes[name] = {"weight": weight, "input_tensors": inputs, **rest}
         usual = next(iter(schemes.values()))
         return {
@@ -340,11 +358,14 @@ class Quark(Layout):
         entries += [by_class[each] for each in _LINEAR if each in by_class]
         found = next(iter(entries), None) or declared.get(_FOR_ALL) or {}
         weight, inputs = found.get("weight"), found.get("input_tensors")
+        is_static = isinstance(inputs, Mapping) and _STATIC_FP8.items() <= inputs.items()
         is_read = inputs is None or (_is_mxfp4(inputs) and inputs.get("is_dynamic", True))
+        if _is_mxfp4(weight) and is_static:
+            return Scheme("mxfp4", False, 32, static_inputs=True, inputs="fp8_tensor")
         if not _is_mxfp4(weight) or not is_read:
             raise UnreadError(
                 f"{name}: expected weights in fp4 in groups of 32 with scales in e8m0, and inputs "
-                "alike with scales of each call, or in floating point, got weights "
+                "alike with scales of each call, in fp8 with one scale, or in float, got weights "
                 f"{weight} and inputs {inputs}. {_ELSEWHERE}"
             )
         return Scheme(self.formats[0], inputs is None, 32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.formats import FP8_E4M3, WHOLE, Format
+from ...core.formats import E4M3, FP8_E4M3, WHOLE, Format
 
 # Whether kernels are compiled. The interpreter runs no inline assembly.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -23,6 +23,8 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 # Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
 LAUNCH = {"enable_fp_fusion": False}
+
+_E4M3 = tl.constexpr(E4M3)
 
 # Up to this multiple of the largest element the search near naive scales clips no quotient: so far
 # below `halving_reach`, 7 / 6 of it for E2M1, that rounding to bfloat16 does not reach that.
@@ -253,12 +255,35 @@ def corrected_quotient(x, step, inverse):
 
 
 @triton.jit
+def exact_quotient(x, step):
+    """Return x / step as IEEE division rounds it, for normal steps."""
+    # Times a power of two where they are small, so that what is left of x stays normal.
+    by = tl.where(step < 2.0**-60, 2.0**60, 1.0)
+    step *= by
+    return corrected_quotient(x * by, step, tl.math.div_rn(1.0, step))
+
+
+@triton.jit
+def e4m3_bits(x):
+    """Return float32 x, at most 448 in size or NaN, rounded to E4M3: its bits, uint8."""
+    if PTX:
+        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # The interpreter's own conversion rounds ties away.
+        magnitude = round_to_scale(tl.abs(x), _E4M3.value)
+        bits = tl.where(x == x, magnitude | ((bits_of(x) >> 24) & 0x80), 0x7F).to(tl.uint8)
+    return bits
+
+
+@triton.jit
 def load(pointers, inside, WHOLE: tl.constexpr):
     """Load, and return 0 where not `inside`; WHOLE: all are."""
     if WHOLE:
         value = tl.load(pointers)
     else:
-        value = tl.load(pointers, mask=inside, other=0)
+        # The integer is no number of a float8.
+        ZERO: tl.constexpr = 0.0 if pointers.dtype.element_ty.is_fp8() else 0
+        value = tl.load(pointers, mask=inside, other=ZERO)
     return value
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._compat.torch import has_fp8
-from ...core.formats import E4M3, Format
+from ...core.formats import Format
 from ...core.packing import PackedInput, PackedWeight
 from ..common import tiles as kit
 from ..dequantize.triton import packed_words, signed_value
@@ -50,12 +50,12 @@ def empty_rows(count: int, k: int, device: torch.device) -> Rows:
 
 
 def operands(
-    x: Tensor | PackedInput, weight: PackedWeight, fmt: Format, group: int
+    x: Tensor | PackedInput | Rows, weight: PackedWeight, fmt: Format, group: int
 ) -> tuple[Rows, Powers]:
     """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch."""
     # The columns of each `group` words of eight are sorted as decoded codes lie: by their place in
     # a word. Zeros fill the last group.
-    m, k = len(x.packed if isinstance(x, PackedInput) else x), 2 * weight.packed.shape[1]
+    m, k = len(x if isinstance(x, Tensor) else x[0]), 2 * weight.packed.shape[1]
     n, words = len(weight.packed), kit.cdiv(k // 8, group) * group
     device = weight.packed.device
     values = torch.empty((m, 8 * words), dtype=torch.float8_e4m3fn, device=device)
@@ -73,13 +73,13 @@ def operands(
 
 
 def sorted_rows(
-    x: Tensor | PackedInput, k: int, tile: int, fmt: Format, zeros: Tensor | None
+    x: Tensor | PackedInput | Rows, k: int, tile: int, fmt: Format, zeros: Tensor | None
 ) -> Rows:
     """Return rows x [M, K] as operands of `wide_kernel`, fours of columns sorted in each 64."""
     # They lie by their place in sixteen, and zeros fill the last 64. There is room for whole tiles
     # of rows: loading a tile that ends early took up to 1.4 times as long. zeros: int32, set to 0
     # in the same launch.
-    first = x.packed if isinstance(x, PackedInput) else x
+    first = x if isinstance(x, Tensor) else x[0]
     m, words = len(first), kit.cdiv(k, 64) * 8
     values = torch.empty(
         (kit.cdiv(m, tile) * tile, 8 * words), dtype=torch.float8_e4m3fn, device=first.device
@@ -96,7 +96,9 @@ def sorted_rows(
     return rows
 
 
-def _read(x: Tensor | PackedInput) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _read(x: Tensor | PackedInput | Rows) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if isinstance(x, Rows):
+        return x.values.view(torch.uint8), x.factors, None
     if isinstance(x, PackedInput):
         return packed_words(x.packed), x.scale.contiguous(), x.global_scale
     return x, None, None
@@ -154,7 +156,7 @@ def row_divisor(largest):
 def divided(value, divisor, inverse):
     """Return numbers of a row, divided and rounded to E4M3: bits, uint8."""
     # Quotients below the normal float32 round to zero, whatever they are.
-    return e4m3_bits(kit.corrected_quotient(value, divisor, inverse))
+    return kit.e4m3_bits(kit.corrected_quotient(value, divisor, inverse))
 
 
 @triton.jit
@@ -177,6 +179,20 @@ def quantize_row(
         bits = sorted_bits(divided(value, divisor, inverse), TILE, GROUP, FOURS)
         at = start + tl.arange(0, 8 * TILE)
         tl.store(out + at, bits, mask=at < 8 * WORDS)
+
+
+@triton.jit
+def sort_row(
+    x, factor, out, factor_at, K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    FOURS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sort the columns of a row that is in E4M3 already."""
+    tl.store(factor_at, tl.load(factor))
+    column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for start in tl.static_range(0, WORDS * 8, TILE * 8):
+        bits = tl.load(x + start + column, mask=start + column < K, other=0)
+        at = start + tl.arange(0, 8 * TILE)
+        tl.store(out + at, sorted_bits(bits, TILE, GROUP, FOURS), mask=at < 8 * WORDS)
 
 
 @triton.jit
@@ -221,6 +237,10 @@ def _operands(
         x_out += row * (8 * WORDS)
         if x_scales is None:
             quantize_row(x + row * K, x_out, x_factors + row, K, WORDS, GROUP, FOURS, TILE)
+        elif x.dtype.element_ty == tl.uint8:
+            sort_row(
+                x + row * K, x_scales + row, x_out, x_factors + row, K, WORDS, GROUP, FOURS, TILE
+            )
         else:
             expand_row(
                 x + row * (K // 8), x_scales + row * blocks, x_global_scale, x_out,
@@ -243,13 +263,15 @@ _LANES = 32
 _AT_ONCE = 1024
 
 
-def expanded(x: Tensor | PackedInput, weight: PackedWeight, fmt: Format) -> tuple[Rows, Rows]:
+def expanded(
+    x: Tensor | PackedInput | Rows, weight: PackedWeight, fmt: Format
+) -> tuple[Rows, Rows]:
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
     weight = weight._replace(packed=kit.wider(weight.packed, torch.int64))
     weight = weight._replace(scale=weight.scale.contiguous())
-    rows = expand(x, fmt) if isinstance(x, PackedInput) else round_rows(x)
+    rows = x if isinstance(x, Rows) else expand(x, fmt) if isinstance(x, PackedInput) else None
     # While rows of numbers are rounded, which wait for what came before.
-    return rows, expand(weight, fmt, not isinstance(x, PackedInput))
+    return rows or round_rows(x), expand(weight, fmt, rows is None)
 
 
 def expand(packed: PackedInput | PackedWeight, fmt: Format, beside: bool = False) -> Rows:
@@ -436,8 +458,6 @@ def _norm_round_kernel(
     tl.store(out + at, divided(normal, divisor, inverse), mask=inside)
 
 
-_E4M3 = tl.constexpr(E4M3)
-
 # In `decode_e4m3`: eight times four bytes, four words, four float16.
 _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
 
@@ -501,7 +521,7 @@ def decode_e4m3(word, step, FMT: tl.constexpr):
     else:
         bits = ()
         for i in tl.static_range(8):
-            bits = bits + (e4m3_bits(signed_value(word, i, ELEMENT) * step),)
+            bits = bits + (kit.e4m3_bits(signed_value(word, i, ELEMENT) * step),)
     return bits
 
 
@@ -565,22 +585,10 @@ def decode_sixteen(word, step, FMT: tl.constexpr):
             value = tl.zeros_like(step).to(tl.int32)
             for i in tl.static_range(4):
                 code = (word >> (16 * quarter + 4 * i)).to(tl.int32)
-                bits = e4m3_bits(signed_value(code, 0, ELEMENT) * step)
+                bits = kit.e4m3_bits(signed_value(code, 0, ELEMENT) * step)
                 value |= bits.to(tl.int32) << (8 * i)
             four = four + (value,)
     return four
-
-
-@triton.jit
-def e4m3_bits(x):
-    """Return float32 x, at most 448 in size or NaN, rounded to E4M3: its bits, uint8."""
-    if kit.PTX:
-        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        # The interpreter's own conversion rounds ties away.
-        magnitude = kit.round_to_scale(tl.abs(x), _E4M3.value)
-        bits = tl.where(x == x, magnitude | ((kit.bits_of(x) >> 24) & 0x80), 0x7F).to(tl.uint8)
-    return bits
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def wide_config(m: int, n: int, k: int) -> Tiles | None:
     if m > 128 and n >= 8192:
         return wide_tiles(256, 4, 128, 3)
     rows = 128 if m > 128 or (m > 64 and n >= 8192) else 64
-    large = rows == 128 and 0.8 < kit.cdiv(m, 128) * kit.cdiv(n, 128) / _AT_ONCE <= 1
+    large = m > 128 and 0.8 < kit.cdiv(m, 128) * kit.cdiv(n, 128) / _AT_ONCE <= 1
     warps, at_once = (8, _AT_ONCE) if large else (4, 2 * _AT_ONCE)
     return wide_tiles(
         rows, warps, 128, 4, _parts(kit.cdiv(m, rows) * kit.cdiv(n, 16 * warps), at_once, k)
@@ -94,7 +94,7 @@ def _parts(tiles: int, at_once: int, k: int) -> int:
 
 
 def multiply_fp8(
-    x: Tensor | PackedInput, weight: PackedWeight, dtype: torch.dtype, fmt: Format
+    x: Tensor | PackedInput | Rows, weight: PackedWeight, dtype: torch.dtype, fmt: Format
 ) -> Tensor:
     """Return the product [M, N] of rows and a packed weight as E4M3."""
     device = weight.packed.device
@@ -103,7 +103,7 @@ def multiply_fp8(
             'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
             f'{device} does not have. Call fp4pass.set_compute(model, "input").'
         )
-    m = len(x.packed if isinstance(x, PackedInput) else x)
+    m = len(x if isinstance(x, Tensor) else x[0])
     n, k = len(weight.packed), 2 * weight.packed.shape[1]
     if multiplies_dense(m, n, k, dtype, device):
         return multiply_dense(*expanded(x, weight, fmt), weight.bias)
@@ -127,7 +127,7 @@ def multiply_dense(rows: Rows, dense: Rows, bias: Tensor | None) -> Tensor:
 
 
 def multiply_with(
-    tiles: Tiles, x: Tensor | PackedInput, weight: PackedWeight, out: Tensor, fmt: Format
+    tiles: Tiles, x: Tensor | PackedInput | Rows, weight: PackedWeight, out: Tensor, fmt: Format
 ) -> Tensor:
     """Fill `out` [M, N] with a product of `wide_kernel`, and return it."""
     (m, n), k = out.shape, 2 * weight.packed.shape[1]

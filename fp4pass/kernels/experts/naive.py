@@ -49,7 +49,7 @@ def experts_linear_ref(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: Format
 
 
 def experts_linear_quantized_ref(
-    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format
+    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format, inputs: str = ""
 ) -> Tensor:
     """Return quantized rows times the packed weights of their experts, [T, k, N]."""
     # Of x only the dtype is read, and only the gradient computed (`linear_quantized_ref`).
@@ -57,7 +57,8 @@ def experts_linear_quantized_ref(
     for index, pairs in chosen(ids, len(weight.packed)):
         codes, scales = (rows_of(each, pairs) for each in x_rows[:2])
         rows = PackedInput(codes, scales, of_expert(x_rows.global_scale, index))
-        out[pairs] = linear_quantized_ref(x, rows, weight_of(weight, index), fmt)
+        own = weight_of(weight, index)
+        out[pairs] = linear_quantized_ref(x, rows, own, fmt, inputs=inputs)
     return out
 
 

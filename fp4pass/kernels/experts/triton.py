@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.formats import Format
+from ...core.formats import WHOLE, Format, get_format
 from ...core.packing import PackedInput, PackedWeight, empty_rows
 from ..common import tiles as common
-from ..dequantize.triton import packed_words
+from ..dequantize.triton import dequantize_triton, packed_words
 from ..linear.decode_triton import LARGE, InputRows, arrange_words, arranged, offset, small_scales
 from ..linear.matmul_triton import few_rows_sums, finish, halves, padded_columns, rows_sums
 from ..linear.tiling import Tiles, fitted, shared_memory_of
@@ -78,11 +78,13 @@ def experts_linear_triton(x: Tensor, ids: Tensor, weight: PackedWeight, fmt: For
 
 
 def experts_linear_quantized_triton(
-    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format
+    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format, inputs: str = ""
 ) -> Tensor:
     """Multiply quantized rows and packed weights (`experts_linear_quantized_ref`)."""
     if x.dtype == torch.float64:
-        return experts_linear_quantized_ref(x, x_rows, ids, weight, fmt)
+        return experts_linear_quantized_ref(x, x_rows, ids, weight, fmt, inputs)
+    if inputs:
+        return _linear_fp8_inputs(x, x_rows, ids, weight, fmt, get_format(inputs))
     x_packed, x_scale, x_global_scale = x_rows
     out = x.new_empty((*ids.shape, weight.packed.shape[1]))
     tokens = tokens_at_once(ids, weight.packed)
@@ -95,6 +97,22 @@ def experts_linear_quantized_triton(
         rows = InputRows.of_codes(codes, scales, x_global_scale)
         multiply(rows, chosen, weight, y, x_packed.ndim == 2, fmt)
     return out
+
+
+def _linear_fp8_inputs(
+    x: Tensor, x_rows: PackedInput, ids: Tensor, weight: PackedWeight, fmt: Format, of_x: Format
+) -> Tensor:
+    """Multiply rows in FP8 and packed weights: as bfloat16, in which numbers of E4M3 are exact."""
+    codes, scales = x_rows.packed, x_rows.scale
+    if of_x.block != WHOLE or weight.bias is not None:
+        numbers = dequantize_triton(codes, scales, None, of_x, torch.float32)
+        return experts_linear_triton(numbers, ids, weight, fmt).to(x.dtype)
+    numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    sums = x.new_empty((*ids.shape, weight.packed.shape[1]), dtype=torch.float32)
+    tokens = tokens_at_once(ids, weight.packed)
+    for rows, chosen, y in zip(*(each.split(tokens) for each in (numbers, ids, sums)), strict=True):
+        multiply(InputRows.of_numbers(rows), chosen, weight, y, numbers.ndim == 2, fmt)
+    return sums.mul_(scales if scales.ndim == 3 else scales.unsqueeze(1)).to(x.dtype)
 
 
 def tokens_at_once(ids: Tensor, packed: Tensor) -> int:

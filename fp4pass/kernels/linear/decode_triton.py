@@ -18,6 +18,9 @@ from ..common import tiles as kit
 from ..dequantize.triton import packed_words, signed_value
 from .tiling import TERMS
 
+# Names of the dtypes of `InputRows` in kernels.
+_DTYPES = {**kit.DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+
 # Words to a thread block of `_arrange`.
 _BLOCK = 512
 
@@ -25,15 +28,23 @@ _BLOCK = 512
 class InputRows(NamedTuple):
     """Rows of x as words of numbers of a dtype, or of codes, which have no dtype and scales."""
 
+    # Numbers in E4M3 have factors.
+
     words: Tensor
     dtype: torch.dtype | None
     scale: Tensor | None = None
     global_scale: Tensor | None = None
+    factors: Tensor | None = None  # float32 [M], what products of rows are multiplied by
 
     @staticmethod
     def of_numbers(x: Tensor) -> InputRows:
         """Return rows of numbers."""
         return InputRows(kit.as_words(x), x.dtype)
+
+    @staticmethod
+    def of_e4m3(values: Tensor, factors: Tensor) -> InputRows:
+        """Return rows of E4M3 numbers, given as bytes or as numbers."""
+        return InputRows(kit.wider(values, torch.int64), torch.float8_e4m3fn, factors=factors)
 
     @staticmethod
     def of_codes(packed: Tensor, scale: Tensor, global_scale: Tensor | None) -> InputRows:
@@ -43,7 +54,7 @@ class InputRows(NamedTuple):
     @property
     def terms(self) -> int:
         """Bfloat16 numbers that hold one of x."""
-        return 1 if self.dtype is None else TERMS[self.dtype]
+        return 1 if self.dtype is None else TERMS.get(self.dtype, 1)
 
 
 def arranged(
@@ -59,7 +70,7 @@ def arranged(
     out = x.words.new_empty((x.terms, padded, 8 * words), dtype=torch.bfloat16)
     _arrange[(kit.cdiv(m * words, _BLOCK),)](
         x.words, x.scale, out, zeros, m * words, 0 if zeros is None else len(zeros),
-        K=k, FMT=fmt, DTYPE=None if x.dtype is None else kit.DTYPES[x.dtype], TERMS=x.terms,
+        K=k, FMT=fmt, DTYPE=None if x.dtype is None else _DTYPES[x.dtype], TERMS=x.terms,
         GROUP=group, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
     return out
@@ -125,6 +136,10 @@ def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
         for i in tl.static_range(4):
             number = (word >> (16 * i)).to(tl.int16).to(tl.bfloat16, bitcast=True)
             numbers = numbers + ((number,),)
+    elif DTYPE == tl.float8e4nv:
+        for i in tl.static_range(8):
+            value = kit.value_at((word >> (i // 4 * 32)).to(tl.int32), i % 4)
+            numbers = numbers + ((kit.rounded(value, tl.bfloat16),),)
     else:
         values = kit.unpack_word(word, DTYPE)
         for i in tl.static_range(len(values)):

@@ -62,13 +62,13 @@ def linear_fp8_weights(
         return linear_quantized_ref(x, x_rows, weight, fmt)
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     scales = None if x_rows is None else x_rows.scale.reshape(len(flat), -1).contiguous()
-    return _multiply(flat, scales, weight, x.dtype, fmt).view(*rows.shape[:-1], -1)
+    return multiply_e4m3(flat, scales, weight, x.dtype, fmt).view(*rows.shape[:-1], -1)
 
 
-def _multiply(
+def multiply_e4m3(
     x: Tensor, x_scales: Tensor | None, weight: PackedWeight, dtype: torch.dtype, fmt: Format
 ) -> Tensor:
-    """Return the product [M, N] of rows, or of codes and their scales, in a dtype."""
+    """Return the product [M, N] of rows x [M, K], or of codes and their scales, in a dtype."""
     codes, scales, bias = weight.packed.contiguous(), weight.scale.contiguous(), weight.bias
     (m, k), n, quantized = x.shape, len(codes), x_scales is not None
     if m == 1 and k % 16 == 0 and (quantized or dtype.itemsize == 2):

@@ -17,9 +17,15 @@ _BLOCK = 512
 
 
 @triton.jit
-def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
+def finish(
+    y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr,
+    x_factors=None, m=None, M=None,
+):  # fmt: skip
     """Return the float32 result for sums y [BN, BM] of the weights n, times 2^SHIFT."""
+    # x_factors: of the rows m of x, if they have some.
     y *= kit.power(-SHIFT)
+    if x_factors is not None:
+        y *= tl.load(x_factors + m, mask=m < M, other=0.0)[None, :]
     if x_global_scale is not None:
         y *= kit.global_multiplier(x_global_scale, FMT)
     if global_scale is not None:
@@ -95,7 +101,7 @@ def few_rows_sums(
 
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
-    x, x_global_scale, weights, outs, sizes, starts, M,
+    x, x_global_scale, x_factors, weights, outs, sizes, starts, M,
     K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +142,9 @@ def few_rows_kernel(
         for i in tl.static_range(2):
             stored = None if weights.global_scale is None else weights.global_scale[i]
             bias = None if weights.bias is None else weights.bias[i]
-            half = finish(sums[i], x_global_scale, stored, bias, n, N, FMT, offset(FMT))
+            half = finish(
+                sums[i], x_global_scale, stored, bias, n, N, FMT, offset(FMT), x_factors, m, M
+            )
             factors = factors + (half,)
         y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
         tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
@@ -144,7 +152,7 @@ def few_rows_kernel(
         stored = weights.global_scale
         global_scale = None if stored is None else kit.chosen(stored, starts, program)
         bias = None if weights.bias is None else kit.chosen(weights.bias, starts, program)
-        y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
+        y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT), x_factors, m, M)
         tl.store(out + at, kit.rounded(y, DTYPE), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
@@ -232,7 +240,7 @@ def rows_sums(
 
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x, x_global_scale, weight, out, M, N,
+    x, x_global_scale, x_factors, weight, out, M, N,
     K: tl.constexpr, FMT: tl.constexpr, TERMS: tl.constexpr, TILES: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
@@ -255,8 +263,10 @@ def rows_kernel(
     at = tl.arange(0, BM)[None, :] * N + n[:, None]
     inside = (n < N - start_n)[:, None] & (m < M)[None, :]
     if TILES.parts == 1:
-        global_scale, bias = weight.global_scale, weight.bias
-        y = finish(acc, x_global_scale, global_scale, bias, start_n + n, N, FMT, offset(FMT))
+        y = finish(
+            acc, x_global_scale, weight.global_scale, weight.bias, start_n + n, N, FMT,
+            offset(FMT), x_factors, m, M,
+        )  # fmt: skip
         tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
@@ -264,7 +274,7 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
-    sums, x_global_scale, global_scale, bias, out, M, N,
+    sums, x_global_scale, x_factors, global_scale, bias, out, M, N,
     FMT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
@@ -275,20 +285,21 @@ def add_parts_kernel(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+    m = tl.program_id(1) + tl.arange(0, 1)
+    y = finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT, x_factors, m, M)
     y = tl.reshape(y, (BLOCK,))
     tl.store(out + at, kit.rounded(y, out.dtype.element_ty), mask=n < N)
 
 
 def add_parts(
     sums: Tensor, x_global_scale: Tensor | None, weight: PackedWeight, out: Tensor, fmt: Format,
-    shift: int, releases: bool = False,
+    shift: int, releases: bool = False, x_factors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
     parts, m, n = sums.shape
     add_parts_kernel[(kit.cdiv(n, _BLOCK), m)](
-        sums, x_global_scale, weight.global_scale, weight.bias, out, m, n, FMT=fmt, SHIFT=shift,
-        PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
+        sums, x_global_scale, x_factors, weight.global_scale, weight.bias, out, m, n, FMT=fmt,
+        SHIFT=shift, PARTS=parts, BLOCK=_BLOCK, **kit.launch(out.device, releases),
     )  # fmt: skip
 
 

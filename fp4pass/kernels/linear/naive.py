@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.formats import Format
+from ...core.formats import Format, get_format
 from ...core.packing import PackedInput, PackedWeight
 from ..compute_fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 from ..dequantize.naive import dequantize_ref
@@ -69,6 +69,7 @@ def linear_quantized_ref(
     fmt: Format,
     rotation: int = 0,
     compute: str = "input",
+    inputs: str = "",
     *,
     dequantize: Callable[..., Tensor] = dequantize_ref,
     linear: Callable[..., Tensor] = linear_ref,
@@ -76,8 +77,16 @@ def linear_quantized_ref(
     """Return quantized activations times a packed weight, [..., N] in the dtype of x."""
     # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
     # dense product, as if rounding were the identity (straight-through). rotation: columns of x
-    # that were rotated together before; its gradient is rotated back.
+    # that were rotated together before; its gradient is rotated back. inputs: the format of x_rows
+    # where it is one in FP8, and not that of the weight; many rows then multiply it in E4M3.
     leading = x_rows.packed.shape[:-1]
+    if inputs:
+        numbers = dequantize(*x_rows, get_format(inputs), torch.float32)
+        if not uses_fp8("fp8", math.prod(leading)):
+            return linear(numbers, weight, fmt).to(x.dtype)
+        values, factor = expand_ref(weight, fmt)
+        bias = None if weight.bias is None else weight.bias.float()
+        return F.linear(numbers, values.float() * factor[:, None], bias).to(x.dtype)
     if uses_fp8(compute, math.prod(leading)):
         codes, bits = (each.reshape(-1, each.shape[-1]) for each in x_rows[:2])
         rows = expand_ref(PackedInput(codes, bits, x_rows.global_scale), fmt)
@@ -122,8 +131,9 @@ def linear_quantized_group_ref(
     weights: Sequence[PackedWeight],
     fmt: Format,
     compute: str = "input",
+    inputs: str = "",
     *,
     linear: Callable[..., Tensor] = linear_quantized_ref,
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights (`linear_quantized_ref`)."""
-    return [linear(x, x_rows, weight, fmt, compute=compute) for weight in weights]
+    return [linear(x, x_rows, weight, fmt, compute=compute, inputs=inputs) for weight in weights]

@@ -130,7 +130,7 @@ def fitted(tiles: _Tiles, terms: int, shared_memory: int) -> _Tiles:
 
 def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:
     """Return the tiles of `wide_kernel` for x [m, k] in bfloat16, or None if that is slower."""
-    if not 48 < m <= 512:
+    if not 32 < m <= 512:
         return None
     if m > 256:
         # 132 programs run at a time, and a last round that is half empty costs a whole one.
@@ -140,11 +140,14 @@ def wide_config(m: int, n: int, k: int, fmt: Format) -> Tiles | None:
         # Where programs are few, Triton's product decodes scales with a mantissa as fast.
         if n <= 8192 and fmt.scale.mantissa_bits > 0:
             return None
-        return wide_tiles(64, 4, 128, 4, split(cdiv(n, 64), 256, k, 2048))
-    if m > 128 and n > 8192:
+        if k > 8192:
+            return wide_tiles(64, 4, 64, 3, split(cdiv(n, 64), 512, k, 1024))
+        return wide_tiles(64, 4, 128, 4, split(cdiv(n, 64), 128, k, 2048))
+    if m > 128 and n > 12288:
         return wide_tiles(256, 8, 64, 6)
-    programs = cdiv(m, 128) * cdiv(n, 64)
-    return wide_tiles(128, 4, 128, 3, split(programs, 256 if k > 8192 else 128, k, 2048))
+    if m > 128 and max(n, k) > 8192:
+        return wide_tiles(256, 4, 64, 3, split(cdiv(n, 64), 128, k, 2048))
+    return wide_tiles(128, 4, 128, 3, split(cdiv(m, 128) * cdiv(n, 64), 128, k, 2048))
 
 
 def wide_tiles(m: int, warps: int, columns: int, stages: int, parts: int = 1) -> Tiles:

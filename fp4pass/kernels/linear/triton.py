@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.formats import Format
+from ..._compat.torch import has_fp8
+from ...core.formats import WHOLE, Format, get_format
 from ...core.packing import PackedInput, PackedWeight
 from ..common import tiles as kit
+from ..common.rounding import global_multiplier
 from ..compute_fp8.naive import uses_fp8
 from ..compute_fp8.operands_triton import Rows, expand
 from ..compute_fp8.triton import has_dense_product, multiply_dense, multiply_fp8
@@ -26,7 +28,7 @@ from ..norm.triton import rms_norm_triton
 from . import gluon_triton as gluon
 from . import tiling
 from .decode_triton import InputRows, arranged, offset
-from .fp8_weights_triton import linear_fp8_weights
+from .fp8_weights_triton import linear_fp8_weights, multiply_e4m3
 from .matmul_triton import add_parts, few_rows_kernel, gate_kernel, rows_kernel
 from .naive import ALONE, Around, linear_group_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
@@ -75,12 +77,14 @@ def linear_triton(x: Tensor, weight: PackedWeight, fmt: Format, compute: str = "
 
 def linear_quantized_triton(
     x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format, rotation: int = 0,
-    compute: str = "input",
+    compute: str = "input", inputs: str = "",
 ) -> Tensor:  # fmt: skip
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     dtype = x.dtype
     if fmt.element.bits == 8:
         return linear_fp8_weights(x, x_rows, weight, fmt)
+    if inputs:
+        return linear_fp8_inputs(x, x_rows, weight, fmt, inputs)
     if dtype == torch.float64:
         return linear_quantized_ref(x, x_rows, weight, fmt, compute=compute)
     x_packed, x_scale, x_global_scale = x_rows
@@ -106,6 +110,54 @@ def linear_quantized_triton(
             sums = torch.mm(numbers, dense, out_dtype=torch.float32)[None]
             add_parts(sums, x_global_scale, weight, part, fmt, 0)
     return out.view(*x_packed.shape[:-1], n)
+
+
+def one_row(
+    codes: Tensor, scales: Tensor, weights: Sequence[PackedWeight], fmt: Format
+) -> tuple[Tensor, list[PackedWeight], Format]:
+    """Return an E4M3 row as bfloat16 numbers, and weights that are multiplied by its factor."""
+    # Which is a global scale, of a format where these multiply. The numbers are exact.
+    factor, found = scales.view(1), []
+    for each in weights:
+        own = None if each.global_scale is None else global_multiplier(each.global_scale, fmt)
+        found.append(each._replace(global_scale=factor if own is None else factor * own))
+    numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    return numbers, found, fmt.with_multiplier()
+
+
+def linear_fp8_inputs(
+    x: Tensor, x_rows: PackedInput, weight: PackedWeight, fmt: Format, inputs: str
+) -> Tensor:
+    """Multiply activations in a format in FP8 and a packed weight (`linear_quantized_ref`)."""
+    codes, scales = (each.reshape(-1, each.shape[-1]).contiguous() for each in x_rows[:2])
+    (rows, n), of_x, device = (len(codes), len(weight.packed)), get_format(inputs), codes.device
+    shape = (*x_rows.packed.shape[:-1], n)
+    if x.dtype == torch.float64 or not rows or not n:
+        return linear_quantized_ref(x, x_rows, weight, fmt, inputs=inputs)
+    if rows == 1 and of_x.block == WHOLE and x.dtype == torch.bfloat16:
+        one, (weight,), fmt = one_row(codes, scales, [weight], fmt)
+        return linear_triton(one, weight, fmt).view(shape)
+    in_fp8 = uses_fp8("fp8", rows) and (device.type != "cuda" or has_fp8(device))
+    if of_x.block == WHOLE:
+        factors = scales.flatten()
+        if in_fp8:
+            of_rows = Rows(codes.view(torch.float8_e4m3fn), factors)
+            return multiply_fp8(of_rows, weight, x.dtype, fmt).view(shape)
+        out = codes.new_empty((rows, n), dtype=x.dtype)
+        parts = (each.split(MAX_ROWS) for each in (codes, factors, out))
+        for values, by, part in zip(*parts, strict=True):
+            multiply(InputRows.of_e4m3(values, by), weight, part, fmt)
+        return out.view(shape)
+    if not in_fp8:
+        numbers = dequantize_triton(codes, scales, None, of_x, torch.float32)
+        return linear_triton(numbers, weight, fmt).to(x.dtype).view(shape)
+    # Rows of the weight have factors, which multiply their sums.
+    dense = expand(weight, fmt)
+    ones = scales.new_ones(of_x.scale_shape(n, codes.shape[1]))
+    values = PackedWeight(dense.values.view(torch.uint8), ones, None)
+    y = multiply_e4m3(codes, scales, values, torch.float32, of_x).mul_(dense.factors)
+    y = y if weight.bias is None else y.add_(weight.bias)
+    return y.to(x.dtype).view(shape)
 
 
 def linear_group_triton(
@@ -185,17 +237,24 @@ def norms_row(x: Tensor, weights: int, fmt: Format) -> bool:
 
 def linear_quantized_group_triton(
     x: Tensor, x_rows: PackedInput, weights: Sequence[PackedWeight], fmt: Format,
-    compute: str = "input",
+    compute: str = "input", inputs: str = "",
 ) -> list[Tensor]:  # fmt: skip
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
     others = x.dtype == torch.float64 or fmt.element.bits == 8
+    in_blocks = bool(inputs) and get_format(inputs).block != WHOLE
+    if inputs and not (others or in_blocks) and x.dtype == torch.bfloat16:
+        if packed.numel() == packed.shape[-1]:
+            numbers, own, kind = one_row(packed, x_rows.scale, weights, fmt)
+            return linear_group_triton(numbers, own, kind)
+    others = others or in_blocks
     if others or (tiles := group_tiles(packed, None, weights, fmt)) is None:
-        one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute)
+        one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute, inputs=inputs)
         return [one(weight=each) for each in weights]
     shapes = [(*packed.shape[:-1], each.packed.shape[0]) for each in weights]
     out = [packed.new_empty(shape, dtype=x.dtype) for shape in shapes]
-    multiply_few(InputRows.of_codes(*x_rows), weights, out, fmt, tiles)
+    rows = InputRows.of_codes(*x_rows) if not inputs else InputRows.of_e4m3(*x_rows[:2])
+    multiply_few(rows, weights, out, fmt, tiles)
     return out
 
 
@@ -235,13 +294,14 @@ def multiply(
     x_sorted = arranged(x, m, k, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     rows_kernel[(kit.cdiv(m, tiles.m), kit.cdiv(n, tiles.n), tiles.parts)](
-        x_sorted, x.global_scale, weight, sums, m, n, K=k, FMT=fmt, TERMS=x.terms, TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        x_sorted, x.global_scale, x.factors, weight, sums, m, n,
+        K=k, FMT=fmt, TERMS=x.terms, TILES=tiles, num_warps=tiles.warps, num_stages=tiles.stages,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
         **kit.launch(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        add_parts(sums, x.global_scale, weight, out, fmt, offset(fmt), tiles.releases)
+        shift = offset(fmt)
+        add_parts(sums, x.global_scale, weight, out, fmt, shift, tiles.releases, x.factors)
     return out
 
 
@@ -282,10 +342,11 @@ def multiply_few(
         # The sum of several programs is of one weight.
         sums = (out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32),)
     few_rows_kernel[(programs, tiles.parts)](
-        rows, x.global_scale, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=x.terms,
-        ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.gate,
+        rows, x.global_scale, x.factors, stored, sums, sizes, tuple(starts), m, K=k, FMT=fmt,
+        TERMS=x.terms, ROWS=1 if m == 1 else tiles.m, TILES=tiles, ACTIVATION=around.gate,
         num_warps=tiles.warps, num_stages=tiles.stages, **kit.launch(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
-        shift = offset(fmt)
-        add_parts(sums[0], x.global_scale, weights[0], out[0], fmt, shift, tiles.releases)
+        add_parts(
+            sums[0], x.global_scale, weights[0], out[0], fmt, offset(fmt), tiles.releases, x.factors
+        )

@@ -507,7 +507,7 @@ def _quantize_rows(
             *(None if each is None else each.contiguous() for each in given), codes, scales, eps,
             K=columns, KIND=kind, IS_NORM=is_norm, EACH=static is not None and static.numel() > 1,
             FMT=fmt, J=blocks, B=width, num_warps=min(16, max(1, blocks * width // 512)),
-            **kit.launch(x.device),
+            CONVERTS=bool(kit.PTX) and kit.capability(x.device) >= (8, 9), **kit.launch(x.device),
         )  # fmt: skip
     return total, codes, scales
 
@@ -516,10 +516,11 @@ def _quantize_rows(
 def _e4m3_kernel(
     x, beside, weight, bias, static, total, codes, scales, eps,
     K: tl.constexpr, KIND: tl.constexpr, IS_NORM: tl.constexpr, EACH: tl.constexpr,
-    FMT: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
+    FMT: tl.constexpr, J: tl.constexpr, B: tl.constexpr, CONVERTS: tl.constexpr,
     OVERLAP: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """beside, weight, bias, static, total: None where there is none. EACH: static is of rows."""
+    # CONVERTS: whether the GPU rounds float32 to E4M3 by itself.
     kit.wait(OVERLAP, RELEASES)
     DTYPE: tl.constexpr = x.dtype.element_ty
     ELEMENT: tl.constexpr = FMT.element
@@ -548,7 +549,12 @@ def _e4m3_kernel(
         step = tl.where(amax < 0x7F800000, given, float("nan"))
         stored = step
     tl.store(scales + row * SCALES + block, stored, mask=block < SCALES)
-    tl.store(codes + at, kit.codes_of(value, step[:, None], ELEMENT), mask=inside)
+    if CONVERTS:
+        quotient = kit.exact_quotient(value, step[:, None])
+        code = tl.where(quotient == quotient, kit.e4m3_bits(quotient), 0)
+    else:
+        code = kit.codes_of(value, step[:, None], ELEMENT)
+    tl.store(codes + at, code, mask=inside)
 
 
 @triton.jit
