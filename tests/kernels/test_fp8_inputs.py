@@ -62,7 +62,8 @@ def test_products_are_those_of_the_codes(key: str, inputs: str, dtype: torch.dty
     for rows in (1, 3, 20, 70) if dtype == torch.bfloat16 or GPU else (2,):
         stored = weight(key, *sizes, seed=rows)
         stored = stored._replace(bias=None if rows == 3 else stored.bias)
-        x = torch.randn(rows, sizes[1], generator=seeded(rows)).to(DEVICE, dtype)
+        # Not like the weight, for FP8 tensor cores cut large sums.
+        x = torch.randn(rows, sizes[1], generator=seeded(rows + 100)).to(DEVICE, dtype)
         x[0] *= 1e-3
         codes = rows_of(x, inputs)
         wanted, size = exact(codes, stored, fmt, inputs)

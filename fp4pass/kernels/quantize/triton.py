@@ -551,7 +551,9 @@ def _e4m3_kernel(
     tl.store(scales + row * SCALES + block, stored, mask=block < SCALES)
     if CONVERTS:
         quotient = kit.exact_quotient(value, step[:, None])
-        code = tl.where(quotient == quotient, kit.e4m3_bits(quotient), 0)
+        # Corrected, a zero has no sign.
+        code = (kit.e4m3_bits(quotient) & 0x7F) | ((kit.bits_of(value) >> 24) & 0x80)
+        code = tl.where(quotient == quotient, code, 0).to(tl.uint8)
     else:
         code = kit.codes_of(value, step[:, None], ELEMENT)
     tl.store(codes + at, code, mask=inside)
