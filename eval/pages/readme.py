@@ -93,9 +93,7 @@ def text() -> str:
 
 
 def of_engines() -> str:
-    """Return the table of one layer beside the kernels of engines, if they were measured."""
-    if not (RESULTS / ENGINES).exists():
-        return ""
+    """Return the table of one layer beside the kernels of engines."""
     result = json.loads((RESULTS / ENGINES).read_text("utf-8"))
     times, names = engines.index_rows(result), engines.there(result)
     every = list(dict.fromkeys(row["rows"] for row in result["rows"]))

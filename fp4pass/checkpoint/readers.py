@@ -89,7 +89,7 @@ def stock_problem(facts: Facts) -> str:
         )
     if any(layer.fmt.element.native and not layer.fmt.has_float_scale for layer in experts):
         return "it takes the scales of experts in mxfp8 for numbers"
-    if not all(layer.config.weight_only for layer in experts):
+    if not all(layer.config.input_format is None for layer in experts):
         return "it leaves the inputs of experts in floating point"
     if facts.differ(experts, True):
         return "it reads experts by the scheme of other layers"
@@ -107,7 +107,9 @@ def stock_problem(facts: Facts) -> str:
         return cannot
     if facts.error and facts.differ(facts.linears.values(), False):
         return f"{cannot}, and dequantizes them all by the scheme of one"
-    if facts.error and not all(layer.config.weight_only for layer in facts.linears.values()):
+    if facts.error and not all(
+        layer.config.input_format is None for layer in facts.linears.values()
+    ):
         return (
             f"{cannot}; with quantization_config=CompressedTensorsConfig(dequantize=True) it does, "
             "and leaves inputs in floating point"
@@ -294,7 +296,7 @@ def judge(
         if stock:
             break
         rows, columns = (n % 128 > 0 for n in layer.shape[-2:])
-        if layer.fmt.rows > 1 and is_stock and columns and not layer.config.weight_only:
+        if layer.fmt.rows > 1 and is_stock and columns and layer.config.input_format is not None:
             stock = f"it fails at the inputs of {name}, whose columns do not fill blocks of 128"
         elif layer.fmt.rows > 1 and has_equal and (rows or columns):
             stock = f"it, and vLLM, may read wrong scales of {name}, which fills no blocks of 128"

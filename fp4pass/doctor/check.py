@@ -24,6 +24,7 @@ from ..core.fingerprint import fingerprint as checksum
 from ..core.progress import track
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from ..nn.linear import PACKED
+from ..record import scheme_name
 from .folder import EXPERT, Finding, Folder, read_folder
 from .numbers import check_numbers, check_order, check_sizes
 
@@ -350,7 +351,7 @@ def _disagrees(found: Folder) -> Faults:
         for file, declared in found.declarations.items():
             try:
                 scheme = found.layout.scheme(layer, declared)
-                said[file] = f"{scheme.fmt}{'a16' if scheme.weight_only else ''}"
+                said[file] = scheme_name(scheme.fmt, scheme.weight_only, scheme.inputs)
             except Fp4PassError as error:
                 said[file] = str(error)
         if len(set(said.values())) > 1:

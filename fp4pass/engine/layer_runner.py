@@ -268,7 +268,7 @@ def is_paired(layer: LayerPlan) -> bool:
 
 def _is_viewed(layer: LayerPlan) -> bool:
     """Return whether a layer observes its inputs as they are once quantized."""
-    return is_paired(layer) and not layer.config.weight_only
+    return is_paired(layer) and layer.config.input_format is not None
 
 
 def _view(layer: LayerPlan, stats: Stats) -> _View | None:

@@ -194,10 +194,10 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> PackedWeight:
     facts |= _expert_tokens(stats)
     rows = [Row(layer.name, layer.shape, layer.config, **facts) for layer in members]
     input_scales: tuple[float, ...] = ()
-    if not config.weight_only and stats.tokens:
+    if config.input_format is not None and stats.tokens:
         scale = input_scale_for(config, stats)
         input_scales = () if scale is None else (scale,)
-    if first.kept is not None and not config.weight_only:
+    if first.kept is not None and config.input_format is not None:
         input_scales = first.kept.input_scales()
     tensors = kind.buffers_of(states, input_scales)
     return PackedWeight(rows, (first.parent, config.format.key, input_scales), tensors)

@@ -171,7 +171,7 @@ def quantizes_input(module: nn.Module) -> bool:
     """Return whether a layer quantizes or rotates its input, which others may share."""
     if not isinstance(module, QuantizedLinear):
         return False
-    return not module.config.weight_only or bool(module.config.input_rotation)
+    return module.config.input_format is not None or bool(module.config.input_rotation)
 
 
 def share_inputs(

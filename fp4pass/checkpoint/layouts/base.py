@@ -295,7 +295,9 @@ class Layout:
             return ""
         if not self.stacks and layer.is_stacked:
             return "stacked experts"
-        if self.stacks and not (layer.is_stacked and layer.transposed and layer.config.weight_only):
+        if self.stacks and not (
+            layer.is_stacked and layer.transposed and layer.config.input_format is None
+        ):
             return "anything but experts as [E, K, N] with inputs in float. Skip others with a rule"
         problem = self.config_problem(layer.config)
         is_turned = layer.transposed and not self.stacks

@@ -156,7 +156,12 @@ class CompressedTensors(Layout):
         schemes: dict[tuple[str, bool, bool, str | None], list[str]] = {}
         for name, layer in layers.items():
             config = layer.config
-            scheme = (layer.fmt.key, bool(config.weight_only), layer.static_inputs, config.inputs)
+            scheme = (
+                layer.fmt.key,
+                config.input_format is None,
+                layer.static_inputs,
+                config.inputs,
+            )
             schemes.setdefault(scheme, []).append(name)
         # Engines take an output embedding for dense unless a target has its name. Whatever is not
         # in a stack of layers is named, which changes nothing for other linear layers.

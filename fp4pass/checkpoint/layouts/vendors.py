@@ -72,7 +72,7 @@ class FineGrainedFp8(Layout):
 
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
-        return super().problem(layer) or (layer.scheme if layer.config.weight_only else "")
+        return super().problem(layer) or (layer.scheme if layer.config.input_format is None else "")
 
     def require(self, layers: Mapping[str, PackedLayer]) -> None:
         """Raise CheckpointError for the first layer that this layout has no place for."""
@@ -244,7 +244,7 @@ class ModelOpt(Layout):
 
 def _name_of(layer: PackedLayer) -> str:
     """Return its name for how a layer is quantized, "" if it has none."""
-    only, static = bool(layer.config.weight_only), layer.static_inputs
+    only, static = layer.config.input_format is None, layer.static_inputs
     own = Scheme(layer.fmt.key, only, static_inputs=static, inputs=layer.config.inputs)
     return next((n for n, each in ALGORITHMS.items() if each._replace(block=None) == own), "")
 
@@ -325,7 +325,7 @@ class Quark(Layout):
         rest = {"output_tensors": None, "bias": None}
         schemes: dict[str, dict[str, Any]] = {}
         for name, layer in layers.items():
-            inputs = None if layer.config.weight_only else {**weight, "is_dynamic": True}
+            inputs = None if layer.config.input_format is None else {**weight, "is_dynamic": True}
             if layer.config.inputs is not None:
                 inputs = {**_REST, **_STATIC_FP8}
             schemes[name] = {"weight": weight, "input_tensors": inputs, **rest}
