@@ -13,6 +13,7 @@ from native import change_config
 from safetensors.torch import load_file, save_file
 
 import fp4pass
+from fp4pass import ops
 from fp4pass.checkpoint import open_checkpoint
 from fp4pass.errors import CheckpointError
 
@@ -67,6 +68,34 @@ def test_it_is_written_and_read_to_the_bit(scheme: str, layout: str, tmp_path: P
     x = torch.randn(5, 256).bfloat16()
     assert torch.equal(layer(x), before(x))
     assert (layer.input_global_scale is not None) is scheme.endswith("tensor")
+
+
+@pytest.mark.quick(2)
+@pytest.mark.filterwarnings("ignore:The folder has no tokenizer|transformers cannot load this")
+@pytest.mark.parametrize(("scheme", "layout"), [CASES[0], CASES[2]])
+def test_experts_have_such_inputs(scheme: str, layout: str, tmp_path: Path) -> None:
+    model: Any = fp8_folders.mixture_model()
+    batches = torch.randint(0, 160, (8, 48), generator=torch.Generator().manual_seed(0))
+    model = fp4pass.convert(model, scheme, "sse", rules=RULES, data=[batches], progress=False)
+    fp4pass.save(model, tmp_path / "q", layout=layout)  # type: ignore[arg-type]
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    read: Any = fp4pass.load(tmp_path / "q", progress=False)
+    before, after = (each.model.layers[1].mlp.experts for each in (model, read))
+    ids = torch.tensor([[0, 3], [2, 1], [1, 0]])
+    x = torch.randn(3, 128).bfloat16()
+    for name in ("gate_up_proj", "down_proj"):
+        old, new = before._modules[name], after._modules[name]
+        assert new.config.scheme == scheme
+        y = new(x, ids)
+        assert torch.equal(y, old(x, ids))
+        # An expert is a linear layer with these inputs.
+        dense = new.weight_for(x)
+        codes, scale = ops.quantize(x, dense.input_global_scale, new.config.input_format.key)
+        stored = (dense.packed[3], dense.scale[3], None, None)
+        wanted = ops.linear_quantized(
+            x, codes, scale, None, *stored, "mxfp4", 0, "input", new.config.inputs
+        )
+        assert torch.equal(y[0, 1], wanted[0])
 
 
 @pytest.mark.quick(1)
