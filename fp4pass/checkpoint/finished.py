@@ -46,6 +46,9 @@ class FinishedWork:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = path_of(folder, self.option)
         self._said = set[str]()
+        if (self.folder / "config.json").exists():
+            got = f"{self.folder}, which holds a model"
+            raise OptionError(expected(self.option, "a folder of its own", got))
         with ranks().together():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

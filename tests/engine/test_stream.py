@@ -175,6 +175,13 @@ def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         converted(language_model(), "sse", stream=tmp_path / "file")
     with pytest.raises(StateError, match="a list of at least two layers"):
         fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True, stream=tmp_path / "a")
+    # Beside a model its files would be taken for layers of that.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for option in ("stream", "resume"):
+        what = f"{option}: expected a folder of its own, got .*model"
+        with pytest.raises(OptionError, match=what):
+            converted(language_model(), "sse", **{option: tmp_path / "model"})
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
