@@ -210,7 +210,7 @@ def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], s
         tile = (fmt.rows or 1) if is_column else math.lcm(fmt.block or 1, of_inputs)
         unit = math.lcm(tile, rotation)
         rotated = f" rotated by {rotation}" if rotation > 1 else ""
-        why = f"the block of {fmt.key}{rotated}" if tile > 1 else "the rotation"
+        why = f"the block of {config.scheme}{rotated}" if tile > 1 else "the rotation"
     if count % (size * unit):
         each = f"{size} ranks x {unit} ({why})" if unit > 1 else f"{size} ranks"
         raise ShapeError(
@@ -235,9 +235,11 @@ class SplitExpertStack(SplitModule, QuantizedExpertStack):
 
     def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers, with one global scale for the inputs of all processes."""
-        # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.
+        # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not; one
+        # process has all columns of each, whatever its own scale.
         weight = self.packed_weight
-        return weight if x.ndim == 2 else with_shared_scale(weight, self.config, x, self.mesh)
+        is_shared = x.ndim > 2 and linear.needs_dynamic_scale(weight, self.config)
+        return weight if not is_shared else with_shared_scale(weight, self.config, x, self.mesh)
 
 
 class SplitExperts(SplitModule, QuantizedExperts):

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "tied": ("Qwen3", {"tie_word_embeddings": True}, {"rules": [("*.o_proj", None)]}, None),
     "experts": ("Qwen3Moe", EXPERTS, {"method": "hessian"}, None),
     "dynamic experts": ("Qwen3Moe", EXPERTS, {}, None),
+    "experts of tokens": ("Qwen3Moe", EXPERTS, {"fmt": "mxfp4a8"}, None),
     "dense experts": ("Qwen3Moe", EXPERTS, {"rules": [("*.experts.*", None)]}, None),
     "biased experts": ("GptOss", GPT_OSS, {}, {"model.layers.*.mlp.experts": ExpertParallel()}),
 }

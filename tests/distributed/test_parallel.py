@@ -29,6 +29,7 @@ CASES = [
     "tied",
     "experts",
     "dynamic experts",
+    "experts of tokens",
     "dense experts",
     "biased experts",
 ]
@@ -208,7 +209,7 @@ def test_a_sharded_model_is_saved_whole(two: list[dict[str, Any]]) -> None:
 
 ERRORS = {
     "columns": "ShapeError: model.layers.0.mlp.down_proj: in_features=80 is not a multiple of "
-    "2 ranks x 16 (the block of nvfp4)",
+    "2 ranks x 16 (the block of nvfp4a16)",
     "heads": "ShapeError: model.layers.0.self_attn.k_proj: 1 heads cannot be divided among 2",
     "experts": "ShapeError: model.layers.0.mlp.experts: 5 experts cannot be divided among 2 ranks",
     "vocabulary": "ShapeError: lm_head: out_features=97 is not a multiple of 2 ranks",
