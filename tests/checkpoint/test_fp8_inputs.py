@@ -152,6 +152,14 @@ def test_modelopt_with_weights_in_nvfp4_is_read(tmp_path: Path) -> None:
         fp4pass.save(read, tmp_path / "again", layout="modelopt")
 
 
+def test_one_scale_of_inputs_is_there_where_it_is_declared(tmp_path: Path) -> None:
+    model = fp4pass.convert(fp8_folders.dense_model(256), "mxfp4a8_tensor", "naive", rules=RULES)
+    for layout in ("modelopt", "quark"):
+        wanted = f"{layout} has no place for mxfp4a8_tensor before calibration"
+        with pytest.raises(CheckpointError, match=wanted):
+            fp4pass.save(model, tmp_path / "q", layout=layout)  # type: ignore[arg-type]
+
+
 def test_other_inputs_have_no_place(tmp_path: Path) -> None:
     for scheme, layout in (("nvfp4a8", "modelopt"), ("mxfp4a8", "modelopt"), ("mxfp4a8", "quark")):
         with pytest.raises(CheckpointError, match=f"{layout} has no place for {scheme}"):

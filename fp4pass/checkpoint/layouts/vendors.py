@@ -239,7 +239,8 @@ class ModelOpt(Layout):
 
     def problem(self, layer: PackedLayer) -> str:
         """Return what this layout has no place for in a layer, "" if it holds the layer."""
-        return super().problem(layer) or ("" if _name_of(layer) else layer.scheme)
+        problem = super().problem(layer) or _unscaled(layer)
+        return problem or ("" if _name_of(layer) else layer.scheme)
 
 
 def _name_of(layer: PackedLayer) -> str:
@@ -247,6 +248,12 @@ def _name_of(layer: PackedLayer) -> str:
     only, static = layer.config.input_format is None, layer.static_inputs
     own = Scheme(layer.fmt.key, only, static_inputs=static, inputs=layer.config.inputs)
     return next((n for n, each in ALGORITHMS.items() if each._replace(block=None) == own), "")
+
+
+def _unscaled(layer: PackedLayer) -> str:
+    """Return what is missing where inputs in FP8 are to have one scale, "" if nothing is."""
+    is_missing = layer.config.has_input_scale and not layer.has_input_scale
+    return f"{layer.config.scheme} before calibration" if is_missing else ""
 
 
 def _size(algorithm: Scheme) -> dict[str, int]:
@@ -369,6 +376,10 @@ class Quark(Layout):
                 f"{weight} and inputs {inputs}. {_ELSEWHERE}"
             )
         return Scheme(self.formats[0], inputs is None, 32)
+
+    def problem(self, layer: PackedLayer) -> str:
+        """Return what this layout has no place for in a layer, "" if it holds the layer."""
+        return super().problem(layer) or _unscaled(layer)
 
 
 def is_read(declared: Mapping[str, Any]) -> bool:
