@@ -16,7 +16,7 @@ from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK, headroom
 from ..methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
-from .schemes import DEFAULT, EIGHT_BITS, Scheme, expand_scheme, scheme_name
+from .schemes import DEFAULT, EIGHT_BITS, WITH_EIGHT_BITS, Scheme, expand_scheme, scheme_name
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -187,10 +187,10 @@ class LinearConfig:
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
             fmt = fmt.with_multiplier()
-        if inputs is not None and fmt.element.bits != 4:
+        if inputs is not None and fmt.name not in WITH_EIGHT_BITS:
             raise OptionError(
-                f"{as_option('inputs', inputs)} is for weights in 4 bits, got {fmt.name}. Leave it "
-                "out: its inputs are in its own format."
+                f"{as_option('inputs', inputs)} is for weights in {' or '.join(WITH_EIGHT_BITS)}, "
+                f"got {fmt.name}. Leave it out: its inputs are in its own format."
             )
         of_inputs = None if scheme["weight_only"] else get_format(inputs) if inputs else fmt
         settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}

@@ -26,7 +26,8 @@ Scheme = (
 # Inputs ("activations") stay in 16 bits.
 WEIGHTS_ONLY = "a16"
 
-# Inputs in 8 bits of weights in 4: the end of the scheme's name, and the format of inputs.
+# Inputs in 8 bits of weights in 4: formats of these, and by the end of the scheme's name of those.
+WITH_EIGHT_BITS = ("nvfp4", "mxfp4")
 EIGHT_BITS = {"a8": "fp8", "a8_block": "fp8_block", "a8_tensor": "fp8_tensor"}
 
 # The fields of `LinearConfig` that a scheme and its block decide.
@@ -45,7 +46,7 @@ def schemes() -> dict[str, dict[str, Any]]:
     for name in FORMATS:
         found[name] = {"fmt": name, "weight_only": False}
         found[name + WEIGHTS_ONLY] = {"fmt": name, "weight_only": True}
-    for name in ("nvfp4", "mxfp4"):
+    for name in WITH_EIGHT_BITS:
         for end, inputs in EIGHT_BITS.items():
             found[name + end] = {"fmt": name, "weight_only": False, "inputs": inputs}
     return found
@@ -90,6 +91,8 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
             "quantizes them. Leave one of them out."
         )
     given = {key: value for key, value in options.items() if value is not None}
+    if options.get("weight_only"):
+        fields.pop("inputs", None)
     return {**options, **fields, **given, "fmt": fields["fmt"]}
 
 

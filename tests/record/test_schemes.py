@@ -110,8 +110,9 @@ def test_inputs_may_be_in_another_format_than_weights() -> None:
     for wrong in ({"fmt": "mxfp4a16"}, {"fmt": "mxfp4", "weight_only": True}):
         with pytest.raises(OptionError, match=r"inputs='fp8' quantizes them"):
             LinearConfig(**wrong, inputs="fp8")
-    with pytest.raises(OptionError, match="weights in 4 bits, got fp8_block"):
-        LinearConfig("fp8_block", inputs="fp8")
+    for fmt in ("fp8_block", "nvint4"):
+        with pytest.raises(OptionError, match=f"weights in nvfp4 or mxfp4, got {fmt}"):
+            LinearConfig(fmt, inputs="fp8")
     with pytest.raises(OptionError, match="inputs"):
         LinearConfig("mxfp4", inputs="mxfp8")  # type: ignore[arg-type]
 
@@ -124,6 +125,9 @@ def test_rules_take_a_scheme() -> None:
     # What the call says of inputs holds in its rules, too.
     model = fp4pass.convert(mlp(), method="sse", weight_only=True, rules=rules)
     assert made(model) == ["mxfp4a16", "mxfp4a16"]
+    rules = [("2", {"fmt": "mxfp4a8"})]
+    model = fp4pass.convert(mlp(), "nvfp4a8", "sse", weight_only=True, rules=rules)
+    assert made(model) == ["nvfp4a16", "mxfp4a16"]
     recipe = Recipe.from_dict({"weight_only": True, "rules": [{"2": {"fmt": "mxfp4"}}]})
     assert recipe.configs()[0].scheme == "mxfp4a16"
 
