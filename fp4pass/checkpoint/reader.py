@@ -430,12 +430,17 @@ def _check_shapes(reader: CheckpointReader, shapes: source_files.Shapes) -> None
 
 
 def require_input_scales(reader: CheckpointReader, besides: Container[str] = ()) -> None:
-    """Raise CheckpointError for a scale of inputs that is missing, but for some layers."""
+    """Raise CheckpointError for stray scales of inputs, and missing ones but for some layers."""
     # Ours has them, or means that each input gets one of its own.
     for layer, facts in ({} if reader.own else reader.layers).items():
-        is_missing = facts.has_input_scale and INPUT_GLOBAL not in reader.names(layer)
-        if is_missing and layer not in besides:
-            name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
+        is_there = INPUT_GLOBAL in reader.names(layer)
+        name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
+        if is_there and not facts.has_input_scale and facts.config.input_format is not None:
+            raise CheckpointError(
+                f"{reader.folder}: {name}: expected none for inputs of {facts.scheme}, scaled "
+                "anew at each call, as the config says. The config is not that of these weights."
+            )
+        if facts.has_input_scale and not is_there and layer not in besides:
             raise CheckpointError(
                 f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy it "
                 "again; or make it dense, which needs none, by fp4pass transcode --to bf16."

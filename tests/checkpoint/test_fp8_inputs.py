@@ -160,6 +160,17 @@ def test_one_scale_of_inputs_is_there_where_it_is_declared(tmp_path: Path) -> No
             fp4pass.save(model, tmp_path / "q", layout=layout)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:The folder has no tokenizer")
+def test_a_scale_that_no_input_has_is_not_taken_for_one(tmp_path: Path) -> None:
+    fp4pass.save(packed("mxfp4a8"), tmp_path / "q")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    file = tmp_path / "q" / "model.safetensors"
+    name = "model.layers.0.self_attn.q_proj.input_global_scale"
+    save_file({**load_file(file), name: torch.tensor([5.0])}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}: expected none for inputs of mxfp4a8"):
+        fp4pass.load(tmp_path / "q", progress=False)
+
+
 def test_other_inputs_have_no_place(tmp_path: Path) -> None:
     for scheme, layout in (("nvfp4a8", "modelopt"), ("mxfp4a8", "modelopt"), ("mxfp4a8", "quark")):
         with pytest.raises(CheckpointError, match=f"{layout} has no place for {scheme}"):
