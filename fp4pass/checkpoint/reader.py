@@ -433,14 +433,14 @@ def require_input_scales(reader: CheckpointReader, besides: Container[str] = ())
     """Raise CheckpointError for stray scales of inputs, and missing ones but for some layers."""
     # Ours has them, or means that each input gets one of its own.
     for layer, facts in ({} if reader.own else reader.layers).items():
-        is_there = INPUT_GLOBAL in reader.names(layer)
-        name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
-        if is_there and not facts.has_input_scale and facts.config.input_format is not None:
+        name = reader.names(layer).get(INPUT_GLOBAL)
+        if name and not facts.has_input_scale and facts.config.input_format is not None:
             raise CheckpointError(
                 f"{reader.folder}: {name}: expected none for inputs of {facts.scheme}, scaled "
                 "anew at each call, as the config says. The config is not that of these weights."
             )
-        if facts.has_input_scale and not is_there and layer not in besides:
+        if facts.has_input_scale and not name and layer not in besides:
+            name = reader.layout.tensor_name(layer, INPUT_GLOBAL, facts.fmt)
             raise CheckpointError(
                 f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy it "
                 "again; or make it dense, which needs none, by fp4pass transcode --to bf16."

@@ -16,7 +16,15 @@ from ..kernels.rotate.naive import ROTATIONS, rotate_weight
 from ..kernels.statistics.naive import HESSIAN_BLOCK, headroom
 from ..methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
 from ..ops import rotate
-from .schemes import DEFAULT, EIGHT_BITS, WITH_EIGHT_BITS, Scheme, expand_scheme, scheme_name
+from .schemes import (
+    DEFAULT,
+    EIGHT_BITS,
+    WITH_EIGHT_BITS,
+    Scheme,
+    expand_scheme,
+    scheme_name,
+    schemes,
+)
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -187,7 +195,7 @@ class LinearConfig:
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
             fmt = fmt.with_multiplier()
-        if inputs is not None and fmt.name not in WITH_EIGHT_BITS:
+        if inputs is not None and f"{fmt.name}a8" not in schemes():
             raise OptionError(
                 f"{as_option('inputs', inputs)} is for weights in {' or '.join(WITH_EIGHT_BITS)}, "
                 f"got {fmt.name}. Leave it out: its inputs are in its own format."
