@@ -139,6 +139,8 @@ def test_modelopt_with_weights_in_nvfp4_is_read(tmp_path: Path) -> None:
     read: Any = fp4pass.load(folder, progress=False)
     layer: Any = read.model.layers[0].self_attn.q_proj
     assert layer.config.scheme == "nvfp4a8_tensor:32"
+    # The scale of the weight is a power of two, and so divides, whatever that of the input is.
+    assert layer.config.multiplies is False
     before: Any = model.model.layers[0].self_attn.q_proj  # type: ignore[union-attr, operator]
     assert torch.equal(layer.weight, before.weight)
     # FP8 inputs multiply by the one stored scale, whichever way the weight's goes.

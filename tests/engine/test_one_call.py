@@ -121,6 +121,16 @@ def test_inputs_are_smoothed_first(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 @pytest.mark.core
+def test_inputs_in_fp8_have_the_recipe_of_weights_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp4pass")
+    for quality in ("good", "best"):
+        model = in_one("mxfp4a8", quality, model=uneven())
+        alone = in_one("mxfp4a16", quality, model=uneven())
+        assert "smoothed" not in caplog.text
+        layer, other = (each.model.layers[1].mlp.down_proj.config for each in (model, alone))
+        assert layer == other.override({"inputs": "fp8"})
+
+
 def test_an_error_takes_the_smoothing_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass")
     model = uneven()
