@@ -644,7 +644,7 @@ def _refuse_foreign(layer: nn.Module, name: str) -> None:
 
 
 def part_error(name: str) -> StateError:
-    """Return the error for saving a whole model of which only a part is converted."""
+    """Return the error for saving a model if only a part of it is converted."""
     return StateError(
         f"A part of the model is converted ({name}), the model is not, so its config would not say "
         "what is packed. Save that part, or convert the whole float model, with "

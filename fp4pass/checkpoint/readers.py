@@ -89,7 +89,7 @@ def stock_problem(facts: Facts) -> str:
         )
     if any(layer.fmt.element.native and not layer.fmt.has_float_scale for layer in experts):
         return "it takes the scales of experts in mxfp8 for numbers"
-    if not all(layer.config.input_format is None for layer in experts):
+    if any(layer.config.input_format is not None for layer in experts):
         return "it leaves the inputs of experts in floating point"
     if facts.differ(experts, True):
         return "it reads experts by the scheme of other layers"
@@ -107,9 +107,7 @@ def stock_problem(facts: Facts) -> str:
         return cannot
     if facts.error and facts.differ(facts.linears.values(), False):
         return f"{cannot}, and dequantizes them all by the scheme of one"
-    if facts.error and not all(
-        layer.config.input_format is None for layer in facts.linears.values()
-    ):
+    if facts.error and any(each.config.input_format is not None for each in facts.linears.values()):
         return (
             f"{cannot}; with quantization_config=CompressedTensorsConfig(dequantize=True) it does, "
             "and leaves inputs in floating point"

@@ -226,7 +226,8 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
         said += f" One of {', '.join(map(str, choices))}."
     if field.default is not None:
         said += f" Default: {field.default}."
-    _add(group, field.name, hint, "NAME" if isinstance(field.default, str) else "N", said)
+    is_name = isinstance((*choices, field.default)[0], str)
+    _add(group, field.name, hint, "NAME" if is_name else "N", said)
 
 
 def run(words: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ _MOVED_TO = "_fp4pass_moved_to"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in packed buffers, never cast, of which a subclass computes `weight`."""
+    """A linear layer in packed buffers, which nothing casts. A subclass computes `weight`."""
 
     # Whether this process has a part (`fp4pass.parallel`).
     is_split: ClassVar[bool] = False

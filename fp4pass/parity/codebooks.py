@@ -41,7 +41,7 @@ LEAST_ABSMAX = 1e-38
 
 @dataclass(frozen=True, repr=False)
 class Codebook(Record):
-    """A table of values in [-1, 1], by code, to the nearest of which quotients round, ties down."""
+    """A table of values in [-1, 1], by code. Quotients round to the nearest, ties down."""
 
     name: str
     values: tuple[float, ...]  # 16, in the order of the codes

@@ -70,7 +70,7 @@ def test_products_are_those_of_the_codes(key: str, inputs: str, dtype: torch.dty
         for product in (REFERENCE, TRITON):
             y = product(x, *codes, *stored, fmt, 0, "input", inputs)
             assert y.dtype == dtype and y.shape == wanted.shape
-            # One rounding of the result, and sums, of which FP8 tensor cores keep few bits.
+            # The result is rounded once. FP8 tensor cores keep few bits of a sum.
             step = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
             of_sums = 2**-20 if product is REFERENCE or not GPU else 2**-17 if rows < 64 else 2**-10
             assert ((y.double() - wanted).abs() <= step * wanted.abs() + of_sums * size).all()

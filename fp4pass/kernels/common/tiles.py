@@ -281,7 +281,7 @@ def load(pointers, inside, WHOLE: tl.constexpr):
     if WHOLE:
         value = tl.load(pointers)
     else:
-        # The integer is no number of a float8.
+        # Triton casts no integer to a float8.
         ZERO: tl.constexpr = 0.0 if pointers.dtype.element_ty.is_fp8() else 0
         value = tl.load(pointers, mask=inside, other=ZERO)
     return value

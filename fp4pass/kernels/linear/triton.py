@@ -242,12 +242,9 @@ def linear_quantized_group_triton(
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     packed = x_rows.packed
     others = x.dtype == torch.float64 or fmt.element.bits == 8
-    in_blocks = bool(inputs) and get_format(inputs).block != WHOLE
-    if inputs and not (others or in_blocks) and x.dtype == torch.bfloat16:
-        if packed.numel() == packed.shape[-1]:
-            numbers, own, kind = one_row(packed, x_rows.scale, weights, fmt)
-            return linear_group_triton(numbers, own, kind)
-    others = others or in_blocks
+    others |= bool(inputs) and get_format(inputs).block != WHOLE
+    if inputs and not others and x.dtype == torch.bfloat16 and packed[..., 0].numel() == 1:
+        return linear_group_triton(*one_row(packed, x_rows.scale, weights, fmt))
     if others or (tiles := group_tiles(packed, None, weights, fmt)) is None:
         one = partial(linear_quantized_triton, x, x_rows, fmt=fmt, compute=compute, inputs=inputs)
         return [one(weight=each) for each in weights]
